@@ -1,4 +1,4 @@
-"""`python -m runtime generate | branches | skeleton | serve | chat | embed`."""
+"""`python -m runtime generate | branches | skeleton | serve | batch | chat | embed`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, print_json, report_error, stderr
 from plans.errors import RequestError
+from runtime.batch.command import add_batch
 from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
 from runtime.cli.arguments import (
     add_form,
@@ -100,6 +101,7 @@ def _parser(called: str) -> Parser:
     add_branches(commands)
     add_skeleton(commands)
     add_serve(commands)
+    add_batch(commands)
     chat = commands.add_parser(
         "chat",
         help="talk with the model",

@@ -28,6 +28,7 @@ class Handle:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
+        self._at_end: list[Callable[[], None]] = []
 
     # What its scheduler calls.
 
@@ -42,6 +43,9 @@ class Handle:
         with self._changed:
             self._result, self._error = result, error
             self._tell()
+            at_end, self._at_end = self._at_end, []
+        for call in at_end:
+            call()
 
     def _tell(self) -> None:
         self._changed.notify_all()
@@ -60,6 +64,17 @@ class Handle:
     def generation(self) -> Generation | None:
         """The whole generation, once the request has ended, but not with an error; waits for nothing."""
         return self._result
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have `call` called once the request has ended, in a thread of the runtime's, or now; it must not take long.
+
+        To wait for many requests: `result` wakes its thread with every span.
+        """
+        with self._changed:
+            if not self.done:
+                self._at_end.append(call)
+                return
+        call()
 
     def cancel(self) -> None:
         """End the request at the next token boundary, or before it starts; what was committed is its result."""

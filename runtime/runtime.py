@@ -16,8 +16,9 @@ from plans.manifest import Manifest, Probe
 from plans.plan import Plan, open_plan
 from plans.skeleton import read_skeleton
 from plans.tokenizer import Tokenizer
-from runtime.backends import BACKENDS, Chosen, choose_backend
+from runtime.backends import BACKENDS, Chosen, choose_backend, on_processor
 from runtime.backends.base import Settings
+from runtime.backends.shared_engines import shared_engines
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
 from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_branches
 from runtime.branch_run import run_branches
@@ -88,7 +89,7 @@ class Runtime:
         self.prefix_cache = None
         if prefix_cache is not None:
             self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache, driver.kv_memory)
-        self._scheduler_config = scheduler or SchedulerConfig()
+        self.scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False
         self.engines = EnginePool(self.loaded, self.prefix_cache)
@@ -105,6 +106,7 @@ class Runtime:
         prefix_cache: PrefixCacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         exactness: Exactness = "probed",
+        share_memory: bool = False,
     ) -> Runtime:
         """Open the plan folder `plan` and load its engines for `backend` (default: the best this machine drives).
 
@@ -114,16 +116,21 @@ class Runtime:
         sessions and one-off generations find what was computed of earlier sequences; its memory is taken here, where
         the backend has KV. `scheduler` says how `submit` serves requests. On the CPU, a plan that runs on a machine for
         the first time is probed, in less than 100 ms: whether drafts and neighbours leave every bit of a token as it
-        is. It is refused where they do not, unless `exactness` is "unchecked", which gives that promise up. Raises
-        `PlanError`, and `RequestError` for a wrong number of threads or a cache that cannot be.
+        is. It is refused where they do not, unless `exactness` is "unchecked", which gives that promise up.
+        `share_memory` is for several processes on one machine: on the CPU they map what ONNX Runtime packs of float
+        weights, from a file in the user's cache folder that the first of them writes, and take memory for KV as it is
+        written, not in huge pages. Raises `PlanError`, and `RequestError` for a wrong number of threads or a cache that
+        cannot be.
         """
         check_threads(threads)
         check_exactness(exactness)
         opened = open_plan(Path(plan), verify=verify)
+        chosen = choose_backend(opened.manifest.backends, backend)
+        share = share_memory and on_processor(chosen.backend)
         return cls(
             opened,
-            choose_backend(opened.manifest.backends, backend),
-            Settings(threads, cuda_graphs),
+            chosen,
+            Settings(threads, cuda_graphs, share, shared_engines(opened, kernels_here()) if share else None),
             prefix_cache,
             scheduler,
             exactness,
@@ -223,7 +230,7 @@ class Runtime:
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
         target = self.manifest.target
-        shared = target.branches > 1 and self._scheduler_config.mode_on(target) == "in-one-sequence"
+        shared = target.branches > 1 and self.scheduler_config.mode_on(target) == "in-one-sequence"
         ids, request = self._check(prompt, options, shared=shared)
         return BranchRequest(ids, request, request.max_new_tokens)
 
@@ -248,7 +255,7 @@ class Runtime:
             if self._closed:
                 raise ClosedError("The runtime takes no more requests: it was closed.")
             if self._scheduler is None:
-                self._scheduler = Scheduler(self.engines, self._scheduler_config)
+                self._scheduler = Scheduler(self.engines, self.scheduler_config)
             return self._scheduler
 
     def memory(self) -> MemoryUse:

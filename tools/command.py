@@ -45,6 +45,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "skeleton": Command(RUNTIME, "outline an answer, then write its points at once", of_several=True),
         "chat": Command(RUNTIME, "talk with the model", of_several=True),
         "serve": Command(RUNTIME, "serve the plan over HTTP", of_several=True),
+        "batch": Command(RUNTIME, "answer a file of requests", of_several=True),
         "embed": Command(RUNTIME, "build the C library", of_several=True),
     },
     "measure": {

@@ -60,7 +60,7 @@ BACKENDS: dict[str, Driver] = {
     "tensorrt": Driver(_tensorrt_reason, _make_tensorrt),
     "tensorrt-rtx": Driver(_rtx_reason, _make_rtx),
     "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
-    "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings.threads)),
+    "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings)),
 }
 
 

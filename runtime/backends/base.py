@@ -30,10 +30,13 @@ class LoadedEngine(Protocol):
 @dataclass(frozen=True)
 class Settings:
     """How a caller wants engines run: `threads` of a CPU, 0 for what the library chooses; on a GPU, whether what comes
-    again is recorded as `cuda_graphs`."""
+    again is recorded as `cuda_graphs`; on the CPU, whether to `share_memory` with other processes, and the folder of
+    engines that they share (`shared_engines`)."""
 
     threads: int = 0
     cuda_graphs: bool = True
+    share_memory: bool = False
+    shared_engines: Path | None = None
 
 
 class Backend(Protocol):

@@ -8,6 +8,7 @@ Cache outputs are bound to the memory of their inputs, so attention appends in p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.manifest import BackendPlan, Engine
 from plugins.onnxruntime_ops import THREADS, cpu_library
-from runtime.backends.base import BoundEngine, LoadedEngine
+from runtime.backends.base import BoundEngine, LoadedEngine, Settings
+from runtime.backends.shared_engines import shared_engine, write_packed
 from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory, host_kv
 
@@ -35,7 +37,7 @@ CACHED_BYTES = 16 << 20  # bytes of weights up to which an engine runs on the ca
 
 
 class OnnxRuntimeCpu:
-    """`threads` 0 leaves the number to ONNX Runtime: one per physical core.
+    """`threads` of the settings, 0, leaves the number to ONNX Runtime: one per physical core.
 
     Every engine has worker threads of its own, which spin for a while when it has run: between two steps the host works
     for some 50 us, and workers that have gone to sleep by then cost more to wake. But they share the cores with the
@@ -43,10 +45,13 @@ class OnnxRuntimeCpu:
     spin: measured on two cores, a target's pass behind a drafter that does takes 1.4 times as long.
     """
 
-    def __init__(self, threads: int = 0) -> None:
-        self._threads = threads
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings = settings or Settings()
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        if self._settings.shared_engines is not None:
+            write = partial(write_packed, options=self._options(engine), disabled=_DISABLED)
+            path = shared_engine(path, self._settings.shared_engines, write)
         try:
             session = ort.InferenceSession(
                 str(path), self._options(engine), providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED
@@ -58,14 +63,14 @@ class OnnxRuntimeCpu:
         return _LoadedEngine(session, engine)
 
     def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
-        return host_kv(planes, heads, slots, size, dtype)
+        return host_kv(planes, heads, slots, size, dtype, huge_pages=not self._settings.share_memory)
 
     def buffers(self, plan: BackendPlan) -> Buffers:
-        return Buffers(plan)
+        return Buffers(plan, huge_pages=not self._settings.share_memory)
 
     def _options(self, engine: Engine) -> ort.SessionOptions:
         small, drafts = engine.weight_bytes <= CACHED_BYTES, any(t.name == names.TREE_TOKEN_IDS for t in engine.outputs)
-        options = session_options(1 if small and drafts else self._threads)
+        options = session_options(1 if small and drafts else self._settings.threads)
         if drafts:
             options.add_session_config_entry("session.force_spinning_stop", "1")
         else:

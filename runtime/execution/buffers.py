@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from plans import names
 from plans.check import buffer_shape, session_bytes
 from plans.errors import PlanError
 from plans.manifest import BackendPlan
 from plugins import native
-from runtime.kv.memory import HostKv, KvMemory
+from runtime.kv.memory import HostKv, KvMemory, zeros
 from runtime.sampling import SamplingParams
 
 Call = Callable[[], None]
-
-_LINE = 64  # bytes
 
 
 class Exchange(Protocol):
@@ -94,10 +90,11 @@ class Buffers:
 
     exchange: Exchange | None = None
 
-    def __init__(self, plan: BackendPlan) -> None:
+    def __init__(self, plan: BackendPlan, *, huge_pages: bool = True) -> None:
         try:
             self.arrays: dict[str, NDArray[Any]] = {
-                buffer.name: _zeros(buffer_shape(plan, buffer), buffer.dtype.numpy) for buffer in plan.buffers
+                buffer.name: zeros(buffer_shape(plan, buffer), buffer.dtype.numpy, huge_pages=huge_pages)
+                for buffer in plan.buffers
             }
         except MemoryError:
             raise PlanError(
@@ -149,11 +146,3 @@ class Buffers:
         """Fill a branch's sampling slot."""
         for name, value in params.slots().items():
             self.arrays[name][branch] = value
-
-
-def _zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """Return zeros aligned to a cache line, so that no load of a kernel's widest vector spans two."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.zeros(size + _LINE, np.uint8)
-    start = -memory.ctypes.data % _LINE
-    return memory[start : start + size].view(dtype).reshape(shape)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+_LINE = 64  # bytes
+_MAPPED = 2**20  # bytes from which on memory is worth pages of its own
 
 
 class KvMemory(Protocol):
@@ -44,6 +50,30 @@ class HostKv:
         return self._kv[:, :, first : first + count]
 
 
-def host_kv(planes: int, heads: int, slots: int, size: int, dtype: Any) -> KvMemory:
+def host_kv(planes: int, heads: int, slots: int, size: int, dtype: DTypeLike, *, huge_pages: bool = True) -> KvMemory:
     """New memory of the host, of zeros."""
-    return HostKv(np.zeros((planes, heads, slots, size), dtype))
+    return HostKv(zeros((planes, heads, slots, size), dtype, huge_pages=huge_pages))
+
+
+def zeros(shape: Sequence[int], dtype: DTypeLike, *, huge_pages: bool = True) -> NDArray[Any]:
+    """Zeros aligned to a cache line, so that no load of a kernel's widest vector spans two. Raises MemoryError.
+
+    NumPy asks the system for huge pages. The slots of a token lie apart, one in every plane and head, so that a short
+    sequence already touches most of the huge pages of a KV cache; without `huge_pages` it takes what it writes.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + _LINE, np.uint8) if huge_pages or size < _MAPPED else _small_pages(size + _LINE)
+    start = -memory.ctypes.data % _LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _small_pages(size: int) -> NDArray[np.uint8]:
+    if not hasattr(mmap, "MAP_PRIVATE"):  # a system with other calls, and no huge pages unless asked
+        return np.zeros(size, np.uint8)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(str(error)) from None
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
-from time import time
 from typing import Any
 
 from plans.tokenizer import Tokenizer
@@ -12,6 +10,7 @@ from runtime.generation import FinishReason, Generation, Span
 from runtime.sampling import TokenLogprob
 from runtime.server.served import Served
 from runtime.server.speculation import longest_path, speculation
+from runtime.server.stamps import FreshStamps, Stamps
 from runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
 
 _REASONS = {
@@ -29,15 +28,16 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
 
 
 def _usage(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
-    """Tokens of all choices; prompts count once, however many choices they have. `cached_tokens` were not computed."""
+    """Tokens of all choices; prompts count once, however many choices they have."""
     once = found[:: len(found) // prompts]
     prompt, new = sum(each.stats.prompt_tokens for each in once), sum(len(each.token_ids) for each in found)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": sum(each.stats.reused_tokens for each in once)},
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _reuse(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
+    """What of `usage` depends on what ran before: `cached_tokens` were not computed."""
+    once = found[:: len(found) // prompts]
+    return {"prompt_tokens_details": {"cached_tokens": sum(each.stats.reused_tokens for each in once)}}
 
 
 def _chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -76,10 +76,25 @@ def _delta(read: Read) -> dict[str, Any]:
 
 
 class Answer:
-    """One answer's objects: what they have in common, and how choices look."""
+    """One answer's objects: what they have in common, and how choices look.
 
-    def __init__(self, prefix: str, whole: str, chunk: str, model: str, runtime: Served, *, chat: bool) -> None:
-        self._tokenizer, self._chat = runtime.tokenizer, chat
+    Without `costs` they say nothing that depends on what ran before or beside the request.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        whole: str,
+        chunk: str,
+        model: str,
+        runtime: Served,
+        *,
+        chat: bool,
+        stamps: Stamps | None = None,
+        costs: bool = True,
+    ) -> None:
+        self._tokenizer, self._chat, self._costs = runtime.tokenizer, chat, costs
+        self._stamps = stamps or FreshStamps()
         self._drafters = runtime.manifest.drafters
         self.drafter: str | None = None  # that the request asks for; None: the plan's first
         self.calling: ToolCalling | None = None  # the tools that may be called
@@ -87,8 +102,8 @@ class Answer:
         self._readers: dict[int, CallReader] = {}  # by choice
         self._whole, self._chunk = whole, chunk
         self._common = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "created": int(time()),
+            "id": f"{prefix}-{self._stamps.token()}",
+            "created": self._stamps.created,
             "model": model,
             "system_fingerprint": runtime.manifest.identity[:12],
         }
@@ -129,7 +144,7 @@ class Answer:
         """The reader of a choice's calls."""
         if self.calling is None:
             return None
-        return self._readers.setdefault(index, self.calling.reader())
+        return self._readers.setdefault(index, self.calling.reader(self._stamps))
 
     def _reason(self, index: int, found: Generation) -> str:
         reader = self._reader(index)
@@ -162,9 +177,12 @@ class Answer:
 
     def _counts(self, found: Sequence[Generation], prompts: int) -> dict[str, Any]:
         """`usage`, and `metrics` where something was drafted."""
+        usage = _usage(found, prompts)
+        if not self._costs:
+            return {"usage": usage}
         drafts = speculation([each.stats for each in found], longest_path(self._drafters, self.drafter))
         metrics = {} if drafts is None else {"metrics": {"speculative_decoding": drafts}}
-        return {"usage": _usage(found, prompts), **metrics}
+        return {"usage": usage | _reuse(found, prompts), **metrics}
 
     def _piece(self, index: int, own: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "finish_reason": reason, "logprobs": None, **own}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.server.stamps import FreshStamps, Stamps
 from runtime.server.tool_formats import ToolFormat
 from runtime.text.structured_outputs import lark_text
 
@@ -55,9 +55,9 @@ class ToolCalling:
             rules.append(f"arguments_{place}: %json {json.dumps(schema)}")
         return "\n".join(rules) + "\n"
 
-    def reader(self) -> CallReader:
-        """A reader of one answer."""
-        return CallReader(self)
+    def reader(self, stamps: Stamps | None = None) -> CallReader:
+        """A reader of one answer, whose calls get the ids of `stamps` (default: fresh ones)."""
+        return CallReader(self, stamps or FreshStamps())
 
 
 @dataclass
@@ -74,7 +74,8 @@ class CallReader:
     Text that may be the beginning of a call is held back until that is known.
     """
 
-    def __init__(self, calling: ToolCalling) -> None:
+    def __init__(self, calling: ToolCalling, stamps: Stamps) -> None:
+        self._stamps = stamps
         form = self._form = calling.form
         self._heads = {form.head(name): name for name in calling.functions}
         if calling.must:
@@ -134,7 +135,7 @@ class CallReader:
         for head, name in self._heads.items():
             if self._held.startswith(self._expected + head):
                 self._held = self._held[len(self._expected + head) :]
-                call = {"index": self.calls, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+                call = {"index": self.calls, "id": f"call_{self._stamps.token()}", "type": "function"}
                 read.calls[self.calls] = {**call, "function": {"name": name, "arguments": ""}}
                 self.calls, self.whole, self._state = self.calls + 1, False, self._arguments
                 return

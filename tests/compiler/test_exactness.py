@@ -17,7 +17,7 @@ from plans import names
 from plans.buffers import DType
 from plans.plan import open_plan
 from plugins.reference import bim_mask
-from runtime.backends.base import LoadedEngine
+from runtime.backends.base import LoadedEngine, Settings
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from runtime.execution.buffers import Buffers
 from runtime.execution.step import TargetStep
@@ -148,7 +148,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(feeder: Feeder, past: i
 def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logits, threads: int) -> None:
     plan = open_plan(toy_plan, verify=False)
     engine = plan.manifest.backends["onnxruntime-cpu"].engines["target"]
-    other = Feeder(toy_plan, OnnxRuntimeCpu(threads).load(plan.file(engine.file), engine))
+    other = Feeder(toy_plan, OnnxRuntimeCpu(Settings(threads)).load(plan.file(engine.file), engine))
     for size in (1, 16):
         np.testing.assert_array_equal(other.chunks([size]).view(np.uint32), one_by_one.view(np.uint32))
 

@@ -10,6 +10,7 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.manifest import Engine
 from plugins.onnxruntime_ops import THREADS
+from runtime.backends.base import Settings
 from runtime.backends.onnxruntime_cpu import CACHED_BYTES, OnnxRuntimeCpu
 
 
@@ -34,7 +35,7 @@ CASES = {
 def test_threads(case: Case) -> None:
     outputs = (Tensor(name=case.output, dtype=DType.FLOAT32, shape=(1,)),)
     engine = Engine(file="engines/x.onnx", inputs=(), outputs=outputs, weight_bytes=case.weight_bytes)
-    options = OnnxRuntimeCpu(case.threads)._options(engine)
+    options = OnnxRuntimeCpu(Settings(case.threads))._options(engine)
     assert options.intra_op_num_threads == case.expected
     if case.expected:
         assert options.get_session_config_entry(THREADS) == str(case.expected)

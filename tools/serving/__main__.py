@@ -1,8 +1,9 @@
-"""What a prefix cache and shared passes bring: `python -m tools.serving hits | load | soak PLAN [--json]`.
+"""What a prefix cache and shared passes bring: `python -m tools.serving hits | load | soak | batch | memory PLAN`.
 
 `hits`: the time to the first token of a prompt of which a share is known, against a cold start, and what the cache
 itself takes. `load`: requests served at once against the same ones one after another, in both modes, and how long who
 decodes waits for a pass. `soak`: mixed requests from several threads for minutes; memory, failures, tokens compared.
+`batch`: a batch on actors of Ray against one process. `memory`: what actors of one machine share.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from commands.console import guarded
 from tools.bench.machine import describe_run
 from tools.bench.sampling import GREEDY
 from tools.output import print_report
+from tools.serving.actor_memory import measure_memory, print_memory
+from tools.serving.batches import measure_batch, print_batch
 from tools.serving.hits import measure_hits, print_hits
 from tools.serving.load import measure_load, print_load
 from tools.serving.soak import measure_soak, print_soak
@@ -92,6 +95,41 @@ def _parser(called: str) -> Parser:
     soak.add_argument("--new", type=at_least_1, default=100, help="most tokens of an answer (100)")
     soak.add_argument("--every", type=number(above=0), default=5.0, help="seconds between looks at memory (5)")
     soak.set_defaults(measure=measure_soak, show=print_soak, reps=1)
+    batch = commands.add_parser(
+        "batch",
+        help="a batch on actors of Ray against one process",
+        description="Tokens a second of the same batch on actors of Ray, on a cluster of its own, and in one process "
+        "with as many threads; and whether the results are the same, byte for byte. Rates are of the work alone: from "
+        "the first request that is begun to the last that is written. Needs the extra `ray`.",
+        epilog="example: %(prog)s build/branches --requests 500 --actors 2",
+    )
+    batch.add_argument("plan", type=Path, help="folder of a plan")
+    batch.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    batch.add_argument("--requests", type=at_least_1, default=500, metavar="N", help="requests (500)")
+    batch.add_argument("--length", type=at_least_1, default=200, help="most tokens of a prompt (200)")
+    batch.add_argument("--new", type=at_least_1, default=128, help="most tokens of an answer (128)")
+    batch.add_argument("--actors", type=at_least_1, default=2, metavar="N", help="actors (2)")
+    batch.add_argument("--cpus", type=at_least_1, default=1, metavar="N", help="CPUs, and threads, of each (1)")
+    batch.add_argument("--reps", type=at_least_1, default=3, help="runs of each (3)")
+    batch.add_argument("--json", action="store_true", help="print one JSON object")
+    batch.set_defaults(measure=measure_batch, show=print_batch)
+    memory = commands.add_parser(
+        "memory",
+        help="what actors of one machine share",
+        description="The proportional set size of actors that have loaded a plan and answered requests, and what a "
+        "second one adds to that of the first. Needs the extra `ray`, and Linux.",
+        epilog="example: %(prog)s build/branches",
+    )
+    memory.add_argument("plan", type=Path, help="folder of a plan")
+    memory.add_argument("--actors", type=whole_number(2), default=2, metavar="N", help="actors (2)")
+    memory.add_argument("--length", type=at_least_1, default=200, help="characters of a prompt (200)")
+    memory.add_argument("--new", type=at_least_1, default=16, help="tokens of an answer (16)")
+    memory.add_argument(
+        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can)"
+    )
+    memory.add_argument("--unshared", action="store_true", help="without share_memory, for comparison")
+    memory.add_argument("--json", action="store_true", help="print one JSON object")
+    memory.set_defaults(measure=measure_memory, show=print_memory)
     parser.set_defaults(sampling=GREEDY, task=None)
     return parser
 

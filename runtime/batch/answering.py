@@ -1,0 +1,183 @@
+"""Requests of a batch, answered by a runtime: many at once, and each with the bytes that it would have alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from plans.errors import BusyError, OutriderError, PlanError, RequestError
+from plans.manifest import rejects
+from runtime.batch.body import asked_of
+from runtime.batch.requests import BatchRequest
+from runtime.generation import FinishReason, Generation
+from runtime.runtime import Runtime
+from runtime.server.answers import Answer
+from runtime.server.asked import ChatAsked, CompletionAsked
+from runtime.server.errors import ApiError, told
+from runtime.server.stamps import DerivedStamps
+from runtime.server.submitting import Submitted, Submitter
+
+MOST_CHOICES = 1024
+"""Most choices of one request: prompts times n."""
+
+MOST_WAITING = 2 * MOST_CHOICES
+"""What a runtime's queue must take, `SchedulerConfig.max_waiting`, so that no request is refused for want of room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A result line of OpenAI's shape, as a dictionary, and what it took: tokens of its prompts and its choices.
+
+    `number` is the request's place among those that were asked, from 0.
+    """
+
+    number: int
+    request: BatchRequest
+    result: dict[str, Any]
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+
+    @property
+    def line(self) -> bytes:
+        return json.dumps(self.result, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    number: int
+    request: BatchRequest
+    asked: CompletionAsked | ChatAsked
+    submitted: Submitted
+    stamps: DerivedStamps
+    left: int  # choices that have not ended
+
+
+class Answering:
+    """Answers requests for the model of that name; `created` is the time that answers tell, in seconds since 1970.
+
+    An answer is a function of the plan, the request with its id, and these: not of the drafter, the cache, the company
+    or the clock. So drafters by rejection and lossy partial KV, whose tokens depend on where rounds end, are refused,
+    and a request that names no drafter, or no mode of partial KV, gets one that keeps to this.
+    """
+
+    def __init__(self, runtime: Runtime, model: str | None, created: int) -> None:
+        """Raises RequestError where the queue of the runtime's scheduler is short."""
+        manifest = runtime.manifest
+        if runtime.scheduler_config.max_waiting < MOST_WAITING:
+            raise RequestError(
+                f"max_waiting is {runtime.scheduler_config.max_waiting}; a batch needs {MOST_WAITING} or more."
+            )
+        self.runtime, self.model, self._created = runtime, model or manifest.name, created
+        self._submitter = Submitter(runtime, self.model, MOST_CHOICES)
+        self._rejecting = {drafter.name for drafter in manifest.drafters if rejects([drafter])}
+        self._drafter = next((d.name for d in manifest.drafters if d.name not in self._rejecting), "none")
+        self._lossy = manifest.partial_kv is not None and manifest.partial_kv.mode == "lossy"
+        # While as many run as can, as many wait: no place stays empty until this thread has looked.
+        self._width = 2 * (runtime.scheduler_config.max_running or manifest.target.branches)
+
+    def answer(self, requests: Iterable[BatchRequest]) -> Generator[Answered, None, None]:
+        """Answers as they come, not in the order of the requests. Closed before its end, it cancels what runs.
+
+        Raises OutriderError, naming the request, where one fails by no fault of its own.
+        """
+        ended: SimpleQueue[int] = SimpleQueue()
+        waiting, under_way, choices = enumerate(requests), dict[int, _UnderWay](), 0
+        try:
+            while True:
+                while choices < self._width and (following := next(waiting, None)) is not None:
+                    begun = self._begin(*following)
+                    if isinstance(begun, Answered):
+                        yield begun
+                        continue
+                    under_way[begun.number] = begun
+                    choices += begun.left
+                    for handle in begun.submitted.handles:
+                        handle.when_done(partial(ended.put, begun.number))
+                if not under_way:
+                    return
+                number = ended.get()
+                choices -= 1
+                under_way[number].left -= 1
+                if not under_way[number].left:
+                    yield self._end(under_way.pop(number))
+        finally:
+            for each in under_way.values():
+                for handle in each.submitted.handles:
+                    handle.cancel()
+
+    def _begin(self, number: int, request: BatchRequest) -> _UnderWay | Answered:
+        stamps = DerivedStamps(request.custom_id, self._created)
+        try:
+            asked = self._settled(asked_of(request.text, self.model), stamps)
+            submitted = self._submitter.submit(asked)
+        except (ApiError, OutriderError) as error:
+            return self._refused(number, request, stamps, error)
+        return _UnderWay(number, request, asked, submitted, stamps, len(submitted.handles))
+
+    def _settled(self, asked: CompletionAsked | ChatAsked, stamps: DerivedStamps) -> CompletionAsked | ChatAsked:
+        """The same with what it leaves open. Raises RequestError for what no batch can keep to."""
+        if asked.drafter in self._rejecting:
+            raise RequestError(
+                f"drafter is {asked.drafter!r}, which is accepted by rejection: tokens would depend on what runs "
+                "beside the request; ask for another drafter, or none."
+            )
+        if asked.partial_kv == "lossy":
+            raise RequestError(
+                'partial_kv is "lossy": tokens would depend on what runs beside the request; pass "lossless" or "off".'
+            )
+        settled: dict[str, object] = {}
+        if asked.seed is None:
+            settled["seed"] = stamps.seed
+        if asked.drafter is None and self._rejecting:
+            settled["drafter"] = self._drafter
+        if asked.partial_kv is None and self._lossy:
+            settled["partial_kv"] = "off"
+        return asked.model_copy(update=settled)
+
+    def _refused(
+        self, number: int, request: BatchRequest, stamps: DerivedStamps, error: ApiError | OutriderError
+    ) -> Answered:
+        found = error if isinstance(error, ApiError) else told(error)
+        if found.status >= 500 or isinstance(error, BusyError):
+            raise PlanError(f"The request {request.custom_id!r} cannot be answered: {error}") from None
+        return Answered(number, request, _result(request, stamps, found.status, found.body))
+
+    def _end(self, ended: _UnderWay) -> Answered:
+        request, asked, submitted, stamps = ended.request, ended.asked, ended.submitted, ended.stamps
+        try:
+            found = [handle.result() for handle in submitted.handles]
+        except OutriderError as error:
+            return self._refused(ended.number, request, stamps, error)
+        if any(each.finish_reason is FinishReason.CANCELLED for each in found):
+            raise PlanError(f"The request {request.custom_id!r} was cut off: the runtime was closed meanwhile.")
+        name, kind = ("chatcmpl", "chat.completion") if isinstance(asked, ChatAsked) else ("cmpl", "text_completion")
+        chat = isinstance(asked, ChatAsked)
+        answer = Answer(name, kind, kind, self.model, self.runtime, chat=chat, stamps=stamps, costs=False)
+        answer.calling, answer.drafter = submitted.calling, asked.drafter
+        body = answer.whole(found, submitted.prompts, submitted.logprobs)
+        prompts = found[:: len(found) // submitted.prompts]
+        return Answered(
+            ended.number,
+            request,
+            _result(request, stamps, 200, body),
+            sum(each.stats.prompt_tokens for each in prompts),
+            _tokens(found),
+        )
+
+
+def _tokens(found: Iterable[Generation]) -> int:
+    return sum(len(each.token_ids) for each in found)
+
+
+def _result(request: BatchRequest, stamps: DerivedStamps, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """A line of OpenAI's output files."""
+    return {
+        "id": f"batch_req_{stamps.token()}",
+        "custom_id": request.custom_id,
+        "response": {"status_code": status, "request_id": f"req_{stamps.token()}", "body": body},
+        "error": None,
+    }

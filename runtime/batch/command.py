@@ -1,0 +1,254 @@
+"""`python -m runtime batch`: OpenAI's batch lines in, result lines out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from math import inf
+from pathlib import Path
+from time import perf_counter, time
+from typing import TYPE_CHECKING, Any
+
+from commands.arguments import at_least_1
+from commands.console import Update, print_json, progress_bar, stderr
+from commands.packages import optional_packages
+from plans.errors import OutriderError, RequestError
+from runtime.cli.arguments import add_machine
+
+if TYPE_CHECKING:
+    from runtime.batch.folder import BatchFolder, BatchState, Totals
+    from runtime.batch.loading import LoadOptions
+    from runtime.batch.local import Done
+    from runtime.batch.requests import BatchRequest
+
+    Blocks = Mapping[int, Sequence[BatchRequest]]
+
+_EPOCH = "SOURCE_DATE_EPOCH"
+
+
+def add_batch(commands: Any) -> None:
+    """Add the command to those of `python -m runtime`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        description="Answer a file of requests, OpenAI's batch lines or a parquet table, and write DIR/results.jsonl, "
+        "ordered by custom_id. The same command goes on where an earlier run was ended, killed or out of space. The "
+        "results are the same, byte for byte, from one process, from a cluster of any size, and from runs that go on. "
+        "Requests that are wrong get results that say why. With --ray every node must see PLAN and DIR.",
+        epilog="examples: %(prog)s build/branches prompts.jsonl --out build/answers; %(prog)s build/branches "
+        "prompts.parquet --out /shared/answers --ray auto --cpus-per-actor 4",
+    )
+    add_machine(parser)
+    parser.add_argument("requests", type=Path, metavar="INPUT", help="file of JSON lines, or NAME.parquet")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results; new, or begun")
+    parser.add_argument("--model-name", help="the model that requests name (default: the plan's name)")
+    parser.add_argument(
+        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can be)"
+    )
+    parser.add_argument(
+        "--cache-tokens", type=at_least_1, default=65536, metavar="N", help="prefix cache: most tokens (65536)"
+    )
+    parser.add_argument(
+        "--cache-bytes", type=at_least_1, default=2**30, metavar="N", help="prefix cache: most memory (1 GiB)"
+    )
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+    parser.add_argument(
+        "--block-size",
+        type=at_least_1,
+        metavar="N",
+        help="requests that are written, or lost, together (default: as many as the plan serves at once, at least 16); "
+        "of a run that goes on, that of the first",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    ray = parser.add_argument_group("on a cluster", "Ray Data's actors, which load the plan once each (extra `ray`).")
+    ray.add_argument("--ray", metavar="ADDRESS", help="HOST:PORT, ray://HOST:PORT, auto, or local for one of its own")
+    ray.add_argument("--actors", type=at_least_1, metavar="N", help="actors (default: as many as there is room for)")
+    ray.add_argument(
+        "--cpus-per-actor", type=at_least_1, metavar="N", help="CPUs, and threads, of each (default: --threads, or 1)"
+    )
+    parser.set_defaults(command=_batch)
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    if arguments.ray is None and (arguments.actors or arguments.cpus_per_actor):
+        raise RequestError("--actors and --cpus-per-actor are of a cluster; add --ray ADDRESS, or leave them out.")
+    with optional_packages("Reading parquet", "ray"):
+        from runtime.batch.reading import read_requests
+
+        requests = read_requests(arguments.requests)
+    if arguments.ray is not None:
+        with optional_packages("A batch on a cluster", "ray"):
+            import_module("runtime.batch.ray_run")
+    from runtime.batch.folder import BatchFolder, block_bounds
+    from runtime.batch.requests import working_order
+
+    began, folder, ordered = perf_counter(), BatchFolder(arguments.out), working_order(requests)
+    try:
+        with folder.begun(_state(arguments, ordered)) as state:
+            _check_kernels(arguments.plan, state)
+            blocks = [ordered[start:stop] for start, stop in block_bounds(state.count, state.block_size)]
+            there = set(range(len(blocks))) if folder.results.exists() else folder.written()
+            missing = {number: block for number, block in enumerate(blocks) if number not in there}
+            work = _work(arguments, folder, state, missing) if missing else _Work(len(ordered), 0)
+            totals = folder.finish(blocks)
+    except OSError as error:
+        raise OutriderError(f"{error.filename or arguments.out}: {error.strerror or error}. {_KEPT}") from None
+    except KeyboardInterrupt:
+        stderr.print(_KEPT, style="dim", soft_wrap=True)
+        raise
+    _report(arguments, folder, totals, work, perf_counter() - began)
+    return 0
+
+
+_KEPT = "What is written stays: run the same command again to go on from there."
+
+
+@dataclass
+class _Work:
+    """What a run does: of `total` requests those that are `missing`; and what it has come to so far."""
+
+    total: int
+    missing: int
+    computed: int = 0
+    new_tokens: int = 0
+    began: float = inf  # of the first request, by `time.time()`; the plan is loaded then
+    seconds: float = 0.0  # since then
+
+    def add(self, done: Done) -> None:
+        self.computed += done.requests
+        self.new_tokens += done.new_tokens
+        self.began = min(self.began, done.began)
+        self.seconds = time() - self.began
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def show(self, update: Update) -> None:
+        written = self.total - self.missing + self.computed
+        if not self.computed:
+            update(written, self.total)
+            return
+        left = self.seconds * (self.missing - self.computed) / self.computed
+        update(written, self.total, f"{self.tokens_per_second:.0f} tokens/s", left)
+
+
+def _work(arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, missing: Blocks) -> _Work:
+    """Answer the blocks that are missing, and write them to the folder."""
+    work = _Work(state.count, sum(map(len, missing.values())))
+    run = _in_process if arguments.ray is None else _on_ray
+    bar = nullcontext(_no_progress) if arguments.quiet else progress_bar("requests")
+    with closing(run(arguments, folder, state, missing)) as running, bar as update:
+        work.show(update)
+        for done in running:
+            work.add(done)
+            work.show(update)
+    return work
+
+
+def _no_progress(done: int, total: int, doing: str = "", left: float | None = None) -> None:
+    """Show nothing."""
+
+
+def _state(arguments: argparse.Namespace, ordered: Sequence[BatchRequest]) -> BatchState:
+    """What the results depend on. The plan is looked at here, and loaded later."""
+    from plans.plan import open_plan
+    from runtime.backends import choose_backend
+    from runtime.batch.folder import BatchState, default_block_size
+    from runtime.batch.requests import digest
+    from runtime.exactness import kernels_here
+
+    manifest = open_plan(arguments.plan, verify=False).manifest
+    return BatchState(
+        plan=manifest.identity,
+        requests=digest(ordered),
+        model=arguments.model_name or manifest.name,
+        created=_created(),
+        backend=choose_backend(manifest.backends, arguments.backend).backend,
+        kernels=kernels_here(),
+        count=len(ordered),
+        block_size=arguments.block_size or default_block_size(len(ordered), manifest.target.branches),
+    )
+
+
+def _created() -> int:
+    """The time that answers tell, as reproducible builds have it: 0, or that of the environment."""
+    given = os.environ.get(_EPOCH, "0")
+    if not (given.isascii() and given.isdigit() and len(given) < 19):
+        raise RequestError(f"{_EPOCH} is {given!r}; set it to seconds since 1970, or unset it.")
+    return int(given)
+
+
+def _check_kernels(plan: Path, state: BatchState) -> None:
+    from plans.plan import open_plan
+    from runtime.batch.processors import foreign_kernels, told_foreign
+
+    if foreign := foreign_kernels(open_plan(plan, verify=False).manifest, state.backend, state.kernels):
+        raise RequestError(told_foreign(foreign))
+
+
+def _in_process(
+    arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
+) -> Generator[Done, None, None]:
+    from runtime.batch.answering import MOST_WAITING, Answering
+    from runtime.batch.local import Done, run_blocks
+    from runtime.cli.arguments import load
+    from runtime.prefix_cache.cache import PrefixCacheConfig
+    from runtime.scheduler import SchedulerConfig
+
+    cache = None if arguments.no_prefix_cache else PrefixCacheConfig(arguments.cache_tokens, arguments.cache_bytes)
+    runtime = load(arguments, cache, SchedulerConfig(arguments.max_running, max_waiting=MOST_WAITING))
+    try:
+        answering, began = Answering(runtime, state.model, state.created), time()
+        with closing(run_blocks(answering, folder, blocks)) as answers:
+            for answered in answers:
+                yield Done(1, answered.new_tokens, began)
+    finally:
+        runtime.close(drain=False)
+
+
+def _on_ray(
+    arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
+) -> Generator[Done, None, None]:
+    from runtime.batch.ray_run import Actors, cluster, run_on_ray
+
+    cpus = arguments.cpus_per_actor or arguments.threads or 1
+    load: LoadOptions = {
+        "backend": state.backend,
+        "threads": arguments.threads or cpus,
+        "exactness": arguments.exactness,
+        "cuda_graphs": not arguments.no_cuda_graphs,
+        "max_running": arguments.max_running,
+        "cache_tokens": 0 if arguments.no_prefix_cache else arguments.cache_tokens,
+        "cache_bytes": arguments.cache_bytes,
+    }
+    with cluster(arguments.ray, Actors(arguments.actors, cpus)) as count:
+        yield from run_on_ray(arguments.plan, folder, state, blocks, count, cpus, load)
+
+
+def _report(arguments: argparse.Namespace, folder: BatchFolder, totals: Totals, work: _Work, seconds: float) -> None:
+    if arguments.json:
+        print_json(
+            {
+                "results": str(folder.results),
+                **asdict(totals),
+                "computed": work.computed,
+                "new_tokens": work.new_tokens,
+                "seconds": round(seconds, 3),
+                "working_seconds": round(work.seconds, 3),
+                "tokens_per_second": round(work.tokens_per_second, 1),
+            }
+        )
+        return
+    print(folder.results)
+    stderr.print(
+        f"{totals.succeeded} answers, {totals.failed} refused; {work.computed} computed now, {work.new_tokens} new "
+        f"tokens in {work.seconds:.1f} s",
+        style="dim",
+        soft_wrap=True,
+    )

@@ -1,0 +1,239 @@
+"""The folder of a batch: parts as they are computed, and in the end `results.jsonl`.
+
+    batch.json      what the results depend on; a run that goes on must agree with it
+    parts/N.jsonl   the results of block N, written as a whole; N.tries grows by a byte whenever an actor begins it
+    results.jsonl   all results by id, written as a whole when there are all parts, which then go
+    lock            held by the run
+
+A block is a run of requests that stand together in the working order. Where blocks end depends on the number of
+requests and on what the first run was told, so that any later run goes on with the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from plans.errors import BusyError, PlanError, RequestError
+from runtime.batch.requests import BatchRequest, id_order
+from runtime.file_lock import locked
+from runtime.whole_file import written_whole
+
+VERSION = 1
+_STATE, _PARTS, _RESULTS, _LOCK = "batch.json", "parts", "results.jsonl", "lock"
+_LEAST = 16  # requests of a block
+_MOST_BLOCKS = 4096
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """What the results of a batch depend on, and what its blocks were made by.
+
+    `requests` is the digest of all of them, `plan` the plan's identity, `kernels` what `kernels_here` says of the
+    machine that began; `count` requests come in blocks of at most `block_size`.
+    """
+
+    plan: str
+    requests: str
+    model: str
+    created: int
+    backend: str
+    kernels: dict[str, str]
+    count: int
+    block_size: int
+    version: int = VERSION
+
+    def differences(self, other: BatchState) -> list[str]:
+        """What `other` has differently, in words; blocks may be."""
+        said = {
+            "version": "another version of Outrider wrote them",
+            "plan": f"they are of the plan {self.plan[:12]}, and this one is {other.plan[:12]}",
+            "requests": "the requests are others",
+            "model": f"they name the model {self.model!r}, and now it is {other.model!r}",
+            "created": f"they tell the time {self.created}, and SOURCE_DATE_EPOCH now says {other.created}",
+            "backend": f"they ran on {self.backend}, and now it is {other.backend}",
+        }
+        return [words for key, words in said.items() if getattr(self, key) != getattr(other, key)]
+
+
+def default_block_size(count: int, branches: int) -> int:
+    """As many requests as a plan of so many branches serves at once, and no more than some thousand blocks in all."""
+    return max(_LEAST, branches, count // _MOST_BLOCKS)
+
+
+def block_bounds(count: int, block_size: int) -> list[tuple[int, int]]:
+    """Beginnings and ends of blocks."""
+    return [(start, min(start + block_size, count)) for start in range(0, count, block_size)]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a batch came to: results with status 200 and others, and the tokens of the former."""
+
+    succeeded: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class BatchFolder:
+    """The folder at `path`, for whoever writes parts. `BatchFolder.begun` opens it for a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results = path / _RESULTS
+        self._parts = path / _PARTS
+
+    @contextmanager
+    def begun(self, state: BatchState) -> Iterator[BatchState]:
+        """Hold the folder for a run, which begins a batch or goes on with the same one; yields its state as it is kept.
+
+        Raises RequestError for a folder that has anything else, or another batch, and BusyError where a run holds it.
+        Raises OSError where it cannot be written.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise RequestError(f"{self.path} is no folder; choose another one.")
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
+            raise RequestError(f"{self.path} is not empty, and holds no batch; choose another folder.")
+        self._parts.mkdir(parents=True, exist_ok=True)
+        try:
+            with locked(self.path / _LOCK, wait=False):
+                self._clear()
+                yield self._agreed(state)
+        except BlockingIOError:
+            raise BusyError(f"Another run writes {self.path}; wait until it has ended, or end it.") from None
+
+    def _clear(self) -> None:
+        """Remove what a run that was killed had not finished."""
+        for left in (*self.path.glob(".*.json*"), *self._parts.glob(".*.jsonl.*"), *self._parts.glob("*.tries")):
+            left.unlink(missing_ok=True)
+
+    def _agreed(self, state: BatchState) -> BatchState:
+        kept = self.state()
+        if kept is None:
+            if any(self._parts.iterdir()) or self.results.exists():
+                raise RequestError(f"{self.path} has results and no {_STATE}; choose another folder.")
+            with written_whole(self.path / _STATE) as file:
+                file.write(json.dumps(asdict(state), indent=1).encode() + b"\n")
+            return state
+        if different := kept.differences(state):
+            raise RequestError(
+                f"{self.path} has results that this run would not give: {'; '.join(different)}. Choose another folder, "
+                "or delete this one."
+            )
+        return kept
+
+    def state(self) -> BatchState | None:
+        """What the folder's results depend on; None where there is no batch. Raises PlanError for a damaged file."""
+        path = self.path / _STATE
+        try:
+            return BatchState(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, TypeError, ValueError) as error:
+            raise PlanError(f"{path} cannot be read: {error}; choose another folder, or delete this one.") from None
+
+    def written(self) -> set[int]:
+        """Numbers of the blocks whose results are there."""
+        return {int(part.stem) for part in self._parts.glob("*.jsonl") if part.stem.isdigit()}
+
+    def write(self, block: int, lines: Iterable[bytes]) -> None:
+        """Write the results of a block. Raises OSError."""
+        with written_whole(self._part(block)) as file:
+            file.writelines(lines)
+
+    def try_block(self, block: int) -> int:
+        """Note that somebody begins a block who may die of it; return how often that was so in this run."""
+        with self._part(block).with_suffix(".tries").open("ab") as file:
+            file.write(b".")
+            return file.tell()
+
+    def finish(self, blocks: Sequence[Sequence[BatchRequest]]) -> Totals:
+        """Put all results together, ordered by id, and remove the parts; return the totals.
+
+        Where that is done already, the results are only read. Raises PlanError for a part, or results, that are not
+        those of their requests, and OSError.
+        """
+        if not self.results.exists():
+            places = [place for number, block in enumerate(blocks) for place in self._places(number, block)]
+            places.sort(key=lambda place: id_order(place[0]))
+            with written_whole(self.results) as results:
+                self._copy(places, results)
+        totals = self._totals(sum(map(len, blocks)))
+        shutil.rmtree(self._parts, ignore_errors=True)
+        return totals
+
+    def _part(self, block: int) -> Path:
+        return self._parts / f"{block:06}.jsonl"
+
+    def _places(self, number: int, block: Sequence[BatchRequest]) -> Iterator[tuple[str, int, int, int]]:
+        """Ids of a part's results, and where each lies: the part, and the place and length in bytes."""
+        path, offset, found = self._part(number), 0, list[tuple[str, int, int, int]]()
+        with path.open("rb") as file:
+            for line in file:
+                found.append((_read(line, path)["custom_id"], number, offset, len(line)))
+                offset += len(line)
+        if [place[0] for place in found] != [request.custom_id for request in block]:
+            raise PlanError(f"{path} does not have the results of its requests; delete it, and run the batch again.")
+        return iter(found)
+
+    def _copy(self, places: Iterable[tuple[str, int, int, int]], results: Any) -> None:
+        with _Opened(self._part) as parts:
+            for _, number, offset, length in places:
+                file = parts.of(number)
+                file.seek(offset)
+                results.write(file.read(length))
+
+    def _totals(self, count: int) -> Totals:
+        succeeded = failed = prompt = new = 0
+        with self.results.open("rb") as file:
+            for line in file:
+                response = _read(line, self.results)["response"]
+                if response["status_code"] != 200:
+                    failed += 1
+                    continue
+                succeeded += 1
+                prompt += response["body"]["usage"]["prompt_tokens"]
+                new += response["body"]["usage"]["completion_tokens"]
+        if succeeded + failed != count:
+            raise PlanError(
+                f"{self.results} has {succeeded + failed} results of {count}; delete it, and run the batch again."
+            )
+        return Totals(succeeded, failed, prompt, new)
+
+
+class _Opened:
+    """Files of parts, of which a few stay open: results by id come from all of them by turns."""
+
+    _MOST = 64
+
+    def __init__(self, path_of: Any) -> None:
+        self._path_of, self._files = path_of, dict[int, Any]()
+
+    def of(self, number: int) -> Any:
+        file = self._files.pop(number, None) or self._path_of(number).open("rb")
+        self._files[number] = file  # the last used stand last
+        if len(self._files) > self._MOST:
+            self._files.pop(next(iter(self._files))).close()
+        return file
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def _read(line: bytes, path: Path) -> Any:
+    try:
+        found = json.loads(line)
+        found["custom_id"], found["response"]["body"]
+    except (ValueError, KeyError, TypeError):
+        raise PlanError(f"{path} has a line that is no result; delete it, and run the batch again.") from None
+    return found

@@ -1,0 +1,158 @@
+"""`OutriderPredictor`: a plan as a class for `ray.data.Dataset.map_batches`. Ray itself is not needed here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plans.errors import RequestError
+from runtime.batch.answering import Answered, Answering
+from runtime.batch.body import check_columns
+from runtime.batch.loading import LoadOptions, load_for_batches
+from runtime.batch.reading import rows_of_table, without_nulls
+from runtime.batch.requests import BatchRequest, why_not_an_id
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ADDED = ("status_code", "text", "finish_reason", "error", "result")
+"""Columns that a prediction adds."""
+
+
+class OutriderPredictor:
+    """Loads a plan once, and answers batches of requests:
+
+        dataset.map_batches(OutriderPredictor, fn_constructor_kwargs={"plan": "build/branches"}, concurrency=2)
+
+    A row is a request. It has either `prompt` (text) or `messages` (a list of messages, or its JSON as text), and any
+    fields of OpenAI's bodies and of ours beside it (`max_tokens`, `temperature`, `seed`, ...), null where it has not;
+    or it is a line of OpenAI's batches, with `method`, `url` and `body`. The `custom_id` is its name, from which a seed
+    and all ids are derived; without that column, it is a hash of the request.
+
+    Columns of the batch stay. Added are `custom_id`, where it is not there, `status_code` (int: 200, or 4xx of a
+    request that is refused), `text` of the first choice ("" where there is none), `finish_reason` ("" likewise),
+    `error` (why it was refused, or ""), and `result`, the line that `outrider batch` writes for it. A row's result does
+    not depend on other rows, on the size of batches, or on the number of actors.
+    """
+
+    def __init__(
+        self,
+        plan: str | PathLike[str],
+        *,
+        model: str | None = None,
+        created: int = 0,
+        keep: Sequence[str] = (),
+        **options: Unpack[LoadOptions],
+    ) -> None:
+        """Load the plan folder, which every node must see, with the options of `load_for_batches`.
+
+        Answers name the `model` (default: the plan's name), and tell the time `created`, seconds since 1970. Columns
+        in `keep` are no part of requests. Raises what `Runtime.load` does, and RequestError for a plan that is not
+        there.
+        """
+        check_visible(Path(plan), "plan.json")
+        self._answering = Answering(load_for_batches(plan, **options), model, created)
+        self._keep = tuple(keep)
+
+    def __call__(self, batch: dict[str, NDArray[Any]] | pa.Table) -> dict[str, NDArray[Any]] | pa.Table:
+        """Raises RequestError for columns that no request has."""
+        if isinstance(batch, dict):
+            check_columns(set(batch) - set(self._keep) - set(ADDED), "The batch")
+            columns = {name: column for name, column in batch.items() if name not in (*self._keep, *ADDED)}
+            return dict(batch) | {name: _array(values) for name, values in self._added(_rows(columns)).items()}
+        import pyarrow as pa
+
+        names = [name for name in batch.column_names if name not in (*self._keep, *ADDED)]
+        check_columns(names, "The batch")
+        for name, values in self._added(rows_of_table(batch.select(names))).items():
+            batch = batch.drop_columns([name]) if name in batch.column_names else batch
+            batch = batch.append_column(name, pa.array(values))
+        return batch
+
+    def _added(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+        named = bool(rows) and "custom_id" in rows[0]
+        requests = [_request(row, place) for place, row in enumerate(rows)]
+        answered = sorted(self._answering.answer(requests), key=lambda each: each.number)
+        added: dict[str, list[Any]] = {} if named else {"custom_id": [request.custom_id for request in requests]}
+        for name in ADDED:
+            added[name] = [_COLUMNS[name](each) for each in answered]
+        return added
+
+
+def check_visible(folder: Path, file: str) -> None:
+    """Raise RequestError where this machine does not see a file that others have written, or read."""
+    if not (folder / file).is_file():
+        raise RequestError(
+            f"{socket.gethostname()} does not see {folder / file}; put it where every node of the cluster sees it "
+            "under the same path, such as a shared file system, and pass that path."
+        )
+
+
+def _request(row: Mapping[str, Any], place: int) -> BatchRequest:
+    text = json.dumps(row, ensure_ascii=False)
+    if "custom_id" not in row:
+        return BatchRequest(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32], text)
+    if wrong := why_not_an_id(row["custom_id"]):
+        raise RequestError(f"Row {place} of the batch {wrong}.")
+    return BatchRequest(row["custom_id"], text)
+
+
+def _rows(columns: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
+    values = {name: _values(column) for name, column in columns.items()}
+    count = len(next(iter(values.values()))) if values else 0
+    return [without_nulls({name: column[place] for name, column in values.items()}) for place in range(count)]
+
+
+def _values(column: NDArray[Any]) -> list[Any]:
+    """A column's values as JSON has them; whole numbers that became floats because some are missing are whole again."""
+    values = [_plain(value) for value in column]
+    floats = [value for value in values if isinstance(value, float)]
+    if None in values and floats and all(value.is_integer() for value in floats):
+        return [int(value) if isinstance(value, float) else value for value in values]
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _array(values: list[Any]) -> NDArray[Any]:
+    return np.array(values, np.int64) if values and isinstance(values[0], int) else np.array(values, object)
+
+
+def _first(answered: Answered) -> Mapping[str, Any]:
+    choices = answered.result["response"]["body"].get("choices")
+    return choices[0] if choices else {}
+
+
+def _text(answered: Answered) -> str:
+    choice = _first(answered)
+    return str(choice.get("text") or choice.get("message", {}).get("content") or "")
+
+
+def _error(answered: Answered) -> str:
+    return str(answered.result["response"]["body"].get("error", {}).get("message", ""))
+
+
+_COLUMNS = {
+    "status_code": lambda each: each.result["response"]["status_code"],
+    "text": _text,
+    "finish_reason": lambda each: _first(each).get("finish_reason", ""),
+    "error": _error,
+    "result": lambda each: each.line.decode().rstrip("\n"),
+}

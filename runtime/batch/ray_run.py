@@ -1,0 +1,162 @@
+"""A batch on a cluster of Ray: actors that load the plan once each, and write a block of results a task.
+
+Ray Data has the actors, gives each two blocks, and another for each that is written; it restarts those that die, and
+gives their blocks again. The folder is the same for all nodes: what is written is not computed again, whoever dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.exceptions import RayError
+
+from plans.errors import OutriderError, PlanError, RequestError
+from runtime.batch.answering import Answering
+from runtime.batch.folder import BatchFolder, BatchState
+from runtime.batch.loading import LoadOptions, load_for_batches
+from runtime.batch.local import Done, run_blocks
+from runtime.batch.predictor import check_visible
+from runtime.batch.processors import foreign_kernels, told_foreign
+from runtime.batch.requests import BatchRequest
+
+_TRIES = 4  # of a block whose actor dies
+_AT_ONCE = 2  # blocks of an actor: while the last requests of one run, those of the next take their places
+_STORE = 200 * 2**20  # bytes of objects in a cluster of our own: requests alone go through it
+
+
+@dataclass(frozen=True)
+class Actors:
+    """How many actors there are at most, and the CPUs of each. `count` None: as many as the cluster has room for."""
+
+    count: int | None
+    cpus: int
+
+
+@contextmanager
+def cluster(address: str, actors: Actors) -> Iterator[int]:
+    """Connect to the cluster at `address`, or begin one of this machine's for "local"; yields the number of actors.
+
+    Raises RequestError where there is none, or it has too few CPUs.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth a word is an exception, too
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    if address == "local":
+        cpus = max(os.cpu_count() or 1, (actors.count or 1) * actors.cpus)
+        quiet |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE}
+    try:
+        ray.init(address, **quiet)
+    except (ConnectionError, ValueError, RayError, RuntimeError) as error:
+        raise RequestError(f"There is no cluster of Ray at {address!r}: {error}") from None
+    try:
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        room = int(ray.cluster_resources().get("CPU", 0)) // actors.cpus
+        if room < (actors.count or 1):
+            raise RequestError(
+                f"The cluster has {int(ray.cluster_resources().get('CPU', 0))} CPUs, room for {room} actors of "
+                f"{actors.cpus}; pass fewer --actors, or fewer --cpus-per-actor."
+            )
+        yield actors.count or room
+    finally:
+        ray.shutdown()
+
+
+def run_on_ray(
+    plan: Path,
+    folder: BatchFolder,
+    state: BatchState,
+    blocks: Mapping[int, Sequence[BatchRequest]],
+    count: int,
+    cpus: int,
+    load: LoadOptions,
+) -> Generator[Done, None, None]:
+    """Have `count` actors of `cpus` CPUs answer the blocks; yields each as it is written.
+
+    Raises RequestError and PlanError as actors found them, and PlanError where a block's actor dies again and again.
+    """
+    tables = [
+        pa.table(
+            {
+                "block": [number] * len(block),
+                "custom_id": [request.custom_id for request in block],
+                "text": [request.text for request in block],
+            }
+        )
+        for number, block in blocks.items()
+    ]
+    settings = {"plan": str(plan.absolute()), "folder": str(folder.path.absolute()), "state": state, "load": dict(load)}
+    written = ray.data.from_arrow(tables).map_batches(
+        _BlockWriter,
+        fn_constructor_kwargs=settings,
+        batch_size=None,  # a block each task
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(
+            size=min(count, len(tables)),
+            max_tasks_in_flight_per_actor=_AT_ONCE,
+            max_concurrent_calls_per_actor=_AT_ONCE,
+            enable_true_multi_threading=True,
+        ),
+        num_cpus=cpus,
+    )
+    try:
+        for row in written.iter_rows():
+            if row["error"]:
+                raise (RequestError if row["request"] else PlanError)(row["error"])
+            yield Done(row["requests"], row["new_tokens"], row["began"])
+    except RayError as error:
+        raise PlanError(f"Ray gave up a block: {str(error).strip().splitlines()[-1]}") from None
+
+
+class _BlockWriter:
+    """An actor. It tells mistakes as rows: an exception would come with Ray's own words about it."""
+
+    def __init__(self, plan: str, folder: str, state: BatchState, load: LoadOptions) -> None:
+        self._folder, self._error = BatchFolder(Path(folder)), None
+        try:
+            check_visible(Path(plan), "plan.json")
+            check_visible(Path(folder), "batch.json")
+            if self._folder.state() != state:
+                raise RequestError(f"{folder} has another batch on this node; pass a folder that all nodes share.")
+            runtime = load_for_batches(plan, **load)
+            if runtime.manifest.identity != state.plan:
+                raise RequestError(f"{plan} is another plan on this node; put the same one there.")
+            if foreign := foreign_kernels(runtime.manifest, runtime.backend, state.kernels):
+                raise RequestError(told_foreign(foreign))
+            self._answering = Answering(runtime, state.model, state.created)
+        except (OutriderError, OSError) as error:
+            self._error = error
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        began, rows = time.time(), table.to_pylist()
+        number = rows[0]["block"]
+        requests = [BatchRequest(row["custom_id"], row["text"]) for row in rows]
+        tokens, error = 0, self._error
+        if error is None and number not in self._folder.written():
+            try:
+                tokens = self._run(number, requests)
+            except OSError as fault:
+                error = PlanError(f"{fault.filename or self._folder.path}: {fault.strerror or fault}")
+            except OutriderError as fault:
+                error = fault
+        done = {"requests": len(rows), "new_tokens": tokens, "began": began}
+        wrong = {"error": str(error or ""), "request": isinstance(error, RequestError)}
+        return pa.Table.from_pylist([done | wrong])
+
+    def _run(self, number: int, requests: Sequence[BatchRequest]) -> int:
+        """Answer a block, and return how many tokens that took. Raises PlanError where its actors have died of it."""
+        if self._folder.try_block(number) > _TRIES:
+            raise PlanError(
+                f"{_TRIES} actors died in block {number}, which begins with request {requests[0].custom_id!r}: they "
+                "may have too little memory; use fewer actors on a node, or a smaller --max-running or --cache-bytes."
+            )
+        return sum(each.new_tokens for each in run_blocks(self._answering, self._folder, {number: requests}))

@@ -1,0 +1,102 @@
+"""A batch's input: a file of JSON lines, or of parquet.
+
+What no result line could tell, as it would have no id, is found before anything runs: all of the file is read first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plans.errors import RequestError
+from runtime.batch.body import check_columns
+from runtime.batch.requests import BatchRequest, parse, why_not_an_id
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_SHOWN = 5  # faults of a file that are told
+_ROWS = 1024  # of parquet, at a time
+
+
+def read_requests(path: Path) -> list[BatchRequest]:
+    """The requests of a file, in its order; a file whose name ends in `.parquet` is one.
+
+    Raises RequestError, which names the first faulty lines, for lines that are no JSON object, or have no `custom_id`,
+    or that of another; and for columns that are none of a request.
+    """
+    parquet = path.suffix == ".parquet"
+    try:
+        found = list(_rows_of_parquet(path) if parquet else _rows_of_lines(path))
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}.") from None
+    requests, faults = _checked(found, "row" if parquet else "line")
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise RequestError(
+            f"{path}: {'; '.join(faults[:_SHOWN])}{more}. Nothing was run: give every request an id of its own, one "
+            "JSON object a line."
+        )
+    if not requests:
+        raise RequestError(f"{path} has no request; write one JSON object a line.")
+    return requests
+
+
+def _checked(rows: Iterable[tuple[int, str, Any]], what: str) -> tuple[list[BatchRequest], list[str]]:
+    """The requests of rows, and what is wrong with others; a row that is a text is what was wrong with it."""
+    requests, faults, places = [], list[str](), dict[str, int]()
+    for place, text, row in rows:
+        if isinstance(row, str):
+            faults.append(f"{what} {place} is no JSON: {row}")
+        elif not isinstance(row, dict):
+            faults.append(f"{what} {place} is no object")
+        elif wrong := why_not_an_id(row.get("custom_id")):
+            faults.append(f"{what} {place} {wrong}")
+        elif (custom_id := row["custom_id"]) in places:
+            faults.append(f"{what} {place} has the custom_id {custom_id!r} of {what} {places[custom_id]}")
+        else:
+            places[custom_id] = place
+            requests.append(BatchRequest(custom_id, text))
+    return requests, faults
+
+
+def _rows_of_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
+    with path.open("rb") as file:
+        for place, line in enumerate(file, 1):
+            stripped = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if not stripped:
+                continue
+            try:
+                text = stripped.decode()
+                yield place, text, parse(text)
+            except ValueError as error:  # UnicodeDecodeError is one
+                yield place, "", str(error).partition(":")[0]
+
+
+def _rows_of_parquet(path: Path) -> Iterator[tuple[int, str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise RequestError(f"{path} is no parquet: {error}.") from None
+    check_columns(file.schema_arrow.names, str(path))
+    place = 0
+    for batch in file.iter_batches(_ROWS):
+        for row in rows_of_table(batch):
+            place += 1
+            yield place, json.dumps(row, ensure_ascii=False), row
+
+
+def rows_of_table(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a table without what is null: a column, or a field of a struct, cannot be left out otherwise."""
+    return [without_nulls(row) for row in table.to_pylist()]
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,400 @@
+"""Offline batches in one process: what goes in, what comes out, and that a run that was ended goes on."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from plans.chat_template import ChatTemplate
+from plans.errors import RequestError
+from runtime import Runtime
+from runtime.__main__ import main
+from runtime.batch import OutriderPredictor
+from runtime.batch.answering import Answering
+from runtime.batch.folder import block_bounds
+from runtime.batch.loading import load_for_batches
+from runtime.batch.requests import BatchRequest, id_order, working_order
+from runtime.server.stamps import DerivedStamps
+from tests.integration.batches import line, mixed, read, run, write
+from tests.integration.test_tools import ASK, HERMES, TOOLS
+
+ANSWERING = "runtime.batch.answering"
+
+
+@pytest.fixture(scope="module")
+def requests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("batch") / "requests.jsonl", mixed(40))
+
+
+@pytest.fixture(scope="module")
+def results(branch_plan: Path, requests: Path) -> bytes:
+    return run(branch_plan, requests, requests.parent / "results")
+
+
+@pytest.fixture(scope="module")
+def answering(branch_plan: Path) -> Answering:
+    return Answering(load_for_batches(branch_plan, threads=1, share_memory=False), None, 0)
+
+
+def answer(answering: Answering, *lines: dict[str, Any]) -> list[dict[str, Any]]:
+    asked = [BatchRequest(each["custom_id"], json.dumps(each)) for each in lines]
+    return [each.result for each in sorted(answering.answer(asked), key=lambda each: each.number)]
+
+
+def refusals(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["batch", *map(str, arguments)]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_results_are_those_of_plain_decoding_alone(requests: Path, results: bytes, branch_plan: Path) -> None:
+    alone = Runtime.load(branch_plan, threads=1)
+    asked = {each["custom_id"]: each for each in map(json.loads, requests.read_text().splitlines())}
+    found = read(results)
+    assert [each["custom_id"] for each in found] == [f"request-{number}" for number in range(1, 41)]
+    for each in found:
+        body, response = asked[each["custom_id"]]["body"], each["response"]
+        chat = "messages" in body
+        prompt = {"messages": body["messages"]} if chat else {"prompt": body["prompt"]}
+        seed = body.get("seed", DerivedStamps(each["custom_id"], 0).seed)
+        for place, choice in enumerate(response["body"]["choices"]):
+            expected = alone.generate(
+                **prompt, max_new_tokens=body["max_tokens"], temperature=body["temperature"], seed=seed,
+                stream_id=place, drafter="none",
+            )  # fmt: skip
+            assert (choice["message"]["content"] if chat else choice["text"]) == expected.text
+            assert choice["finish_reason"] == expected.finish_reason.value
+        assert len(response["body"]["choices"]) == body.get("n", 1)
+        assert response["status_code"] == 200
+        assert response["body"]["created"] == 0
+        assert response["body"]["usage"].keys() == {"prompt_tokens", "completion_tokens", "total_tokens"}
+        assert each["error"] is None
+    ids = [
+        name for each in found for name in (each["id"], each["response"]["request_id"], each["response"]["body"]["id"])
+    ]
+    assert len(set(ids)) == len(ids) == 120
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-running", "1"),
+        ("--max-running", "5", "--no-prefix-cache"),
+        ("--block-size", "3"),
+        ("--block-size", "999"),
+    ],
+    ids=" ".join,
+)
+def test_results_are_the_same_whatever_runs_beside(
+    options: Sequence[str], branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    assert run(branch_plan, requests, tmp_path / "out", *options) == results
+
+
+def test_the_order_of_the_input_does_not_matter(
+    branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    lines = requests.read_text().splitlines(keepends=True)
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("".join(reversed(lines)).rstrip("\n") + "\n\n", encoding="utf-8-sig")
+    assert run(branch_plan, turned, tmp_path / "out") == results
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+def test_a_run_that_is_killed_goes_on_and_gives_the_same_bytes(branch_plan: Path, tmp_path: Path) -> None:
+    lines = write(tmp_path / "requests.jsonl", mixed(160))
+    expected = run(branch_plan, lines, tmp_path / "whole", "--block-size", "8")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "runtime", "batch", str(branch_plan), str(lines), "--out", str(out)]
+    command += ["--threads", "1", "--block-size", "8", "--max-running", "1", "--json"]
+    kept: dict[Path, int] = {}
+    for least in (2, 6):
+        killed = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while len(parts := list((out / "parts").glob("*.jsonl"))) < least:
+            assert time.monotonic() < until
+            assert killed.poll() is None
+            time.sleep(0.002)
+        killed.kill()
+        killed.wait()
+        assert not (out / "results.jsonl").exists()
+        assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was written is not computed again
+        kept = {part: part.stat().st_mtime_ns for part in parts}
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    report = json.loads(ended.stdout)
+    assert report["succeeded"] == 160
+    assert 0 < report["computed"] < 160 - 6 * 4
+    assert (out / "results.jsonl").read_bytes() == expected
+    assert sorted(each.name for each in out.iterdir()) == ["batch.json", "lock", "results.jsonl"]
+    again = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    counts = ("succeeded", "failed", "prompt_tokens", "completion_tokens")
+    assert [again[name] for name in counts] == [report[name] for name in counts]
+    assert again["computed"] == again["new_tokens"] == 0
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(branch_plan: Path, tmp_path: Path) -> None:
+    lines, out = write(tmp_path / "requests.jsonl", mixed(160)), tmp_path / "out"
+    command = [sys.executable, "-m", "runtime", "batch", str(branch_plan), str(lines), "--out", str(out)]
+    process = subprocess.Popen([*command, "--threads", "1", "--max-running", "1"], stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not list((out / "parts").glob("*.jsonl")):
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "run the same command again" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of files' sizes")
+def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
+    branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "runtime", "batch", str(branch_plan), str(requests), "--out", str(out)]
+    command += ["--threads", "1", "--block-size", "4", "--quiet"]
+    assert max(len(part) for part in results.splitlines()) * 4 < 8192 < len(results)
+
+    def small() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # parts are smaller, and all results are not
+
+    ended = subprocess.run(command, preexec_fn=small, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "File too large" in ended.stderr
+    assert "run the same command again" in " ".join(ended.stderr.split())
+    assert len(list((out / "parts").glob("*.jsonl"))) == len(block_bounds(40, 4))
+    assert not (out / "results.jsonl").exists()
+    assert run(branch_plan, requests, out) == results
+
+
+def test_faults_that_no_result_could_tell_are_found_before_anything_runs(
+    toy_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = json.dumps(line("a", {"prompt": "x"}))
+    path, out = tmp_path / "requests.jsonl", tmp_path / "out"
+    faulty = [good, good, '{"custom_id": "b"', "[1]", '{"body": {}}', '{"custom_id": 7}', '{"custom_id": "\\ud800"}']
+    path.write_text("\n".join(faulty) + "\n{NaN}\n", encoding="utf-8")
+    said = refusals(capsys, toy_plan, path, "--out", out)
+    assert "line 2 has the custom_id 'a' of line 1" in said
+    assert "line 3 is no JSON" in said
+    assert "line 4 is no object" in said
+    assert "line 5 has no custom_id" in said
+    assert "line 6 has a custom_id that is no text" in said
+    assert "and 2 more" in said
+    assert not out.exists()
+    path.write_bytes(b'{"custom_id": "\xff"}')
+    assert "line 1 is no JSON" in refusals(capsys, toy_plan, path, "--out", out)
+    path.write_text("\n \n")
+    assert "has no request" in refusals(capsys, toy_plan, path, "--out", out)
+    assert "cannot be read" in refusals(capsys, toy_plan, tmp_path / "none", "--out", out)
+
+
+def test_requests_that_are_wrong_get_results_that_say_why(answering: Answering) -> None:
+    def with_(**own: Any) -> dict[str, Any]:
+        return line("a", {"prompt": "x", "max_tokens": 2}) | own
+
+    wrong = {
+        "method": (with_(method="GET"), "method"),
+        "url": (with_(url="/v1/embeddings"), "/v1/chat/completions"),
+        "key": (with_(more=1), "more is no key"),
+        "no body": ({"custom_id": "a"}, "body is missing"),
+        "body": (with_(body=3), "The body is 3"),
+        "unknown": (line("a", {"prompt": "x", "tempreature": 1}), "tempreature"),
+        "model": (line("a", {"prompt": "x", "model": "gpt"}), "There is no model 'gpt'"),
+        "stream": (line("a", {"prompt": "x", "stream": True}), "a batch has no streams"),
+        "deadline": (line("a", {"prompt": "x", "deadline": 3.0}), "deadline"),
+        "long": (line("a", {"prompt": "x" * 4000}), "context"),
+        "both": ({"custom_id": "a", "prompt": "x", "messages": []}, "both given"),
+    }
+    found = answer(answering, *(each for each, _ in wrong.values()), line("a", {"prompt": "x", "max_tokens": 2}))
+    for (_, substance), result in zip(wrong.values(), found, strict=False):
+        error = result["response"]["body"]["error"]
+        assert result["response"]["status_code"] == (404 if error["code"] == "model_not_found" else 400)
+        assert substance in error["message"]
+        assert result["error"] is None
+    assert found[-1]["response"]["status_code"] == 200
+    assert json.dumps(answer(answering, *(each for each, _ in wrong.values()))) == json.dumps(found[:-1])
+
+
+def test_drafters_by_rejection_are_refused_and_not_chosen(everything_plan: Path) -> None:
+    answering = Answering(load_for_batches(everything_plan, threads=1, share_memory=False), None, 0)
+    refused, lossy, good = answer(
+        answering,
+        line("a", {"prompt": "x", "drafter": "classical"}),
+        line("b", {"prompt": "x", "partial_kv": "lossy"}),
+        line("c", {"prompt": "x", "max_tokens": 2}),
+    )
+    assert "accepted by rejection" in refused["response"]["body"]["error"]["message"]
+    assert "lossy" in lossy["response"]["body"]["error"]["message"]
+    assert good["response"]["status_code"] == 200
+
+
+def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, branch_plan: Path) -> None:
+    before = answering.runtime.tokenizer._chat_template
+    answering.runtime.tokenizer._chat_template = ChatTemplate(HERMES, source="the test's")
+    try:
+        body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "n": 2}
+        asked = [line(each, body, "/v1/chat/completions") for each in ("a", "b")]
+        found = answer(answering, *asked)
+        assert answer(answering, *asked) == found
+    finally:
+        answering.runtime.tokenizer._chat_template = before
+    choices = [choice for each in found for choice in each["response"]["body"]["choices"]]
+    calls = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
+    assert len(calls) >= 4
+    assert len(set(calls)) == len(calls)
+
+
+def test_a_folder_with_other_results_is_refused(
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out, other = tmp_path / "out", write(tmp_path / "other.jsonl", mixed(3, seed=1))
+    run(branch_plan, write(tmp_path / "few.jsonl", mixed(3)), out)
+    assert "the requests are others" in refusals(capsys, branch_plan, other, "--out", out)
+    assert "they are of the plan" in refusals(capsys, toy_plan, tmp_path / "few.jsonl", "--out", out)
+    assert "they name the model 'toy'" in refusals(
+        capsys, branch_plan, tmp_path / "few.jsonl", "--out", out, "--model-name", "m"
+    )
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    assert "SOURCE_DATE_EPOCH" in refusals(capsys, branch_plan, tmp_path / "few.jsonl", "--out", out)
+    found = read(run(branch_plan, tmp_path / "few.jsonl", tmp_path / "dated"))
+    assert {each["response"]["body"]["created"] for each in found} == {1700000000}
+    assert "holds no batch" in refusals(capsys, branch_plan, other, "--out", requests.parent)
+
+
+def test_one_run_at_a_time_writes_a_folder(
+    branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runtime.file_lock import locked
+
+    (tmp_path / "out" / "parts").mkdir(parents=True)
+    with locked(tmp_path / "out" / "lock"):
+        assert "Another run writes" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out")
+
+
+def test_parts_that_were_changed_are_refused(
+    branch_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, out = write(tmp_path / "requests.jsonl", mixed(6)), tmp_path / "out"
+    expected = run(branch_plan, lines, out)
+    (out / "results.jsonl").write_bytes(expected[: len(expected) // 2])
+    assert "delete it" in refusals(capsys, branch_plan, lines, "--out", out)
+    (out / "results.jsonl").unlink()
+    (out / "parts" / "000000.jsonl").write_bytes(expected.splitlines(keepends=True)[-1] * 2)
+    assert "000000.jsonl does not have the results" in refusals(capsys, branch_plan, lines, "--out", out)
+    (out / "parts" / "000000.jsonl").unlink()
+    assert run(branch_plan, lines, out) == expected
+
+
+@pytest.mark.parametrize("form", ["lines, their bodies as text", "lines", "fields"])
+def test_parquet_gives_the_results_of_lines(
+    form: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    rows = [json.loads(each) for each in requests.read_text().splitlines()]
+    if form == "fields":
+        rows = [{"custom_id": row["custom_id"], **row["body"]} for row in rows]
+    elif form != "lines":
+        rows = [row | {"body": json.dumps(row["body"])} for row in rows]
+    path = tmp_path / "requests.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    assert run(branch_plan, path, tmp_path / "out") == results
+
+
+def test_columns_that_no_request_has_are_refused(
+    toy_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "requests.parquet"
+    for columns, substance in (
+        ({"custom_id": ["a"], "prompt": ["x"], "promt_id": ["y"]}, "'promt_id'"),
+        ({"custom_id": ["a"], "body": ["{}"], "seed": [1]}, "'seed' beside body"),
+        ({"custom_id": ["a"], "seed": [1]}, "none of the columns body, prompt and messages"),
+        ({"custom_id": ["a", "a"], "prompt": ["x", "y"]}, "row 2 has the custom_id 'a' of row 1"),
+    ):
+        pq.write_table(pa.table(columns), path)
+        assert substance in refusals(capsys, toy_plan, path, "--out", tmp_path / "out")
+    path.write_text("{}")
+    assert "is no parquet" in refusals(capsys, toy_plan, path, "--out", tmp_path / "out")
+
+
+def test_the_predictor_answers_arrays_and_tables(branch_plan: Path, requests: Path, results: bytes) -> None:
+    predictor = OutriderPredictor(branch_plan, threads=1, keep=["origin"])
+    rows = [json.loads(each) for each in requests.read_text().splitlines()]
+    of_id = {each["custom_id"]: each for each in read(results)}
+    table = pa.Table.from_pylist([{"custom_id": row["custom_id"], "origin": "o", **row["body"]} for row in rows])
+    found = predictor(table)
+    assert found.column("custom_id").to_pylist() == [row["custom_id"] for row in rows]
+    assert [json.loads(each) for each in found.column("result").to_pylist()] == [of_id[r["custom_id"]] for r in rows]
+    batch = {name: np.array(column, object) for name, column in table.to_pydict().items()}
+    batch["seed"] = np.array([np.nan if each is None else each for each in batch["seed"]])  # as pandas would have it
+    arrays = predictor(batch)
+    assert list(arrays["result"]) == found.column("result").to_pylist()
+    assert arrays["status_code"].dtype == np.int64
+    assert list(arrays["origin"]) == ["o"] * len(rows)
+    assert list(predictor(arrays)["text"]) == list(arrays["text"])  # its own columns are no fields
+
+
+def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_plan: Path) -> None:
+    predictor = OutriderPredictor(branch_plan, threads=1)
+    asked = {"prompt": np.array(["import os", "x", ""]), "temperature": np.array([1.0, 1.0, 1.0])}
+    found = predictor(asked | {"max_tokens": np.array([9, 9, 9])})
+    turned = predictor({name: column[::-1] for name, column in asked.items()} | {"max_tokens": np.array([9, 9, 9])})
+    assert list(found["text"]) == list(turned["text"][::-1])
+    assert list(found["custom_id"]) == list(turned["custom_id"][::-1])
+    assert list(found["status_code"]) == [200, 200, 400]
+    assert "prompt is empty" in found["error"][2]
+    assert found["text"][2] == found["finish_reason"][2] == ""
+    with pytest.raises(RequestError, match="'promt'"):
+        predictor({"promt": np.array(["x"]), "prompt": np.array(["x"])})
+    with pytest.raises(RequestError, match="does not see"):
+        OutriderPredictor("no/where")
+
+
+def test_batches_need_no_extra(branch_plan: Path, requests: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("fastapi", "starlette", "prometheus_client", "uvicorn", "ray", "pyarrow"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from runtime.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, "batch", str(branch_plan)]
+    out = ["--out", str(tmp_path / "out"), "--threads", "1", "--quiet"]
+    subprocess.run([*command, str(requests), *out], check=True, capture_output=True, timeout=120)
+    for arguments, who in ((["x.parquet", *out], "parquet"), ([str(requests), *out, "--ray", "auto"], "cluster")):
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 2
+        assert who in ended.stderr
+        assert "[ray]" in " ".join(ended.stderr.split())
+
+
+def test_numbers_inside_ids_compare_as_numbers() -> None:
+    ids = ["b", "a-10-x", "a-2-y", "a-2", "a-02", "10", "9", "a", "a-" + "9" * 5000]
+    assert sorted(ids, key=id_order) == ["9", "10", "a", "a-02", "a-2", "a-2-y", "a-10-x", "a-" + "9" * 5000, "b"]
+
+
+def test_requests_that_begin_alike_are_computed_together() -> None:
+    asked = [BatchRequest(str(n), json.dumps(line(str(n), {"prompt": f"{n % 2} and {n}"}))) for n in range(9, 0, -1)]
+    assert [each.custom_id for each in working_order(asked)] == ["2", "4", "6", "8", "1", "3", "5", "7", "9"]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 64, 500])
+def test_blocks_cover_all_requests(count: int) -> None:
+    places = [place for start, stop in block_bounds(count, 8) for place in range(start, stop)]
+    assert places == list(range(count))

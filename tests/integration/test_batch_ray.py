@@ -1,0 +1,195 @@
+"""Batches on a cluster of Ray of two nodes: the bytes of one process, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from plans.errors import PlanError, RequestError
+from plans.plan import open_plan
+from runtime.__main__ import main
+from runtime.batch.folder import BatchFolder, BatchState, block_bounds
+from runtime.batch.reading import read_requests
+from runtime.batch.requests import BatchRequest, digest, working_order
+from runtime.exactness import kernels_here
+from tests.integration.batches import mixed, run, write
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from runtime.batch.ray_run import Actors, cluster, run_on_ray  # noqa: E402
+
+STORE = 100 * 2**20
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster of two nodes of one CPU each, of which nothing is left."""
+    folder = tempfile.mkdtemp(prefix="ray")  # short: addresses of sockets have at most 107 bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        node = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
+        nodes = Cluster(initialize_head=True, head_node_args=node)
+        try:
+            nodes.add_node(**node)
+            nodes.wait_for_nodes()
+            yield nodes.address
+        finally:
+            ray.shutdown()
+            nodes.shutdown()
+    until = time.monotonic() + 20
+    while left := [each.pid for each in psutil.process_iter(["environ"]) if of_cluster(each, folder)]:
+        assert time.monotonic() < until, f"processes of the cluster are left: {left}"
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def of_cluster(process: psutil.Process, folder: str) -> bool:
+    """Whether a process, not this one, was begun by the cluster in that folder."""
+    environment = process.info["environ"] or {}
+    return process.pid != os.getpid() and environment.get("RAY_TMPDIR") == folder and process.is_running()
+
+
+@pytest.fixture(scope="module")
+def requests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("batch") / "requests.jsonl", mixed(48))
+
+
+@pytest.fixture(scope="module")
+def results(branch_plan: Path, requests: Path) -> bytes:
+    return run(branch_plan, requests, requests.parent / "results")
+
+
+def actors(folder: str) -> list[psutil.Process]:
+    """Processes of actors that write blocks."""
+    found = psutil.process_iter(["environ", "cmdline"])
+    return [
+        each for each in found if of_cluster(each, folder) and "BlockWriter" in " ".join(each.info["cmdline"] or [])
+    ]
+
+
+def begun(plan: Path, requests: Path, size: int) -> tuple[BatchState, dict[int, list[BatchRequest]]]:
+    """The state and the blocks of a batch."""
+    ordered, manifest = working_order(read_requests(requests)), open_plan(plan).manifest
+    state = BatchState(
+        manifest.identity, digest(ordered), manifest.name, 0, "onnxruntime-cpu", kernels_here(), len(ordered), size
+    )
+    return state, {n: ordered[start:stop] for n, (start, stop) in enumerate(block_bounds(len(ordered), size))}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_actors_write_the_bytes_of_one_process(
+    count: int, address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    found = run(branch_plan, requests, tmp_path / "out", "--ray", address, "--actors", str(count), "--block-size", "8")
+    assert found == results
+    assert not ray.is_initialized()
+
+
+def test_an_actor_that_is_killed_costs_its_block_and_changes_nothing(
+    address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    state, blocks = begun(branch_plan, requests, 6)
+    folder, killed = BatchFolder(tmp_path / "out"), 0
+    parts = tmp_path / "out" / "parts"
+    before: dict[Path, int] = {}
+    with folder.begun(state), cluster(address, Actors(2, 1)) as count:
+        assert count == 2
+        load = {"threads": 1, "max_running": 1}
+        for _ in run_on_ray(branch_plan, folder, state, blocks, count, 1, load):
+            if not killed:
+                before = {part: part.stat().st_mtime_ns for part in parts.glob("*.jsonl")}
+                (victim, *_) = actors(os.environ["RAY_TMPDIR"])
+                victim.kill()
+                victim.wait(10)
+                killed = victim.pid
+        tries = {int(each.stem): each.stat().st_size for each in parts.glob("*.tries")}
+        assert {part: part.stat().st_mtime_ns for part in before} == before
+        assert len(before) >= 1
+        assert tries.keys() == blocks.keys()
+        assert sum(tries.values()) <= len(blocks) + 2  # an actor is at two at most, which were begun twice
+        folder.finish(list(blocks.values()))
+    assert killed
+    assert folder.results.read_bytes() == results
+
+
+def test_a_run_goes_on_in_another_way(
+    address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    """Begun on the cluster, ended in one process."""
+    state, blocks = begun(branch_plan, requests, 6)
+    folder = BatchFolder(tmp_path / "out")
+    with (
+        folder.begun(state),
+        cluster(address, Actors(1, 1)) as count,
+        closing(run_on_ray(branch_plan, folder, state, blocks, count, 1, {"threads": 1})) as done,
+    ):
+        next(done)
+    written = folder.written()
+    assert len(written) > 0
+    assert run(branch_plan, requests, tmp_path / "out") == results
+
+
+def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, requests: Path, tmp_path: Path) -> None:
+    state, blocks = begun(branch_plan, requests, 48)
+    folder = BatchFolder(tmp_path / "out")
+    with folder.begun(state), cluster(address, Actors(1, 1)) as count:
+        for _ in range(4):
+            folder.try_block(0)
+        with pytest.raises(PlanError, match="4 actors died in block 0, which begins with request 'request-"):
+            list(run_on_ray(branch_plan, folder, state, {0: blocks[0]}, count, 1, {"threads": 1}))
+
+
+def test_a_node_that_does_not_see_the_plan_is_named(
+    address: str, branch_plan: Path, requests: Path, tmp_path: Path
+) -> None:
+    state, blocks = begun(branch_plan, requests, 48)
+    folder = BatchFolder(tmp_path / "out")
+    with folder.begun(state), cluster(address, Actors(1, 1)) as count:
+        with pytest.raises(RequestError, match=r"does not see .*/nowhere/plan.json; put it where every node"):
+            list(run_on_ray(tmp_path / "nowhere", folder, state, blocks, count, 1, {"threads": 1}))
+        elsewhere = BatchFolder(tmp_path / "elsewhere")
+        with pytest.raises(RequestError, match=r"does not see .*/elsewhere/batch.json"):
+            list(run_on_ray(branch_plan, elsewhere, state, blocks, count, 1, {"threads": 1}))
+
+
+def test_a_cluster_that_is_not_there_or_too_small_is_told(
+    address: str, branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["batch", str(branch_plan), str(requests), "--out", str(tmp_path / "out"), "--quiet"]
+    assert main([*command, "--ray", address, "--actors", "3"]) == 2
+    assert "The cluster has 2 CPUs, room for 2 actors of 1" in capsys.readouterr().err
+    assert main([*command, "--ray", address, "--cpus-per-actor", "3"]) == 2
+    assert "room for 0 actors of 3" in capsys.readouterr().err
+
+
+def test_the_predictor_maps_batches_of_a_dataset(
+    address: str, branch_plan: Path, requests: Path, results: bytes
+) -> None:
+    from runtime.batch import OutriderPredictor
+
+    rows = [json.loads(line) for line in requests.read_text().splitlines()]
+    expected = {json.loads(line)["custom_id"]: json.loads(line) for line in results.splitlines()}
+    with cluster(address, Actors(2, 1)):
+        asked = [{"custom_id": row["custom_id"], "body": json.dumps(row["body"]), "url": row["url"]} for row in rows]
+        dataset = ray.data.from_items([row | {"method": "POST"} for row in asked])
+        answered = dataset.map_batches(
+            OutriderPredictor,
+            fn_constructor_kwargs={"plan": str(branch_plan), "threads": 1},
+            concurrency=2,
+            batch_size=16,
+        )
+        found = answered.take_all()
+    assert {row["custom_id"]: json.loads(row["result"]) for row in found} == expected
+    assert np.all([row["status_code"] == 200 for row in found])
