@@ -36,7 +36,7 @@ from tools.exactness.table import print_table
 from tools.output import print_report
 
 _QUICK = (8, 24)  # requests, and tokens of each
-_WHOLE = (48, 64)
+_WHOLE = (24, 48)
 
 
 def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.exactness") -> int:
@@ -86,8 +86,8 @@ def _parser(called: str) -> Parser:
       --start 'python -m runtime serve build/branches --port 8000'
   {called} --prompts plans/reference/held_out.jsonl --against http://127.0.0.1:8001 \\
       --start 'python -m llama_cpp.server --model model.gguf --port 8001' \\
-      --against-drafting http://127.0.0.1:8002 \\
-      --start-drafting 'python -m llama_cpp.server --model model.gguf --draft_model prompt-lookup-decoding --port 8002'""",
+      --against-drafting http://127.0.0.1:8002 --start-drafting \\
+      'python -m llama_cpp.server --model model.gguf --draft_model prompt-lookup-decoding --port 8002'""",
     )
     parser.add_argument("plan", type=Path, nargs="?", help="folder of a plan; with --against, whose prompts are used")
     parser.add_argument(
@@ -103,7 +103,10 @@ def _parser(called: str) -> Parser:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     ours = parser.add_argument_group("our engine")
     ours.add_argument("--drafters", metavar="NAME,...", help="of the plan (default: all)")
-    ours.add_argument("--length", type=at_least_1, default=256, help="most tokens of a prompt (256)")
+    ours.add_argument(
+        "--length", type=at_least_1, metavar="N",
+        help="most tokens of a prompt (256, or as many as let all branches of the plan share a sequence)",
+    )  # fmt: skip
     ours.add_argument("--backend", help="backend (default: the best this machine drives)")
     ours.add_argument(
         "--exactness", choices=get_args(Exactness), default="probed",

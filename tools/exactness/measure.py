@@ -11,7 +11,7 @@ from typing import Any
 
 from commands.console import progress_bar
 from plans.errors import OutriderError
-from plans.manifest import Manifest
+from plans.manifest import Geometry, Manifest
 from plans.plan import open_plan
 from plans.tokenizer import Tokenizer
 from runtime.backends import choose_backend, on_processor
@@ -29,11 +29,12 @@ from tools.exactness.outcome import Compared, Outcome, compare
 from tools.exactness.process import run_process
 from tools.exactness.requests import TOP_LOGPROBS, Asked, plan_requests, read_texts
 
+_LENGTH, _SHORTEST = 256, 24
 _LACKS = "that this processor lacks"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run every condition of a plan; the report has a row for each. Raises `OutriderError` where the reference fails."""
+    """Run every condition of a plan: a row for each. Raises `OutriderError` where the reference fails."""
     plan = open_plan(options.plan)
     manifest = plan.manifest
     backend = choose_backend(manifest.backends, options.backend).backend
@@ -45,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         manifest.target.context,
         options.requests,
         options.new,
-        options.length,
+        options.length or _default_length(manifest.target, options.new),
     )
     asked = [_without_partial_kv(each, manifest) for each in asked]
     todo = processes(manifest, chosen, on_processor=on_processor(backend), quick=options.quick)
@@ -84,6 +85,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "left_out": [each.to_json() for each in left_out],
         "diverged": sum(bool(row["diverged"] or row["logprobs_diverged"]) for row in rows),
     }
+
+
+def _default_length(target: Geometry, new: int) -> int:
+    """Tokens of a prompt, so that all branches have room in one sequence."""
+    return min(_LENGTH, max(_SHORTEST, target.context // target.branches - new))
 
 
 def _without_partial_kv(asked: Asked, manifest: Manifest) -> Asked:

@@ -50,9 +50,7 @@ def _seen(witness: dict[str, int] | None) -> str:
         return "-"
     each = witness["tokens"] / max(1, witness["passes"])
     found = [f"{each:.1f} a pass"]
-    for name in ("reused", "resumed"):
-        if witness[name]:
-            found.append(f"{witness[name]} {name}")
+    found += [f"{witness[name]} {name}" for name in ("reused", "resumed") if witness[name]]
     return ", ".join(found)
 
 
