@@ -20,10 +20,10 @@ class Handler(BaseHTTPRequestHandler):
     in_flight, lock = 0, threading.Lock()
     changes_in_company = False
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self.reply({"data": [{"id": "fake", "owned_by": "nobody"}]})
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with Handler.lock:
             Handler.in_flight += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import socket
@@ -118,8 +119,12 @@ def test_another_seed_is_found_where_it_was_planted(
     assert first["expected"] != first["found"]
     assert exactness.main(list(arguments)) == 1
     printed = capsys.readouterr().out
-    assert f"company, all: {company['diverged']} of 8, first prompt 0, temperature 0.7, token {first['index']}" in printed
+    assert (
+        f"company, all: {company['diverged']} of 8, first prompt 0, temperature 0.7, token {first['index']}" in printed
+    )
     assert "1 of 2 conditions diverge" in printed
+    assert exactness.main([*arguments, "--groups"]) == 1
+    assert re.search(rf"company +1 +8 +{company['diverged']} ", capsys.readouterr().out)
 
 
 def test_an_engine_whose_rows_depend_on_each_other_is_found(
@@ -157,7 +162,7 @@ def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_o
             yield from run_process(job, isa)
 
     monkeypatch.setattr(measure, "run_process", run)
-    lacking = "neon" if "x86" in INSTRUCTION_SETS or sys.platform == "linux" else "avx2"
+    lacking = "avx2" if platform.machine() in ("aarch64", "arm64") else "neon"
     todo = [Process(one, isa="gone"), Process(one, isa="died"), Process(one, isa=lacking)]
     monkeypatch.setattr(measure, "processes", lambda *_, **__: todo)
     found = report(capsys, 1, str(toy_plan), "--requests", "2", "--new", "4", *PROMPTS)

@@ -32,7 +32,7 @@ from runtime.exactness import Exactness
 from tools.bench.machine import describe_run
 from tools.exactness.against import measure_server
 from tools.exactness.measure import measure
-from tools.exactness.table import print_table
+from tools.exactness.table import print_groups, print_table
 from tools.output import print_report
 
 _QUICK = (8, 24)  # requests, and tokens of each
@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
     count, new = _QUICK if options.quick else _WHOLE
     options.requests, options.new = options.requests or count, options.new or new
     report = {**describe_run(), **(measure(options) if options.against is None else measure_server(options))}
-    print_report(report, options.json, print_table)
+    print_report(report, options.json, print_groups if options.groups else print_table)
     return int(report["ours"] and report["diverged"] > 0)
 
 
@@ -100,6 +100,7 @@ def _parser(called: str) -> Parser:
         "--quick", action="store_true", help="fewer and shorter requests, and the main conditions alone"
     )
     parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    parser.add_argument("--groups", action="store_true", help="print a row for every group of conditions alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     ours = parser.add_argument_group("our engine")
     ours.add_argument("--drafters", metavar="NAME,...", help="of the plan (default: all)")

@@ -13,10 +13,11 @@ from typing import Any
 
 from commands.console import progress_bar
 from tools.bench.identity import git_sha
+from tools.exactness.asked import Asked
 from tools.exactness.conditions import LeftOut
 from tools.exactness.measure import shown
 from tools.exactness.outcome import Outcome, compare
-from tools.exactness.requests import Asked, read_texts, server_requests
+from tools.exactness.requests import read_texts, server_requests
 from tools.exactness.server import Server
 
 OURS = "outrider"

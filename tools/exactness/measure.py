@@ -17,6 +17,7 @@ from plans.tokenizer import Tokenizer
 from runtime.backends import choose_backend, on_processor
 from tools.arguments import drafters_named
 from tools.bench.identity import git_sha
+from tools.exactness.asked import Asked
 from tools.exactness.conditions import (
     REFERENCE,
     Condition,
@@ -27,7 +28,7 @@ from tools.exactness.conditions import (
 )
 from tools.exactness.outcome import Compared, Outcome, compare
 from tools.exactness.process import run_process
-from tools.exactness.requests import TOP_LOGPROBS, Asked, plan_requests, read_texts
+from tools.exactness.requests import TOP_LOGPROBS, plan_requests, read_texts
 
 _LENGTH, _SHORTEST = 256, 24
 _LACKS = "that this processor lacks"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from compiler.held_out import read_tasks
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 from tools.bench.prompts import choose_prompts
+from tools.exactness.asked import Asked
 
 _SCHEMA = {
     "type": "object",
@@ -41,15 +41,6 @@ SERVER_WAYS: dict[str, dict[str, Any]] = {
 
 TOP_LOGPROBS = 5
 _FIRST_SEED = 1000
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request: its name for the reader, its prompt (token ids, or a text for a server), and its options."""
-
-    name: str
-    prompt: Any
-    options: dict[str, Any]
 
 
 def plan_requests(

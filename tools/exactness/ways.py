@@ -9,9 +9,9 @@ from typing import Any
 
 from runtime import Generation, Handle, Runtime
 from runtime.generation import FinishReason
+from tools.exactness.asked import Asked
 from tools.exactness.conditions import Condition
 from tools.exactness.outcome import Logprob, Outcome
-from tools.exactness.requests import Asked
 
 
 @dataclass

@@ -17,8 +17,8 @@ from typing import Any
 
 from plans.errors import OutriderError
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from tools.exactness.asked import Asked
 from tools.exactness.conditions import Condition
-from tools.exactness.requests import Asked
 from tools.exactness.ways import WAYS, Run
 
 _CROWDED = 3  # tokens of a cache that is too small, in prompts
