@@ -1,6 +1,6 @@
-"""A small server of OpenAI's API: `python fake_server.py PORT [--company]`. It answers with a hash of what is asked.
+"""A small server of OpenAI's API: `python fake_server.py PORT [--company | --fails]`. It answers with a hash of what is asked.
 
-With `--company`, an answer that others shared the server with has another last word.
+With `--company`, an answer that others shared the server with has another last word; with `--fails` there are none.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "--fails" in sys.argv:
+            self.send_error(500)
+            return
         with Handler.lock:
             Handler.in_flight += 1
         time.sleep(SECONDS)

@@ -254,6 +254,14 @@ def test_a_server_that_answers_otherwise_in_company_is_found_and_no_fault_of_our
         assert gone.connect_ex(("127.0.0.1", port)) != 0
 
 
+def test_a_server_that_answers_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    start = f"{sys.executable} {FAKE} {port} --fails"
+    assert exactness.main([*PROMPTS, "--against", address, "--start", start, "--requests", "2"]) == 2
+    assert f"{address}/v1 answers no request: status 500" in capsys.readouterr().err
+
+
 def test_what_cannot_be_compared_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = f"http://127.0.0.1:{free_port()}"
     for arguments, words in (

@@ -12,6 +12,7 @@ from threading import Event
 from typing import Any
 
 from commands.console import progress_bar
+from plans.errors import RequestError
 from tools.bench.identity import git_sha
 from tools.exactness.asked import Asked
 from tools.exactness.conditions import LeftOut
@@ -69,7 +70,7 @@ class Row:
 
 
 def measure_server(options: argparse.Namespace) -> dict[str, Any]:
-    """Run every condition against `--against`. Raises `RequestError` where a server does not answer."""
+    """Run every condition against `--against`. Raises `RequestError` where a server answers no request."""
     asked = server_requests(
         read_texts(options.plan, options.prompts), options.requests, options.new, options.characters
     )
@@ -102,6 +103,8 @@ def _compared(first: Side, rows: Sequence[Row], asked: Sequence[Asked]) -> dict[
     with progress_bar("comparing") as progress:
         progress(0, 1 + len(rows), "the first answers")
         expected = first.alone(asked)
+        if all(outcome.error for outcome in expected):
+            raise RequestError(f"{first.server.url} answers no request: {expected[0].error}")
         names = [each.name for each in asked]
         for row in rows:
             progress(1 + len(found), 1 + len(rows), f"{row.group}: {row.name}")

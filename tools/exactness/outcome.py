@@ -128,8 +128,8 @@ def divergence(request: str, expected: Outcome, found: Outcome) -> Divergence | 
     if expected.text != found.text:
         pairs_of_text = enumerate(zip_longest(expected.text, found.text))
         index = next(i for i, pair in pairs_of_text if pair[0] != pair[1])
-        shown = (repr(each.text[index : index + _SHOWN]) for each in (expected, found))
-        return Divergence("text", index, *shown, None, request)
+        one_text, other_text = (repr(each.text[index : index + _SHOWN]) for each in (expected, found))
+        return Divergence("text", index, one_text, other_text, None, request)
     if expected.finish != found.finish:
         return Divergence("finish reason", None, repr(expected.finish), repr(found.finish), None, request)
     return _logprobs_part(request, expected, found)
@@ -146,10 +146,11 @@ def _logprobs_part(request: str, expected: Outcome, found: Outcome) -> Divergenc
             return Divergence("log-probabilities", index, _there(one), _there(other), None, request)
         listed = min(len(one.top), len(other.top))
         if (one.logprob, one.top[:listed]) != (other.logprob, other.top[:listed]):
-            shown = (f"{each.logprob:.9g}" for each in (one, other))
             if one.logprob == other.logprob:
-                shown = (str(list(each.top[:listed])) for each in (one, other))
-            return Divergence("log-probabilities", index, *shown, None, request)
+                first, second = (str(list(each.top[:listed])) for each in (one, other))
+            else:
+                first, second = _there(one), _there(other)
+            return Divergence("log-probabilities", index, first, second, None, request)
     return None
 
 

@@ -20,18 +20,21 @@ from tools.exactness.asked import Asked
 from tools.exactness.outcome import Logprob, Outcome
 
 _READY_SECONDS, _GLANCE_SECONDS, _END_SECONDS, _ANSWER_SECONDS = 300.0, 0.2, 40.0, 900.0
-_LOGPROBS = 2
+_LOGPROBS = 5
 _KEY = "OPENAI_API_KEY"
 
 
 class Server:
-    """A server at `url`; with a `command`, a process that this one starts, restarts and ends."""
+    """A server whose API is at `url`; with a `command`, a process that this one starts, restarts and ends.
+
+    Once it was started, `owner` and `model` are those that it lists, and `tells_logprobs` says whether it tells any.
+    """
 
     def __init__(self, url: str, command: str | None = None, model: str | None = None) -> None:
         """Raises `RequestError` for what is no address."""
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"{url!r} is no address of a server; pass one such as http://127.0.0.1:8000.")
-        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._command, self._model = command, model
         self._process: subprocess.Popen[str] | None = None
         self._said: IO[str] | None = None
@@ -59,7 +62,7 @@ class Server:
         """Start it, where it has a command, and wait until it answers. Raises `RequestError` where it does not."""
         if self._command is not None:
             if self._answers():
-                raise RequestError(f"Something answers at {self._base} already; end it, or leave its command out.")
+                raise RequestError(f"Something answers at {self.url} already; end it, or leave its command out.")
             self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `stop`)
             try:
                 self._process = subprocess.Popen(
@@ -72,11 +75,11 @@ class Server:
             if self._process is not None and self._process.poll() is not None:
                 raise RequestError(f"{self._command!r} ended: {self._last_words()}")
             if monotonic() >= until:
-                raise RequestError(f"No server answers at {self._base}; start one, or pass its command to start it.")
+                raise RequestError(f"No server answers at {self.url}; start one, or pass its command to start it.")
             sleep(_GLANCE_SECONDS)
         listed = self._get("/models")["data"]
         if not listed:
-            raise RequestError(f"{self._base}/models lists no model; name one with --model.")
+            raise RequestError(f"{self.url}/models lists no model; name one with --model.")
         self.owner = str(listed[0].get("owned_by", ""))
         self.model = self._model or str(listed[0]["id"])
         self.tells_logprobs = bool(self._ask_plainly({"prompt": "#", "max_tokens": 1, "logprobs": 1}).logprobs)
@@ -149,7 +152,7 @@ class Server:
         if key := os.environ.get(_KEY):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        return urllib.request.Request(self._base + path, data, headers)
+        return urllib.request.Request(self.url + path, data, headers)
 
     def _last_words(self) -> str:
         assert self._said is not None

@@ -129,8 +129,8 @@ def branches(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
         stream = run.runtime.stream_branches(
             list(prompt[:half]), beginnings, mode=run.condition.mode, max_parallel=run.condition.at_once
         )
-        for index, each in zip(places, stream.results, strict=True):
-            found[index] = run.outcome(each)
+        for index, result in zip(places, stream.results, strict=True):
+            found[index] = run.outcome(result)
         run.witness.passes += stream.stats.rounds
     return [found[index] for index in range(len(asked))]
 
