@@ -52,6 +52,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench": Command("tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"),
         "modes": Command("tools.modes", "branches in one sequence, in batching, and one after another"),
         "serving": Command("tools.serving.__main__", "what a prefix cache and shared passes bring"),
+        "exactness": Command("tools.exactness.__main__", "the same tokens whatever happens around a request"),
         "peers": Command("tools.peers.__main__", "against transformers, onnxruntime-genai, OpenVINO and llama.cpp"),
     },
 }

@@ -1,0 +1,101 @@
+"""The requests: prompts, each continued under several ways of choosing tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from compiler.held_out import read_tasks
+from plans.errors import RequestError
+from plans.tokenizer import Tokenizer
+from tools.bench.prompts import choose_prompts
+from tools.exactness.asked import Asked
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
+    "required": ["name", "count"],
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 1, top-p": {"temperature": 1.0, "top_p": 0.95, "stream_id": 3},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+    "a schema": {"temperature": 0.8, "structured_outputs": {"json": _SCHEMA}},
+    "temperature 1.5, top-k": {"temperature": 1.5, "top_k": 40, "min_p": 0.02},
+    "penalties, temperature 0.6": {"temperature": 0.6, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    "stop, bad words": {"temperature": 0.9, "stop": ["\n\n", "return"], "min_tokens": 5, "bad_words": ["self", "x"]},
+}
+"""How tokens are chosen: options of `generate`, by what a reader calls them. Seeds are added by request."""
+
+SERVER_WAYS: dict[str, dict[str, Any]] = {
+    "temperature 0": {"temperature": 0.0},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 1": {"temperature": 1.0, "top_p": 1.0},
+    "temperature 0, penalty": {"temperature": 0.0, "frequency_penalty": 0.5},
+    "temperature 1.3, top-p": {"temperature": 1.3, "top_p": 0.9},
+}
+"""Ways that any server of OpenAI's API knows, as fields of a body."""
+
+TOP_LOGPROBS = 5
+_FIRST_SEED = 1000
+
+
+def plan_requests(
+    prompts: Sequence[str], tokenizer: Tokenizer, context: int, count: int, new: int, length: int
+) -> list[Asked]:
+    """Return `count` requests for our engine: every way of `WAYS` behind a prompt, then behind the next one.
+
+    Prompts are the last `length` tokens of the texts, or what the context leaves room for. Raises `RequestError` where
+    there is no room.
+    """
+    most = min(length, context - new - 1)  # a condition puts one more token behind a prompt's beginning
+    if most < 2:
+        raise RequestError(f"--new is {new}, which leaves no room in the plan's context of {context}; lower it.")
+    encoded = [tokenizer.encode(text)[-most:] for text in prompts]
+    usable = [ids for ids in encoded if len(ids) >= 2]
+    if not usable:
+        raise RequestError("No prompt has two tokens; pass others with --prompts FILE.")
+    pairs = product(range(-(-count // len(WAYS))), WAYS.items())
+    return [
+        Asked(
+            f"prompt {place % len(usable)}, {way}",
+            usable[place % len(usable)],
+            {"max_new_tokens": new, "seed": _FIRST_SEED + index, **options},
+        )
+        for index, (place, (way, options)) in enumerate(islice(pairs, count))
+    ]
+
+
+def server_requests(prompts: Sequence[str], count: int, new: int, characters: int) -> list[Asked]:
+    """Return `count` requests for a server, each with a prompt of its own: the last `characters` of a text.
+
+    So none finds another's prompt in a prefix cache, unless a condition wants that. Raises `RequestError` where there
+    are fewer prompts.
+    """
+    texts = list(dict.fromkeys(text[-characters:] for text in prompts))
+    if count > len(texts):
+        raise RequestError(
+            f"--requests is {count}, and there are {len(texts)} different prompts; lower it, or pass more with "
+            "--prompts FILE."
+        )
+    ways = list(SERVER_WAYS.items())
+    return [
+        Asked(
+            f"prompt {index}, {ways[index % len(ways)][0]}",
+            texts[index],
+            {"max_tokens": new, "seed": _FIRST_SEED + index, **ways[index % len(ways)][1]},
+        )
+        for index in range(count)
+    ]
+
+
+def read_texts(plan: Path | None, path: Path | None) -> list[str]:
+    """Return the prompts of `path`, or the held-out ones of the recipe of `plan`, one of every task first."""
+    if plan is not None:
+        return [prompt.text for prompt in choose_prompts(plan, path)]
+    if path is None:
+        raise RequestError("There are no prompts; pass a PLAN, whose recipe names some, or --prompts FILE.")
+    return [prompt.text for prompt in read_tasks(path)]
