@@ -1,0 +1,114 @@
+"""A replica: one runtime that serves what an ingress sends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from time import monotonic
+
+from ray import serve
+
+from plans.errors import ClosedError, OutriderError, PlanError
+from runtime.generation import Span
+from runtime.handle import Handle
+from runtime.ray_serve.sent import Sent
+from runtime.ray_serve.settings import Settings
+from runtime.runtime import Runtime
+from runtime.scheduler_stats import SchedulerStats
+
+_STUCK = 120.0  # seconds without a pass, while requests run, behind which a replica is taken for dead
+
+
+@dataclass(frozen=True)
+class About:
+    """Which process a replica is, and what it does."""
+
+    replica: str
+    pid: int
+    node: str
+    stats: SchedulerStats
+
+
+class Replica:
+    """A plan in memory. Ray makes one in a process of its own, and calls its methods in one event loop."""
+
+    def __init__(self, settings: Settings, identity: str) -> None:
+        """Load the plan. Raises PlanError where the folder holds another one than that of `identity` by now."""
+        self._runtime = Runtime.load(
+            settings.plan,
+            backend=settings.backend,
+            threads=settings.threads,
+            cuda_graphs=settings.cuda_graphs,
+            exactness=settings.exactness,
+            prefix_cache=settings.cache_config,
+            scheduler=settings.scheduler_config,
+        )
+        self._identity = identity
+        if self._runtime.manifest.identity != identity:
+            raise PlanError(
+                f"{settings.plan} holds the plan {self._runtime.manifest.identity[:12]}, and {identity[:12]} is served; "
+                "deploy the application again to serve the new one."
+            )
+        self._runtime.start()
+        self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
+
+    async def generate(self, sent: Sent) -> AsyncIterator[list[Span]]:
+        """Spans as they come; the last has the result. The first list is empty: the request is taken.
+
+        Raises the error that ended the request, and ClosedError for requests of another plan. Closing the generator
+        cancels the request.
+        """
+        if sent.identity != self._identity:
+            raise ClosedError("This replica serves another plan than the request was checked for.")
+        handle = await self._submit(sent)
+        try:
+            yield []
+            last = Span([], "")
+            async for span in handle:
+                if span.result is None:
+                    yield [span]
+                else:
+                    last = span
+            yield [replace(last, result=await handle)]
+        finally:
+            handle.cancel()
+
+    async def _submit(self, sent: Sent) -> Handle:
+        """Submit, in a thread, as a grammar may have to be compiled."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit_now, sent))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_what_came_of)
+            raise
+
+    def _submit_now(self, sent: Sent) -> Handle:
+        return self._runtime.submit(
+            sent.token_ids, priority=sent.priority, deadline=sent.deadline, client=sent.client, **sent.options
+        )
+
+    async def about(self) -> About:
+        """Which process this is, and its counts."""
+        context = serve.get_replica_context()
+        node = os.uname().nodename
+        return About(context.replica_id.unique_id, os.getpid(), node, self._runtime.scheduler_stats)
+
+    def check_health(self) -> None:
+        """Called by Ray's controller, which replaces a replica that raises."""
+        stats = self._runtime.scheduler_stats
+        if stats.rounds != self._seen or not stats.running:
+            self._seen, self._since = stats.rounds, monotonic()
+        elif monotonic() - self._since > _STUCK:
+            raise OutriderError(f"{stats.running} requests run, and no pass has ended for {_STUCK:g} s.")
+
+    def __del__(self) -> None:
+        """Called by Ray once the replica is drained; what still runs is cut off."""
+        if hasattr(self, "_runtime"):
+            self._runtime.close(drain=False, timeout=5.0)
+
+
+def _cancel_what_came_of(submitting: asyncio.Future[Handle]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()

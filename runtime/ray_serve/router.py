@@ -1,0 +1,66 @@
+"""Ray Serve's request router, by `prefixes`: in every ingress, for the replicas."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ray.serve.request_router import (
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from runtime.ray_serve.prefixes import Balance, PrefixIndex, choose
+from runtime.ray_serve.sent import Sent
+
+
+class PrefixRouter(RequestRouter):
+    """Requests that share a beginning go to the replica that holds it, load permitting."""
+
+    def initialize_state(
+        self,
+        block: int = 16,
+        capacity: int = 2**17,
+        threshold: int = Balance.threshold,
+        share: float = Balance.share,
+    ) -> None:
+        """`request_router_kwargs` of the deployment."""
+        self._index: PrefixIndex[ReplicaID] = PrefixIndex(block, capacity)
+        self._balance, self._draw = Balance(threshold, share), random.Random()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas in ranks of one; Ray takes the first that has room."""
+        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        path = _path(pending_request)
+        loads = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
+        sizes = {name: self._index.blocks_of(name) for name in by_id}
+        order = choose(len(path), self._index.match(path), loads, sizes, self._balance, self._draw)
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # once all have been tried
+        return [[by_id[name]] for name in order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica has taken the request."""
+        self._index.insert(_path(pending_request), replica_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._index.forget(replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called when replicas come or go."""
+        before = set(self.curr_replicas)
+        super().update_replicas(replicas)
+        for gone in before - set(self.curr_replicas):
+            self._index.forget(gone)
+
+
+def _path(pending: PendingRequest | None) -> list[int]:
+    """The tokens that the replica will compute or find."""
+    if pending is None or not pending.args or not isinstance(pending.args[0], Sent):
+        return []
+    return pending.args[0].path
