@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from plans.manifest import Geometry
 from plans.plan import open_plan
@@ -14,7 +13,11 @@ from runtime.ray_serve.replica import Replica
 from runtime.ray_serve.settings import Settings
 
 REPLICA, INGRESS = "Replica", "Ingress"
-_ROUTERS = {"prefix": "runtime.ray_serve.router:PrefixRouter"}
+_ROUTERS = {
+    "prefix": "runtime.ray_serve.router:PrefixRouter",
+    "balanced": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    "round-robin": "runtime.ray_serve.router:RoundRobinRouter",
+}
 _MARGIN = 10.0  # seconds that Ray gives a deployment behind its own time to drain
 
 
@@ -24,16 +27,14 @@ def build(settings: Settings) -> serve.Application:
     The plan that is in the folder now is the one that is served. Raises PlanError.
     """
     manifest = open_plan(settings.plan, verify=False).manifest
-    replica: serve.Deployment = serve.deployment(Replica).options(  # type: ignore[call-overload]
-        name=REPLICA, **_scaling(settings, manifest.target), **_shared(settings)
-    )
-    ingress = serve.deployment(Ingress).options(
+    replica = serve.deployment(name=REPLICA, **_scaling(settings, manifest.target), **_shared(settings))(Replica)
+    ingress = serve.deployment(
         name=INGRESS,
         num_replicas=settings.ingresses,
         max_ongoing_requests=100_000,  # what waits is bounded by `max_waiting`
         ray_actor_options={"num_cpus": settings.ingress_cpus},
         **_shared(settings),
-    )
+    )(Ingress)
     return ingress.bind(replica.bind(settings, manifest.identity), settings)
 
 
@@ -51,15 +52,14 @@ def _scaling(settings: Settings, target: Geometry) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_ongoing_requests": settings.max_ongoing or 2 * at_once,
         "ray_actor_options": {"num_cpus": settings.cpus_of_replica},
+        "request_router_config": {"request_router_class": _ROUTERS[settings.routing]},
     }
-    if settings.routing in _ROUTERS:
-        options["request_router_config"] = RequestRouterConfig(request_router_class=_ROUTERS[settings.routing])
     if settings.least_replicas == settings.most_replicas:
         return {"num_replicas": settings.replicas, **options}
-    options["autoscaling_config"] = AutoscalingConfig(
-        min_replicas=settings.least_replicas,
-        initial_replicas=settings.replicas,
-        max_replicas=settings.most_replicas,
-        target_ongoing_requests=settings.target_ongoing or at_once,
-    )
+    options["autoscaling_config"] = {
+        "min_replicas": settings.least_replicas,
+        "initial_replicas": settings.replicas,
+        "max_replicas": settings.most_replicas,
+        "target_ongoing_requests": settings.target_ongoing or at_once,
+    }
     return options

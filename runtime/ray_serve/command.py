@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -78,7 +79,7 @@ def _parser(called: str) -> Parser:
         choices=get_args(Routing),
         default="prefix",
         help="prefix: to the replica that holds the request's beginning, load permitting; balanced: to the less loaded "
-        "of two (prefix)",
+        "of two; round-robin: to each in turn, for measuring (prefix)",
     )
     parser.add_argument(
         "--losses", type=at_least_0, default=5, metavar="N", help="replicas that one request may lose (5)"
@@ -133,7 +134,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             if served_before:
                 serve.delete(arguments.name)
             else:
-                serve.shutdown()
+                serve.shutdown()  # type: ignore[no-untyped-call]
     return 0
 
 
@@ -167,7 +168,7 @@ def _cluster(arguments: argparse.Namespace, settings: Settings) -> Iterator[None
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, settings.cpus),
+            num_cpus=max(os.cpu_count() or 1, ceil(settings.cpus)),
             object_store_memory=_STORE,
             include_dashboard=False,
             log_to_driver=False,

@@ -77,33 +77,31 @@ class Followed:
     async def run(self, send: Send, failover: Failover) -> None:
         """Follow the request to its end, from replica to replica; its handle gets all spans, and result or error."""
         losses, waited, began = 0, _SHORTEST, monotonic()
-        while not self.handle.done:
-            if self._left() == 0:
-                return self.cut_off(FinishReason.DEADLINE)
+        while True:
             told = len(self._tokens)
             try:
-                await self._follow(send, began + failover.patience)
-                return None
-            except LostError as lost:
-                losses += 1
-                _LOG.warning("a request lost its replica after %d tokens: %s", len(self._tokens), lost)
-                if self._tokens and self._stays is not None:
-                    return self._fail(f"The answer lost its replica after {len(self._tokens)} tokens: {self._stays}")
-                if losses > failover.losses:
-                    return self._fail(f"The request lost {losses} replicas, one after another, and is given up.")
-                began = monotonic()
-            except BusyError as busy:  # or closed: it is ending, or serves another plan
-                if monotonic() - began >= failover.patience:
-                    return self._fail(f"No replica has taken the request in {failover.patience:g} s: {busy}")
+                return await self._follow(send, began + failover.patience)
             except TimeoutError:
                 if self._left() == 0:
                     return self.cut_off(FinishReason.DEADLINE)
                 return self._fail(f"No replica has taken the request in {failover.patience:g} s.")
-            except OutriderError as error:
+            except RequestError as error:
                 return self.handle.end(None, error)
+            except BusyError as busy:  # or closed: it is ending, or serves another plan
+                if monotonic() - began >= failover.patience:
+                    return self._fail(f"No replica has taken the request in {failover.patience:g} s: {busy}")
+            except (LostError, OutriderError) as lost:
+                losses, began = losses + 1, monotonic()
+                _LOG.warning("a request lost its replica after %d tokens: %s", len(self._tokens), lost)
+                if self._tokens and self._stays is not None:
+                    return self._fail(f"The answer lost its replica after {len(self._tokens)} tokens: {self._stays}")
+                if losses > failover.losses:
+                    return self._fail(f"The request lost {losses} replicas, the last one as {lost}; it is given up.")
             waited = _SHORTEST if len(self._tokens) > told else min(2 * waited, _LONGEST)
-            await asyncio.sleep(min(waited, self._left() or 0.0) if self._until is not None else waited)
-        return None
+            left = self._left()
+            await asyncio.sleep(waited if left is None else min(waited, left))
+            if left == 0:
+                return self.cut_off(FinishReason.DEADLINE)
 
     def cut_off(self, reason: FinishReason) -> None:
         """End the request with what it has."""
@@ -168,5 +166,3 @@ class Followed:
 def _loop_time(moment: float) -> float | None:
     """A moment of the monotonic clock on that of the running loop; None for never."""
     return None if moment == inf else asyncio.get_running_loop().time() + moment - monotonic()
-
-

@@ -30,7 +30,7 @@ _CUTTING = 5.0  # seconds for those who run to hear that they are cut off
 class Ingress:
     """One of any number: each routes by what it has seen itself."""
 
-    async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings) -> None:
+    async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
         plan = await asyncio.to_thread(open_plan, settings.plan, verify=False)  # replicas verify it
         config = SchedulerConfig(
             max_waiting=settings.max_waiting, mode=settings.mode, max_waiting_per_client=settings.share_of_queue
@@ -40,8 +40,8 @@ class Ingress:
         self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover)
         self._counting = asyncio.create_task(self._count())
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:  # noqa: N807  # Ray's name
-        """The application, made once in each ingress."""
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Ray, once in each ingress."""
         settings = self._settings
         config = ServerConfig(
             model=settings.model_name or self.served.manifest.name,

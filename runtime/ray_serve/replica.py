@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic
 
 from ray import serve
@@ -18,6 +19,7 @@ from runtime.ray_serve.settings import Settings
 from runtime.runtime import Runtime
 from runtime.scheduler_stats import SchedulerStats
 
+_APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
 _STUCK = 120.0  # seconds without a pass, while requests run, behind which a replica is taken for dead
 
 
@@ -45,11 +47,11 @@ class Replica:
             prefix_cache=settings.cache_config,
             scheduler=settings.scheduler_config,
         )
-        self._identity = identity
-        if self._runtime.manifest.identity != identity:
+        self._identity, found = identity, self._runtime.manifest.identity
+        if found != identity:
             raise PlanError(
-                f"{settings.plan} holds the plan {self._runtime.manifest.identity[:12]}, and {identity[:12]} is served; "
-                "deploy the application again to serve the new one."
+                f"{settings.plan} holds the plan {found[:12]}, and {identity[:12]} is served; deploy the application "
+                "again to serve the new one."
             )
         self._runtime.start()
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
@@ -63,17 +65,25 @@ class Replica:
         if sent.identity != self._identity:
             raise ClosedError("This replica serves another plan than the request was checked for.")
         handle = await self._submit(sent)
+        came: asyncio.Queue[Span | Exception] = asyncio.Queue()
+        following = asyncio.create_task(_follow(handle, came))
         try:
             yield []
-            last = Span([], "")
-            async for span in handle:
-                if span.result is None:
-                    yield [span]
-                else:
-                    last = span
-            yield [replace(last, result=await handle)]
+            last = -inf
+            while True:
+                some = [await came.get()]
+                await asyncio.sleep(max(0.0, last + _APART - monotonic()))
+                while not came.empty():
+                    some.append(came.get_nowait())
+                last, spans = monotonic(), joined(some)
+                yield spans
+                if isinstance(some[-1], Exception):
+                    raise some[-1]
+                if spans[-1].result is not None:
+                    return
         finally:
             handle.cancel()
+            following.cancel()
 
     async def _submit(self, sent: Sent) -> Handle:
         """Submit, in a thread, as a grammar may have to be compiled."""
@@ -107,6 +117,39 @@ class Replica:
         """Called by Ray once the replica is drained; what still runs is cut off."""
         if hasattr(self, "_runtime"):
             self._runtime.close(drain=False, timeout=5.0)
+
+
+async def _follow(handle: Handle, came: asyncio.Queue[Span | Exception]) -> None:
+    """Put a handle's spans into a queue, the last one with the result; or the error that ended the request."""
+    last = Span([], "")
+    try:
+        async for span in handle:
+            if span.result is None:
+                came.put_nowait(span)
+            else:
+                last = span
+        came.put_nowait(replace(last, result=await handle))
+    except Exception as error:
+        came.put_nowait(error)
+
+
+def joined(some: Iterable[Span | Exception]) -> list[Span]:
+    """The spans among `some`, as few as can be: those that are not tentative, one behind another, become one."""
+    found: list[Span] = []
+    for span in some:
+        if isinstance(span, Exception):
+            continue
+        if found and not span.tentative and not found[-1].tentative:
+            before = found[-1]
+            found[-1] = Span(
+                before.token_ids + span.token_ids,
+                before.text + span.text,
+                before.logprobs + span.logprobs,
+                result=span.result,
+            )
+        else:
+            found.append(replace(span, sequence=0))
+    return found
 
 
 def _cancel_what_came_of(submitting: asyncio.Future[Handle]) -> None:

@@ -19,7 +19,7 @@ from runtime.ray_serve.sent import Sent
 class PrefixRouter(RequestRouter):
     """Requests that share a beginning go to the replica that holds it, load permitting."""
 
-    def initialize_state(
+    def initialize_state(  # type: ignore[override]
         self,
         block: int = 16,
         capacity: int = 2**17,
@@ -57,6 +57,23 @@ class PrefixRouter(RequestRouter):
         super().update_replicas(replicas)
         for gone in before - set(self.curr_replicas):
             self._index.forget(gone)
+
+
+class RoundRobinRouter(RequestRouter):
+    """Each request to the next replica, whatever it holds: what routing by prefix is measured against."""
+
+    def initialize_state(self, **_: Any) -> None:
+        self._turn = 0
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        self._turn += 1
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        ordered = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+        first = self._turn % max(1, len(ordered))
+        return [[replica] for replica in [*ordered[first:], *ordered[:first]]]
 
 
 def _path(pending: PendingRequest | None) -> list[int]:

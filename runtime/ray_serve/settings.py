@@ -14,7 +14,7 @@ from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.ray_serve.following import Failover
 from runtime.scheduler import SchedulerConfig
 
-Routing = Literal["prefix", "balanced"]
+Routing = Literal["prefix", "balanced", "round-robin"]
 
 
 class Settings(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -19,7 +19,11 @@ from runtime.ray_serve.sent import Sent
 def sender(replicas: DeploymentHandle[Any]) -> Send:
     """Send requests to the replicas of a deployment, as its router chooses."""
     generate = replicas.options(stream=True).generate
-    return lambda sent: RayStream(generate.remote(sent))
+
+    def send(sent: Sent) -> RayStream:
+        return RayStream(cast("DeploymentResponseGenerator[list[Span]]", generate.remote(sent)))
+
+    return send
 
 
 class RayStream:
@@ -45,4 +49,4 @@ class RayStream:
             raise LostError("its part of the request was cancelled") from None  # as where a replica ends
 
     def cancel(self) -> None:
-        self._response.cancel()
+        self._response.cancel()  # type: ignore[no-untyped-call]
