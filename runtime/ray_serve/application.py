@@ -10,14 +10,15 @@ from plans.manifest import Geometry
 from plans.plan import open_plan
 from runtime.ray_serve.ingress import Ingress
 from runtime.ray_serve.replica import Replica
-from runtime.ray_serve.settings import Settings
+from runtime.ray_serve.settings import Routing, Settings
 
 REPLICA, INGRESS = "Replica", "Ingress"
-_ROUTERS = {
-    "prefix": "runtime.ray_serve.router:PrefixRouter",
-    "balanced": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "round-robin": "runtime.ray_serve.router:RoundRobinRouter",
+_ROUTERS: dict[Routing, dict[str, Any]] = {
+    "prefix": {"request_router_class": "runtime.ray_serve.router:PrefixRouter"},
+    "balanced": {},  # Ray's own
+    "round-robin": {"request_router_class": "runtime.ray_serve.router:RoundRobinRouter"},
 }
+_TELLING = 2.0  # seconds between the moments when a replica tells all ingresses what it holds
 _MARGIN = 10.0  # seconds that Ray gives a deployment behind its own time to drain
 
 
@@ -52,7 +53,7 @@ def _scaling(settings: Settings, target: Geometry) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_ongoing_requests": settings.max_ongoing or 2 * at_once,
         "ray_actor_options": {"num_cpus": settings.cpus_of_replica},
-        "request_router_config": {"request_router_class": _ROUTERS[settings.routing]},
+        "request_router_config": {**_ROUTERS[settings.routing], "request_routing_stats_period_s": _TELLING},
     }
     if settings.least_replicas == settings.most_replicas:
         return {"num_replicas": settings.replicas, **options}

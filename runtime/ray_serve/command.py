@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from math import ceil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,7 +20,6 @@ from runtime.server.command import add_serving, bound_socket, read_keys
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-_STORE = 128 * 2**20  # bytes of Ray's object store on this machine: what replicas send is small
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 _ANSWERS = 15.0  # seconds for ingresses to answer, behind the time that they drain
 
@@ -106,12 +101,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         from ray import serve
 
         from runtime.ray_serve.application import build
+        from runtime.ray_serve.cluster import cluster
     settings = _settings(arguments)
     application = build(settings)
     if arguments.ray is None:
         with bound_socket(arguments.host, arguments.port) as bound:
             arguments.port = bound.getsockname()[1]
-    with _cluster(arguments, settings):
+    with cluster(arguments.ray, settings.cpus):
         served_before = _CONTROLLER in (each["name"] for each in ray.util.list_named_actors(all_namespaces=True))
         if served_before and arguments.name in serve.status().applications:
             raise RequestError(f"The cluster serves an application {arguments.name!r} already; pass another --name.")
@@ -152,32 +148,6 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         "cuda_graphs": not arguments.no_cuda_graphs,
     }
     return Settings(**values)
-
-
-@contextmanager
-def _cluster(arguments: argparse.Namespace, settings: Settings) -> Iterator[None]:
-    """Be in the cluster that was named, or in one of this machine alone that ends here."""
-    import ray
-
-    if arguments.ray is not None:
-        try:
-            ray.init(address=arguments.ray, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise RequestError(f"--ray is {arguments.ray!r}, where no cluster can be reached: {error}") from None
-    else:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, ceil(settings.cpus)),
-            object_store_memory=_STORE,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _signals() -> tuple[threading.Event, threading.Event]:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Generic, TypeVar
 
 ReplicaName = TypeVar("ReplicaName", bound=Hashable)
 
+BLOCK = 16  # tokens
+BLOCKS = "blocks"  # what replicas tell routers, by name
 _NOTHING = 0  # the hash in front of the first block
+
+
+def blocks_of(tokens: Sequence[int], block: int) -> list[int]:
+    """A hash for every whole block of `tokens`, of it and all before it: the same in every process."""
+    found, before = [], _NOTHING
+    for start in range(0, len(tokens) - block + 1, block):
+        before = hash((before, *tokens[start : start + block]))
+        found.append(before)
+    return found
 
 
 class PrefixIndex(Generic[ReplicaName]):
@@ -21,7 +32,7 @@ class PrefixIndex(Generic[ReplicaName]):
     looked up last are kept; a block never outlives the one before it, so what is found is always a beginning.
     """
 
-    def __init__(self, block: int = 16, capacity: int = 2**17) -> None:
+    def __init__(self, block: int = BLOCK, capacity: int = 2**17) -> None:
         """`block` in tokens, `capacity` in blocks of all replicas together."""
         self._block, self._capacity = block, capacity
         self._holders: OrderedDict[int, set[ReplicaName]] = OrderedDict()  # by a block's hash, the latest at the end
@@ -30,37 +41,48 @@ class PrefixIndex(Generic[ReplicaName]):
     def __len__(self) -> int:
         return len(self._holders)
 
-    def blocks_of(self, replica: ReplicaName) -> int:
+    def size(self, replica: ReplicaName) -> int:
         """How many blocks a replica holds."""
         return self._sizes[replica]
+
+    @property
+    def blocks(self) -> list[int]:
+        """All blocks, the latest last; `hold` takes them so."""
+        return list(self._holders)
 
     def match(self, tokens: Sequence[int]) -> dict[ReplicaName, int]:
         """How many tokens from the beginning of `tokens` each replica holds, of those that hold any: whole blocks."""
         found: dict[ReplicaName, int] = {}
         passed: list[int] = []
         present: set[ReplicaName] | None = None
-        for number, block in enumerate(self._blocks(tokens)):
+        for number, block in enumerate(blocks_of(tokens, self._block)):
             holders = self._holders.get(block, set())
             present = set(holders) if present is None else present & holders
             if not present:
                 break
             passed.append(block)
             found.update(dict.fromkeys(present, (number + 1) * self._block))
-        self._touch(passed)
+        self.hold(reversed(passed))
         return found
 
     def insert(self, tokens: Sequence[int], replica: ReplicaName) -> None:
         """`tokens` were sent to `replica`, which holds them from now on."""
-        blocks = list(self._blocks(tokens))[: self._capacity]
+        self.hold(reversed(blocks_of(tokens, self._block)[: self._capacity]), replica)
+
+    def hold(self, blocks: Iterable[int], replica: ReplicaName | None = None) -> None:
+        """Mark blocks as the latest, one after another, each before those that it follows: a beginning goes last.
+
+        `replica` holds them; without, they must be known.
+        """
         for block in blocks:
             holders = self._holders.setdefault(block, set())
-            if replica not in holders:
+            if replica is not None and replica not in holders:
                 holders.add(replica)
                 self._sizes[replica] += 1
-        self._touch(blocks)
+            self._holders.move_to_end(block)
         while len(self._holders) > self._capacity:
-            _, holders = self._holders.popitem(last=False)
-            self._sizes.subtract(holders)
+            _, given_up = self._holders.popitem(last=False)
+            self._sizes.subtract(given_up)
 
     def forget(self, replica: ReplicaName) -> None:
         """`replica` is gone."""
@@ -69,17 +91,6 @@ class PrefixIndex(Generic[ReplicaName]):
             if not self._holders[block]:
                 del self._holders[block]
         del self._sizes[replica]
-
-    def _blocks(self, tokens: Sequence[int]) -> Iterator[int]:
-        before = _NOTHING
-        for start in range(0, len(tokens) - self._block + 1, self._block):
-            before = hash((before, *tokens[start : start + self._block]))
-            yield before
-
-    def _touch(self, blocks: Sequence[int]) -> None:
-        """Mark blocks as the latest, each behind those that follow it: the last of a sequence is given up first."""
-        for block in reversed(blocks):
-            self._holders.move_to_end(block)
 
 
 @dataclass(frozen=True)

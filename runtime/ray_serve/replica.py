@@ -14,12 +14,14 @@ from ray import serve
 from plans.errors import ClosedError, OutriderError, PlanError
 from runtime.generation import Span
 from runtime.handle import Handle
+from runtime.ray_serve.prefixes import BLOCKS, PrefixIndex
 from runtime.ray_serve.sent import Sent
 from runtime.ray_serve.settings import Settings
 from runtime.runtime import Runtime
 from runtime.scheduler_stats import SchedulerStats
 
 _APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
+_TOLD = 2048  # blocks, the latest, that routers are told of
 _STUCK = 120.0  # seconds without a pass, while requests run, behind which a replica is taken for dead
 
 
@@ -54,6 +56,7 @@ class Replica:
                 "again to serve the new one."
             )
         self._runtime.start()
+        self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
 
     async def generate(self, sent: Sent) -> AsyncIterator[list[Span]]:
@@ -79,7 +82,8 @@ class Replica:
                 yield spans
                 if isinstance(some[-1], Exception):
                     raise some[-1]
-                if spans[-1].result is not None:
+                if (result := spans[-1].result) is not None:
+                    self._note([*sent.token_ids, *result.token_ids])
                     return
         finally:
             handle.cancel()
@@ -98,6 +102,15 @@ class Replica:
         return self._runtime.submit(
             sent.token_ids, priority=sent.priority, deadline=sent.deadline, client=sent.client, **sent.options
         )
+
+    def _note(self, tokens: list[int]) -> None:
+        """The cache holds these tokens."""
+        if self._held is not None:
+            self._held.insert(tokens, "here")
+
+    def record_routing_stats(self) -> dict[str, list[int]]:
+        """Called by Ray's controller every now and then, and told to the routers of all ingresses."""
+        return {} if self._held is None else {BLOCKS: self._held.blocks}
 
     async def about(self) -> About:
         """Which process this is, and its counts."""

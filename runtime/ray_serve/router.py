@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, OrderedDict
 from typing import Any
 
 from ray.serve.request_router import (
@@ -12,8 +13,10 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from runtime.ray_serve.prefixes import Balance, PrefixIndex, choose
+from runtime.ray_serve.prefixes import BLOCK, BLOCKS, Balance, PrefixIndex, choose
 from runtime.ray_serve.sent import Sent
+
+_MOST_CHOSEN = 256
 
 
 class PrefixRouter(RequestRouter):
@@ -21,7 +24,7 @@ class PrefixRouter(RequestRouter):
 
     def initialize_state(  # type: ignore[override]
         self,
-        block: int = 16,
+        block: int = BLOCK,
         capacity: int = 2**17,
         threshold: int = Balance.threshold,
         share: float = Balance.share,
@@ -29,6 +32,8 @@ class PrefixRouter(RequestRouter):
         """`request_router_kwargs` of the deployment."""
         self._index: PrefixIndex[ReplicaID] = PrefixIndex(block, capacity)
         self._balance, self._draw = Balance(threshold, share), random.Random()
+        self._chosen: OrderedDict[str, tuple[ReplicaID, int]] = OrderedDict()  # by request, and not sent yet: blocks
+        self._block = block
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -37,14 +42,20 @@ class PrefixRouter(RequestRouter):
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         path = _path(pending_request)
         loads = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
-        sizes = {name: self._index.blocks_of(name) for name in by_id}
+        sizes = Counter({name: self._index.size(name) for name in by_id})
+        for name, blocks in self._chosen.values():
+            sizes[name] += blocks
         order = choose(len(path), self._index.match(path), loads, sizes, self._balance, self._draw)
-        if pending_request is not None:
+        if pending_request is not None and order:
             pending_request.routing_context.should_backoff = True  # once all have been tried
+            self._chosen[pending_request.metadata.internal_request_id] = order[0], len(path) // self._block
+            while len(self._chosen) > _MOST_CHOSEN:  # cancelled before they were sent
+                self._chosen.popitem(last=False)
         return [[by_id[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has taken the request."""
+        self._chosen.pop(pending_request.metadata.internal_request_id, None)
         self._index.insert(_path(pending_request), replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -57,6 +68,8 @@ class PrefixRouter(RequestRouter):
         super().update_replicas(replicas)
         for gone in before - set(self.curr_replicas):
             self._index.forget(gone)
+        for replica in replicas:  # what other ingresses have sent
+            self._index.hold(replica.routing_stats.get(BLOCKS, ()), replica.replica_id)
 
 
 class RoundRobinRouter(RequestRouter):

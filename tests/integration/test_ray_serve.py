@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,13 +16,19 @@ from typing import Any
 
 import openai
 import pytest
+from ray import serve
 
-from runtime import Runtime
-from runtime.ray_serve.settings import Settings
+from plans.plan import open_plan
+from runtime import Runtime, SchedulerConfig
+from runtime.ray_serve.application import REPLICA
+from runtime.ray_serve.remote_runtime import RemoteRuntime
+from runtime.ray_serve.settings import Routing, Settings
+from runtime.ray_serve.streams import sender
 from tests.integration.ray_cluster import Deployed, deployed, two_nodes
 from tests.integration.served import client_of, get, listening
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 from tests.plans.damage import TEMPLATE, list_again
+from tools.serving.routing import Talk, measure_way
 
 PROMPT = "def main(x): return"
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
@@ -122,7 +129,7 @@ def joined(pieces: list[Any]) -> Any:
             said[0] += delta.get("content") or delta.get("text") or ""
             said[1] += "".join(call["function"].get("arguments", "") for call in delta.get("tool_calls", ()))
             of = choice["logprobs"] or {}
-            said[2] += of.get("content") or [*zip(*(of.get(name, ()) for name in ("tokens", "token_logprobs")))]
+            said[2] += of.get("content") or [*zip(of.get("tokens", ()), of.get("token_logprobs", ()), strict=True)]
             said[3] = choice["finish_reason"] or said[3]
     return choices, same([piece.get("usage") for piece in pieces if piece.get("usage")])
 
@@ -222,6 +229,45 @@ def test_who_goes_away_leaves_nothing_running(served: Deployed, client: openai.O
         list(clients.map(ask, range(8)))
     assert until(lambda: not served.running(), 5)
     assert sum(each.stats.new_tokens for each in served.replicas()) - before < 8 * 64 * 150 / 2
+
+
+def test_conversations_stay_with_the_replica_that_holds_them(cluster: str, plan: Path) -> None:
+    """Six of four turns: each turn computes what is new; in turn over two replicas, they compute much more."""
+    texts = [[(7 * place + each) % 290 for each in range(200)] for place in range(6)]
+    talk = Talk([[ids[:16], *([ids[16 * turn]] for turn in range(1, 4))] for ids in texts], 24)
+    ways: tuple[Routing, ...] = ("prefix", "round-robin")
+    found = {
+        way: measure_way(settings_of(plan, replicas=2, replica_cpus=0.1, routing=way), open_plan(plan), talk)
+        for way in ways
+    }
+    assert found["prefix"]["answers"] == found["round-robin"]["answers"]
+    assert found["prefix"]["computed"] <= 6 * (16 + 3 * 2)
+    assert found["prefix"]["computed"] < 0.6 * found["round-robin"]["computed"]
+    assert 8 <= found["prefix"]["busiest"] <= 16
+
+
+def test_what_one_ingress_sent_the_others_route_by(cluster: str, plan: Path) -> None:
+    """This process routes as an ingress does, and has not seen what came over HTTP."""
+    settings = settings_of(plan, replicas=2, replica_cpus=0.1, ingresses=2, max_body_bytes=10_000)
+    with deployed(cluster, "told", settings) as served:
+        prompts = [[place] * 64 for place in range(5, 13)]
+        for prompt in prompts:
+            assert post(served.address, "completions", {"model": "toy", "prompt": prompt, "max_tokens": 1})[0] == 200
+        holders = {each.replica: each.stats.prompt_tokens // 64 for each in served.replicas()}
+        assert sum(holders.values()) == 8
+        assert all(holders.values())  # both hold some
+        time.sleep(6)  # for the replicas to tell
+
+        async def ask() -> None:
+            replicas = serve.get_deployment_handle(REPLICA, "told")
+            remote = RemoteRuntime(open_plan(plan), sender(replicas), SchedulerConfig())
+            for prompt in prompts:
+                await remote.submit_all([(prompt, {"max_new_tokens": 1})])[0]
+
+        asyncio.run(ask())
+        stats = [each.stats for each in served.replicas()]
+        assert sum(each.prompt_tokens for each in stats) == 16 * 64
+        assert sum(each.reused_tokens for each in stats) == 8 * 63
 
 
 def test_keys_a_deadline_and_the_end(cluster: str, plan: Path) -> None:
