@@ -140,7 +140,7 @@ def make_app(
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        model = CompletionAsked if request.url.path == _COMPLETIONS else ChatAsked
+        model = CompletionAsked if _path(request) == _COMPLETIONS else ChatAsked
         return _refused(request, ApiError(400, refusal(error.errors(), error.body, model), "invalid_request_error"))
 
     app.add_middleware(_Guard, config=config, readiness=readiness)
@@ -225,7 +225,7 @@ class _Guard:
         await app(scope, receive, send)
 
     def _refuse(self, request: Request) -> ApiError | None:
-        most, ours = self._config.max_body_bytes, request.url.path.startswith("/v1/")
+        most, ours = self._config.max_body_bytes, _path(request).startswith("/v1/")
         if ours and self._readiness.draining:
             error = shutting_down("the request was not begun")
             error.headers["Connection"] = "close"  # the next one may reach another server
@@ -255,9 +255,15 @@ def _named(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, _sentence(request, error), "invalid_request_error", code, error.headers)
 
 
+def _path(request: Request) -> str:
+    """The path behind that at which the application is mounted, if it is: the one that routes are found by."""
+    path, root = str(request.scope["path"]), str(request.scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 def _sentence(request: Request, error: HTTPException) -> str:
     """A sentence for errors that the frameworks name in two words."""
-    method, path = request.method, request.url.path
+    method, path = request.method, _path(request)
     if error.status_code == 404:
         return f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
     if error.status_code == 405:

@@ -1,9 +1,10 @@
-"""What a prefix cache and shared passes bring: `python -m tools.serving hits | load | soak | batch | memory PLAN`.
+"""What a prefix cache and shared passes bring: `python -m tools.serving COMMAND PLAN`.
 
 `hits`: the time to the first token of a prompt of which a share is known, against a cold start, and what the cache
 itself takes. `load`: requests served at once against the same ones one after another, in both modes, and how long who
 decodes waits for a pass. `soak`: mixed requests from several threads for minutes; memory, failures, tokens compared.
 `batch`: a batch on actors of Ray against one process. `memory`: what actors of one machine share.
+`routing`: conversations over replicas on Ray Serve; prompt tokens that were computed, by how requests are routed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tools.serving.actor_memory import measure_memory, print_memory
 from tools.serving.batches import measure_batch, print_batch
 from tools.serving.hits import measure_hits, print_hits
 from tools.serving.load import measure_load, print_load
+from tools.serving.routing import measure_routing, print_routing
 from tools.serving.soak import measure_soak, print_soak
 
 
@@ -130,6 +132,22 @@ def _parser(called: str) -> Parser:
     memory.add_argument("--unshared", action="store_true", help="without share_memory, for comparison")
     memory.add_argument("--json", action="store_true", help="print one JSON object")
     memory.set_defaults(measure=measure_memory, show=print_memory)
+    routing = commands.add_parser(
+        "routing",
+        parents=[shared],
+        help="conversations over replicas, routed by what each holds",
+        description="Prompt tokens that replicas on Ray Serve compute for conversations of several turns, where each "
+        "request goes to the replica that holds its beginning, and where requests go to replicas in turn. Needs the "
+        "extra `ray`.",
+        epilog="example: %(prog)s build/branches",
+    )
+    routing.add_argument("--conversations", type=at_least_1, default=8, metavar="N", help="at once (8)")
+    routing.add_argument("--turns", type=at_least_1, default=6, metavar="N", help="of each (6)")
+    routing.add_argument("--replicas", type=at_least_1, default=2, metavar="N", help="that serve them (2)")
+    routing.add_argument("--first", type=at_least_1, default=200, metavar="N", help="tokens of the first message (200)")
+    routing.add_argument("--message", type=at_least_1, default=70, metavar="N", help="tokens of the others (70)")
+    routing.add_argument("--new", type=at_least_1, default=215, metavar="N", help="tokens of an answer (215)")
+    routing.set_defaults(measure=measure_routing, show=print_routing, reps=1)
     parser.set_defaults(sampling=GREEDY, task=None)
     return parser
 
