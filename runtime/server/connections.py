@@ -181,19 +181,26 @@ class _TimedProtocol(H11Protocol):
     def _too_slow(self, seconds: float) -> None:
         if self.transport.is_closing():
             return
-        begun = self._awaited is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-        if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self._awaited is h11.SEND_BODY or self.conn.trailing_data[0]:
             part = "body" if self._awaited is h11.SEND_BODY else "head"
-            message = f"The request's {part} has not come within {seconds:g} s; send the request again."
-            body = json.dumps(error_body(message, "invalid_request_error")).encode()
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-            ]
-            for event in (h11.Response(status_code=408, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self._refuse(408, f"The request's {part} has not come within {seconds:g} s; send the request again.")
         self.transport.close()  # the application hears that its client has gone
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in the shape of all errors."""
+        self._refuse(400, "The request cannot be read as HTTP/1.1; send a request of it.")
+        self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer with an error, unless an answer has begun. The connection is to be closed behind it."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        body = json.dumps(error_body(message, "invalid_request_error")).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:  # whose application would answer too
+            self.cycle.disconnected = True
 
 
 async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:

@@ -26,7 +26,7 @@ def run(setting: Setting, figures: Figures) -> None:
     """Every tenth request is none at all. Others ask good ones meanwhile."""
     total, waits = setting.times(BODIES, 100), list[float]()
     with (
-        setting.serve("--max-body-bytes", str(_MOST_BYTES), "--head-seconds", "2") as server,
+        setting.serve("--max-body-bytes", str(_MOST_BYTES), "--head-seconds", "1", "--idle-seconds", "1") as server,
         setting.watched(server, figures),
     ):
         with Crowd(server.port, setting.questions, figures, 2, setting.seed, Ways(pause=0.2)) as crowd:
