@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from commands.arguments import at_least_1, number, whole_number
 from commands.console import stderr
 from commands.packages import optional_packages
@@ -18,7 +20,8 @@ from plans.errors import RequestError
 from runtime.branch_request import MODES
 from runtime.cli.arguments import add_machine, load
 from runtime.prefix_cache.cache import PrefixCacheConfig
-from runtime.prefix_cache.file import check_folder
+from runtime.prefix_cache.file import OtherCacheError, check_folder
+from runtime.runtime import Runtime
 from runtime.scheduler import SchedulerConfig
 
 _CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass
@@ -169,7 +172,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         runtime = load(arguments, cache, scheduler)
         runtime.start()
         if file is not None and file.exists():
-            stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
+            _warm_up(runtime, file)
         config = replace(config, model=config.model or runtime.manifest.name)
         try:
             bound.listen()
@@ -184,6 +187,15 @@ def _serve(arguments: argparse.Namespace) -> int:
         end = partial(runtime.close, drain=False, timeout=_CUTTING)
         server_of(make_app(runtime, config), limits, config.drain_seconds, end).run([bound])
     return 0
+
+
+def _warm_up(runtime: Runtime, file: Path) -> None:
+    """Take in a saved prefix cache. One of the plan that was served before is passed over: a new plan is to start."""
+    try:
+        stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")
+    except OtherCacheError as error:
+        text = f"no earlier prompts are warm, and the file is written anew at the end: {error}"
+        stderr.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
 
 def _keys(arguments: argparse.Namespace) -> list[str]:

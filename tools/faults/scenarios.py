@@ -33,6 +33,7 @@ class Scenario:
 
 
 SCENARIOS = {
+    "replaced-plan": Scenario("replaced_plan", "the plan is replaced, moved, removed, built over, written over"),
     "malformed": Scenario("malformed", "10,000 bodies that are wrong, and requests that are none"),
     "disconnects": Scenario("disconnects", "clients leave at random moments, deadlines are milliseconds"),
 }
