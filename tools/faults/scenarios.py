@@ -33,7 +33,11 @@ class Scenario:
 
 
 SCENARIOS = {
-    "replaced-plan": Scenario("replaced_plan", "the plan is replaced, moved, removed, built over, written over"),
-    "malformed": Scenario("malformed", "10,000 bodies that are wrong, and requests that are none"),
     "disconnects": Scenario("disconnects", "clients leave at random moments, deadlines are milliseconds"),
+    "malformed": Scenario("malformed", "10,000 bodies that are wrong, and requests that are none"),
+    "slow-clients": Scenario("slow_clients", "clients send and read a byte a second"),
+    "clock": Scenario("clock", "the wall clock jumps by an hour and a day, there and back"),
+    "full-disk": Scenario("full_disk", "no room to save the prefix cache"),
+    "out-of-memory": Scenario("out_of_memory", "the server may take no more memory"),
+    "replaced-plan": Scenario("replaced_plan", "the plan is replaced, moved, built over, written over"),
 }
