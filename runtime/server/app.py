@@ -114,6 +114,12 @@ def make_app(runtime: Served, config: ServerConfig) -> FastAPI:
         body = error_body(_sentence(request, error), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
 
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        """For what nobody foresaw, such as a lack of memory. It is raised again behind the answer, and logged."""
+        told = f"The server failed: {type(error).__name__}. What it was doing stands in its log."
+        return JSONResponse(error_body(told, "server_error"), 500)
+
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
         model = CompletionAsked if request.url.path == _COMPLETIONS else ChatAsked

@@ -21,7 +21,7 @@ class Ways:
     """Shares of the requests that stream, whose client leaves, and that have a deadline too short for many.
 
     `excuses` says of an error's status, body and answer so far whether the scenario provokes it: such a request is
-    refused, not lost. `breaks`: likewise of connections that end in the middle.
+    refused, not lost. `breaks`: likewise are connections that end in the middle, or cannot be had.
     """
 
     streams: float = 0.5
@@ -124,6 +124,7 @@ def ask(client: Client, question: Question, figures: Figures, draw: random.Rando
     except FAILURES as error:
         if ways.breaks:
             figures.count("refused")
+            sleep(0.1)  # nobody may be listening
         else:
             figures.lose(f"No answer, {type(error).__name__}: {error}; {_short(body)}")
         return None
@@ -150,6 +151,9 @@ def judge(
         else:
             figures.lose(f"Status {answer.status}, {answer.error}; {_short(body)}")
     elif not answer.done and not left:
+        if ways.breaks and answer.begins(question.expected):
+            figures.count("refused")
+            return
         figures.lose(f"A stream without its end; {_short(body)}")
     elif answer.done and answer.same(question.expected):
         figures.count("answered")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from pathlib import Path
+from subprocess import TimeoutExpired
 from time import sleep
 
 from tools.faults.answers import Answer
@@ -18,10 +20,11 @@ _ROOMS = (0, 2**20, 2**22, 2**24)  # bytes that it may take beyond what it has
 def run(setting: Setting, figures: Figures) -> None:
     """The limit (RLIMIT_AS) is set under load, and lifted again, each with a little more room.
 
-    A process may die of it, as libraries abort where memory is not given: then it says so, and the next one serves.
+    A process may die of it, as libraries abort where memory is not given, and the system where a stack cannot grow. Its
+    connections end then, and the next one serves.
     """
     ways = Ways(excuses=_is_error, breaks=True)
-    died = 0
+    died = list[int]()
     for room in _ROOMS:
         setting.tell(f"{room >> 10} KB more")
         with setting.serve() as server:
@@ -30,18 +33,22 @@ def run(setting: Setting, figures: Figures) -> None:
                 sleep(setting.seconds / len(_ROOMS) / 2)
                 _limit(server, room)
                 figures.count("faults")
-                sleep(setting.seconds / len(_ROOMS))
+                _await_end(server, setting.seconds / len(_ROOMS))
                 _limit(server, None)
             if server.process.poll() is None:
                 figures.check(server.settle(), f"Requests hang behind a lack of memory: {server.said[-1000:]}")
                 ask_all(server.port, setting.questions, figures)
                 figures.check(server.end() == 0, "The server does not end with status 0 behind a lack of memory.")
             else:
-                died += 1
-                figures.check(server.said.count("\n") > 1, "The server has died without a word.")
-    figures.notes["died"] = died
+                died.append(server.process.returncode)
+    figures.notes["died of signals"] = [-status for status in died]
     with setting.serve() as server:
         ask_all(server.port, setting.questions, figures)
+
+
+def _await_end(server: Server, seconds: float) -> None:
+    with suppress(TimeoutExpired):
+        server.process.wait(seconds)
 
 
 def _limit(server: Server, room: int | None) -> None:
