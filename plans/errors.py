@@ -43,5 +43,9 @@ class ClosedError(BusyError):
     """A runtime that was closed is asked for something."""
 
 
+class UnavailableError(OutriderError, RuntimeError):
+    """No replica serves a request, or the one that served it is gone and no other can go on."""
+
+
 class EmbedError(OutriderError):
     """The C library cannot be built here."""

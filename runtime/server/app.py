@@ -122,7 +122,7 @@ def make_app(runtime: Served, config: ServerConfig) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        model = CompletionAsked if request.url.path == _COMPLETIONS else ChatAsked
+        model = CompletionAsked if _path(request) == _COMPLETIONS else ChatAsked
         message = refusal(error.errors(), error.body, model)
         return JSONResponse(error_body(message, "invalid_request_error"), 400)
 
@@ -174,7 +174,7 @@ class _Guard:
 
     def _refuse(self, request: Request) -> Response | None:
         most = self._config.max_body_bytes
-        if request.url.path.startswith("/v1/") and self._keys:
+        if _path(request).startswith("/v1/") and self._keys:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
             right = [secrets.compare_digest(given, key) for key in self._keys]  # all, so that none takes less time
             request.state.client = f"key {right.index(True)}" if any(right) else None
@@ -190,9 +190,15 @@ class _Guard:
         return None
 
 
+def _path(request: Request) -> str:
+    """The path behind that at which the application is mounted, if it is: the one that routes are found by."""
+    path, root = str(request.scope["path"]), str(request.scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 def _sentence(request: Request, error: HTTPException) -> str:
     """A sentence for errors that the frameworks name in two words."""
-    method, path = request.method, request.url.path
+    method, path = request.method, _path(request)
     if error.status_code == 404:
         return f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
     if error.status_code == 405:

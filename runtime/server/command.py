@@ -40,6 +40,33 @@ def add_serve(commands: Any) -> None:
         epilog="example: %(prog)s build/branches --port 8000",
     )
     add_machine(parser)
+    add_serving(parser)
+    parser.add_argument(
+        "--cache-file",
+        type=Path,
+        metavar="FILE",
+        help="take in what FILE holds of earlier prompts, and save there at the end what the cache holds then",
+    )
+    for what, seconds, meaning in (
+        ("head", 10, "for a request's head to come, else it is closed"),
+        ("body", 60, "the same for its body"),
+        ("send", 60, "that a client may read nothing of an answer that waits for it"),
+        ("idle", 15, "that a connection may idle between requests"),
+    ):
+        parser.add_argument(
+            f"--{what}-seconds", type=number(above=0), default=seconds, metavar="N", help=f"{meaning} ({seconds})"
+        )
+    parser.add_argument(
+        "--max-connections",
+        type=at_least_1,
+        metavar="N",
+        help="open connections, before more are refused (1024, or fewer where the process may not open so many files)",
+    )
+    parser.set_defaults(command=_serve)
+
+
+def add_serving(parser: argparse.ArgumentParser) -> None:
+    """What serving takes, on one machine or on many."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
     parser.add_argument(
         "--port", type=whole_number(0, 65535), default=8000, help="port (default 8000; 0: any that is free)"
@@ -92,12 +119,6 @@ def add_serve(commands: Any) -> None:
         metavar="N",
         help="prefix cache: most memory (1 GiB), taken at once",
     )
-    parser.add_argument(
-        "--cache-file",
-        type=Path,
-        metavar="FILE",
-        help="take in what FILE holds of earlier prompts, and save there at the end what the cache holds then",
-    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
     parser.add_argument(
         "--max-body-bytes", type=at_least_1, default=2**20, metavar="N", help="larger bodies are refused (1 MiB)"
@@ -109,22 +130,6 @@ def add_serve(commands: Any) -> None:
         metavar="N",
         help="for requests to end, once the server is to (30); those that have not are cut off, and told so",
     )
-    for what, seconds, meaning in (
-        ("head", 10, "for a request's head to come, else it is closed"),
-        ("body", 60, "the same for its body"),
-        ("send", 60, "that a client may read nothing of an answer that waits for it"),
-        ("idle", 15, "that a connection may idle between requests"),
-    ):
-        parser.add_argument(
-            f"--{what}-seconds", type=number(above=0), default=seconds, metavar="N", help=f"{meaning} ({seconds})"
-        )
-    parser.add_argument(
-        "--max-connections",
-        type=at_least_1,
-        metavar="N",
-        help="open connections, before more are refused (1024, or fewer where the process may not open so many files)",
-    )
-    parser.set_defaults(command=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -144,7 +149,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.idle_seconds,
         most_connections(arguments.max_connections),
     )
-    keys = _keys(arguments)
+    keys = read_keys(arguments)
     config = ServerConfig(
         model=arguments.model_name or "",
         api_key=keys,
@@ -198,7 +203,7 @@ def _warm_up(runtime: Runtime, file: Path) -> None:
         stderr.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
 
-def _keys(arguments: argparse.Namespace) -> list[str]:
+def read_keys(arguments: argparse.Namespace) -> list[str]:
     """API keys of the command line, and of its file; without either, that of the environment."""
     keys = list(arguments.api_key or ())
     if arguments.api_key_file is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plans.errors import BusyError, ClosedError, OutriderError, RequestError
+from plans.errors import BusyError, ClosedError, OutriderError, RequestError, UnavailableError
 from runtime.server.answers import error_body
 
 
@@ -22,6 +22,8 @@ def told(error: OutriderError) -> ApiError:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "the plan's context is" in str(error) else None
         return ApiError(400, str(error), "invalid_request_error", code)
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error), "server_error", "unavailable")
     return ApiError(500, str(error), "server_error")
 
 

@@ -22,18 +22,33 @@ _STARTING = 180.0  # seconds, of a large plan on a machine that does other thing
 _PAGE = 4096
 
 
+def held_by(pid: int) -> Held:
+    """What a process holds now."""
+    place = Path(f"/proc/{pid}")
+    resident = int((place / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    return Held(len(os.listdir(place / "fd")), len(os.listdir(place / "task")), resident / 1e6)
+
+
 class Server:
     """A server of `plan` with more `options`; what it says is in `log`. Ended with the block, and killed if it stays.
+    `command` is that of `python -m`, and what goes before the plan.
 
     Raises PlanError, with its words, where it does not begin to serve.
     """
 
-    def __init__(self, plan: Path, log: Path, options: Sequence[str] = (), environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        plan: Path,
+        log: Path,
+        options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        command: Sequence[str] = ("runtime", "serve"),
+    ) -> None:
         self._log = log
-        command = [sys.executable, "-m", "runtime", "serve", str(plan), "--port", "0", "--model-name", MODEL, *options]
+        words = [sys.executable, "-m", *command, str(plan), "--port", "0", "--model-name", MODEL, *options]
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command, stderr=file, stdout=file, env={**os.environ, **(environment or {})}, start_new_session=True
+                words, stderr=file, stdout=file, env={**os.environ, **(environment or {})}, start_new_session=True
             )
         try:
             self.port = self._await_port()
@@ -45,7 +60,7 @@ class Server:
     def _await_port(self) -> int:
         until = monotonic() + _STARTING
         while monotonic() < until:
-            if found := re.search(r"serving '.*' at http://127\.0\.0\.1:(\d+)\n", self.said):
+            if found := re.search(r"serving '.*' .*at http://127\.0\.0\.1:(\d+)\n", self.said):
                 return int(found[1])
             if self.process.poll() is not None:
                 break
@@ -59,9 +74,7 @@ class Server:
 
     def held(self) -> Held:
         """What it holds now."""
-        place = Path(f"/proc/{self.process.pid}")
-        resident = int((place / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
-        return Held(len(os.listdir(place / "fd")), len(os.listdir(place / "task")), resident / 1e6)
+        return held_by(self.process.pid)
 
     def metrics(self) -> dict[str, float]:
         """Its figures, by name."""

@@ -1,8 +1,10 @@
-"""What a prefix cache and shared passes bring: `python -m tools.serving hits | load | soak PLAN [--json]`.
+"""What a prefix cache and shared passes bring: `python -m tools.serving hits | load | soak | routing PLAN
+[--json]`.
 
 `hits`: the time to the first token of a prompt of which a share is known, against a cold start, and what the cache
 itself takes. `load`: requests served at once against the same ones one after another, in both modes, and how long who
 decodes waits for a pass. `soak`: mixed requests from several threads for minutes; memory, failures, tokens compared.
+`routing`: conversations over replicas on Ray Serve; prompt tokens that were computed, by how requests are routed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tools.bench.sampling import GREEDY
 from tools.output import print_report
 from tools.serving.hits import measure_hits, print_hits
 from tools.serving.load import measure_load, print_load
+from tools.serving.routing import measure_routing, print_routing
 from tools.serving.soak import measure_soak, print_soak
 
 
@@ -92,6 +95,22 @@ def _parser(called: str) -> Parser:
     soak.add_argument("--new", type=at_least_1, default=100, help="most tokens of an answer (100)")
     soak.add_argument("--every", type=number(above=0), default=5.0, help="seconds between looks at memory (5)")
     soak.set_defaults(measure=measure_soak, show=print_soak, reps=1)
+    routing = commands.add_parser(
+        "routing",
+        parents=[shared],
+        help="conversations over replicas, routed by what each holds",
+        description="Prompt tokens that replicas on Ray Serve compute for conversations of several turns, where each "
+        "request goes to the replica that holds its beginning, and where requests go to replicas in turn. Needs the "
+        "extra `ray`.",
+        epilog="example: %(prog)s build/branches",
+    )
+    routing.add_argument("--conversations", type=at_least_1, default=8, metavar="N", help="at once (8)")
+    routing.add_argument("--turns", type=at_least_1, default=6, metavar="N", help="of each (6)")
+    routing.add_argument("--replicas", type=at_least_1, default=2, metavar="N", help="that serve them (2)")
+    routing.add_argument("--first", type=at_least_1, default=200, metavar="N", help="tokens of the first message (200)")
+    routing.add_argument("--message", type=at_least_1, default=70, metavar="N", help="tokens of the others (70)")
+    routing.add_argument("--new", type=at_least_1, default=215, metavar="N", help="tokens of an answer (215)")
+    routing.set_defaults(measure=measure_routing, show=print_routing, reps=1)
     parser.set_defaults(sampling=GREEDY, task=None)
     return parser
 

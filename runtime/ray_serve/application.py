@@ -1,0 +1,66 @@
+"""The application that Ray Serve runs: replicas that hold the plan, and who takes requests in for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+
+from plans.manifest import Geometry
+from plans.plan import open_plan
+from runtime.ray_serve.ingress import Ingress
+from runtime.ray_serve.replica import Replica
+from runtime.ray_serve.settings import Routing, Settings
+
+REPLICA, INGRESS = "Replica", "Ingress"
+_ROUTERS: dict[Routing, dict[str, Any]] = {
+    "prefix": {"request_router_class": "runtime.ray_serve.router:PrefixRouter"},
+    "balanced": {},  # Ray's own
+    "round-robin": {"request_router_class": "runtime.ray_serve.router:RoundRobinRouter"},
+}
+_TELLING = 2.0  # seconds between the moments when a replica tells all ingresses what it holds
+_MARGIN = 10.0  # seconds that Ray gives a deployment behind its own time to drain
+
+
+def build(settings: Settings) -> serve.Application:
+    """An application of `settings`: `import_path: runtime.ray_serve.application:build` of a Serve config file.
+
+    The plan that is in the folder now is the one that is served. Raises PlanError.
+    """
+    manifest = open_plan(settings.plan, verify=False).manifest
+    replica = serve.deployment(name=REPLICA, **_scaling(settings, manifest.target), **_shared(settings))(Replica)
+    ingress = serve.deployment(
+        name=INGRESS,
+        num_replicas=settings.ingresses,
+        max_ongoing_requests=100_000,  # what waits is bounded by `max_waiting`
+        ray_actor_options={"num_cpus": settings.ingress_cpus},
+        **_shared(settings),
+    )(Ingress)
+    return ingress.bind(replica.bind(settings, manifest.identity), settings)
+
+
+def _shared(settings: Settings) -> dict[str, Any]:
+    return {
+        "graceful_shutdown_timeout_s": settings.drain_seconds + _MARGIN,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": 5.0,
+    }
+
+
+def _scaling(settings: Settings, target: Geometry) -> dict[str, Any]:
+    """How many replicas there are, and how many requests each has at once: as many running, and as many waiting."""
+    at_once = settings.max_running or target.branches
+    options: dict[str, Any] = {
+        "max_ongoing_requests": settings.max_ongoing or 2 * at_once,
+        "ray_actor_options": {"num_cpus": settings.cpus_of_replica},
+        "request_router_config": {**_ROUTERS[settings.routing], "request_routing_stats_period_s": _TELLING},
+    }
+    if settings.least_replicas == settings.most_replicas:
+        return {"num_replicas": settings.replicas, **options}
+    options["autoscaling_config"] = {
+        "min_replicas": settings.least_replicas,
+        "initial_replicas": settings.replicas,
+        "max_replicas": settings.most_replicas,
+        "target_ongoing_requests": settings.target_ongoing or at_once,
+    }
+    return options

@@ -1,0 +1,40 @@
+"""The Ray cluster that a command works on: one that is named, or one of this machine alone that ends with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+
+import ray
+
+from plans.errors import RequestError
+
+_STORE = 128 * 2**20  # bytes of Ray's object store on this machine: what replicas send is small
+
+
+@contextmanager
+def cluster(address: str | None, cpus: float) -> Iterator[None]:
+    """Be in the cluster at `address`, or in one of this machine that is taken to have at least so many CPUs."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if address is not None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise RequestError(f"--ray is {address!r}, where no cluster can be reached: {error}") from None
+    else:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, ceil(cpus)),
+            object_store_memory=_STORE,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()

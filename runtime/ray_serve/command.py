@@ -1,0 +1,183 @@
+"""`python -m runtime.ray_serve`: its options, and the life of what it starts."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from commands.arguments import Parser, at_least_0, at_least_1, number
+from commands.console import guarded, stderr
+from commands.packages import optional_packages
+from plans.errors import OutriderError, RequestError
+from runtime.cli.arguments import add_machine
+from runtime.ray_serve.settings import Routing, Settings
+from runtime.server.command import add_serving, bound_socket, read_keys
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+_CONTROLLER = "SERVE_CONTROLLER_ACTOR"
+_ANSWERS = 15.0  # seconds for ingresses to answer, behind the time that they drain
+
+
+def main(arguments: list[str] | None = None, called: str = "python -m runtime.ray_serve") -> int:
+    """Run the command; `called` is what the user typed."""
+    return guarded(lambda: _serve(_parser(called).parse_args(arguments)))
+
+
+def _parser(called: str) -> Parser:
+    parser = Parser(
+        prog=called,
+        description="Serve the plan as `python -m runtime serve` does, by several replicas on the machines of a Ray "
+        "cluster. Requests that share a beginning go to the replica that holds it. A request whose replica dies goes "
+        "on at another one, with the same tokens; its client notices nothing. The plan's folder must be at the same "
+        "path on every machine. Without --ray, a cluster of this machine alone is started, and ended with the command. "
+        "Needs the extra `ray`.",
+        epilog="example: %(prog)s build/branches --replicas 2 --threads 4 --port 8000",
+    )
+    add_machine(parser)
+    parser.set_defaults(threads=1)
+    add_serving(parser)
+    parser.add_argument("--ray", metavar="ADDRESS", help="of a running cluster, such as auto or 10.0.0.1:6379")
+    parser.add_argument(
+        "--name", default="outrider", help="of the application, where a cluster serves several (outrider)"
+    )
+    parser.add_argument("--route-prefix", default="/", metavar="PATH", help="what paths of the application begin with")
+    parser.add_argument("--replicas", type=at_least_1, metavar="N", help="replicas, or those at the start (1)")
+    parser.add_argument(
+        "--min-replicas", type=at_least_1, metavar="N", help="fewest, while there is little to do (--replicas)"
+    )
+    parser.add_argument("--max-replicas", type=at_least_1, metavar="N", help="most, under load (--replicas)")
+    parser.add_argument(
+        "--target-ongoing",
+        type=at_least_1,
+        metavar="N",
+        help="requests under way at each replica, running or waiting, above which there are to be more (default: as "
+        "many as one runs at once)",
+    )
+    parser.add_argument(
+        "--max-ongoing",
+        type=at_least_1,
+        metavar="N",
+        help="requests that a replica takes before others must (default: twice as many as it runs at once)",
+    )
+    parser.add_argument("--ingresses", type=at_least_1, default=1, metavar="N", help="processes that take requests (1)")
+    parser.add_argument(
+        "--replica-cpus", type=number(0), metavar="N", help="CPUs that Ray sets aside for a replica (--threads)"
+    )
+    parser.add_argument(
+        "--routing",
+        choices=get_args(Routing),
+        default="prefix",
+        help="prefix: to the replica that holds the request's beginning, load permitting; balanced: to the less loaded "
+        "of two; round-robin: to each in turn, for measuring (prefix)",
+    )
+    parser.add_argument(
+        "--losses", type=at_least_0, default=5, metavar="N", help="replicas that one request may lose (5)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=number(above=0),
+        default=120,
+        metavar="SECONDS",
+        help="that a request waits for a replica to take it (120)",
+    )
+    parser.add_argument(
+        "--proxies",
+        choices=("HeadOnly", "EveryNode"),
+        default="HeadOnly",
+        help="which machines of the cluster listen at --host and --port, where Ray Serve does not run yet (HeadOnly)",
+    )
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    with optional_packages("Serving on Ray", "ray"):
+        import ray
+        from ray import serve
+
+        from runtime.ray_serve.application import build
+        from runtime.ray_serve.cluster import cluster
+    settings = _settings(arguments)
+    application = build(settings)
+    if arguments.ray is None:
+        with bound_socket(arguments.host, arguments.port) as bound:
+            arguments.port = bound.getsockname()[1]
+    with cluster(arguments.ray, settings.cpus):
+        served_before = _CONTROLLER in (each["name"] for each in ray.util.list_named_actors(all_namespaces=True))
+        if served_before and arguments.name in serve.status().applications:
+            raise RequestError(f"The cluster serves an application {arguments.name!r} already; pass another --name.")
+        ended, hurried = _signals()
+        try:
+            serve.start(arguments.proxies, {"host": arguments.host, "port": arguments.port})
+            try:
+                handle = serve.run(application, name=arguments.name, route_prefix=arguments.route_prefix)
+            except RuntimeError as error:
+                raise OutriderError(f"The application does not start: {error}") from None
+            if served_before:
+                where = f"under {arguments.route_prefix} where the cluster listens"
+            else:
+                where = f"at http://{arguments.host}:{arguments.port}{arguments.route_prefix.rstrip('/')}"
+            name = settings.model_name or settings.plan.name
+            stderr.print(f"serving {name!r} by {settings.replicas} replicas {where}", style="dim", soft_wrap=True)
+            ended.wait()
+            _drain(handle, settings.drain_seconds, hurried)
+        finally:
+            if served_before:
+                serve.delete(arguments.name)
+            else:
+                serve.shutdown()  # type: ignore[no-untyped-call]
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    keys = read_keys(arguments)
+    if arguments.max_waiting_per_key is not None and not keys:
+        raise RequestError("--max-waiting-per-key shares the queue among API keys; pass --api-key, or leave it out.")
+    same = set(Settings.model_fields) & set(vars(arguments))
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in same}
+    values |= {
+        "plan": Path(arguments.plan).resolve(),
+        "api_keys": tuple(keys),
+        "replicas": arguments.replicas or arguments.min_replicas or 1,
+        "prefix_cache": not arguments.no_prefix_cache,
+        "cuda_graphs": not arguments.no_cuda_graphs,
+    }
+    return Settings(**values)
+
+
+def _signals() -> tuple[threading.Event, threading.Event]:
+    """Events for the first SIGTERM or SIGINT, and for a second one."""
+    ended, hurried = threading.Event(), threading.Event()
+
+    def told(*_: object) -> None:
+        (hurried if ended.is_set() else ended).set()
+
+    for number_of in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number_of, told)
+    return ended, hurried
+
+
+def _drain(handle: DeploymentHandle[Any], seconds: float, hurried: threading.Event) -> None:
+    """Have all ingresses finish what they have, for so many seconds, or until the command is told to end again."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    with suppress(RayError, RayServeException, TimeoutError):
+        draining = handle.broadcast("drain", seconds)
+        over = threading.Event()
+
+        def wait() -> None:
+            with suppress(RayError, RayServeException, TimeoutError):
+                draining.results(timeout_s=seconds + _ANSWERS)
+            over.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        while not over.wait(0.1):
+            if hurried.is_set():
+                handle.broadcast("drain", 0.0).results(timeout_s=_ANSWERS)
+                return

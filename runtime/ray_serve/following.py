@@ -1,0 +1,168 @@
+"""A request that goes on wherever a replica is: its spans gathered from one stream after another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from math import inf
+from time import monotonic
+from typing import Protocol
+
+from plans.errors import BusyError, OutriderError, RequestError, UnavailableError
+from runtime.generation import FinishReason, Generation, Span
+from runtime.handle import Handle
+from runtime.ray_serve.sent import Sent
+from runtime.sampling import TokenLogprob
+from runtime.stats import Stats
+
+_LOG = logging.getLogger("outrider")
+_LATE = 5.0  # seconds behind its deadline that a request waits for a replica to say so
+_SHORTEST, _LONGEST = 0.05, 2.0  # seconds between two tries
+
+
+class LostError(Exception):
+    """The replica that served a request is gone, or cannot be reached."""
+
+
+class ReplicaStream(Protocol):
+    """Spans of a request from one replica. The first list, which may be empty, says that a replica has taken it."""
+
+    def __aiter__(self) -> AsyncIterator[list[Span]]:
+        """Raises LostError where the replica is lost, and the OutriderError that ended the request there."""
+        ...
+
+    def cancel(self) -> None:
+        """End the request on the replica at once; nothing where it is over."""
+
+
+Send = Callable[[Sent], ReplicaStream]
+
+
+@dataclass(frozen=True)
+class Failover:
+    """How long a request is kept alive: it may lose `losses` replicas, and wait `patience` seconds for one."""
+
+    losses: int = 5
+    patience: float = 120.0
+
+    def __post_init__(self) -> None:
+        if type(self.losses) is not int or self.losses < 0:
+            raise RequestError(f"losses is {self.losses!r}; pass a whole number of at least 0.")
+        if type(self.patience) not in (int, float) or not 0 < self.patience < inf:
+            raise RequestError(f"patience is {self.patience!r}; pass a number of seconds above 0.")
+
+
+class Followed:
+    """A request, and what it has given: by whichever replica."""
+
+    def __init__(self, sent: Sent, handle: Handle, *, stays: str | None = None) -> None:
+        """`stays` says why the request cannot go on elsewhere once it has given tokens; None where it can."""
+        self.handle = handle
+        self.client = sent.client
+        self._sent, self._stays = sent, stays
+        self._submitted = monotonic()
+        self._until = None if sent.deadline is None else self._submitted + sent.deadline
+        self._first: float | None = None
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has given tokens."""
+        return self._first is not None
+
+    async def run(self, send: Send, failover: Failover) -> None:
+        """Follow the request to its end, from replica to replica; its handle gets all spans, and result or error."""
+        losses, waited, began = 0, _SHORTEST, monotonic()
+        while True:
+            told = len(self._tokens)
+            try:
+                return await self._follow(send, began + failover.patience)
+            except TimeoutError:
+                if self._left() == 0:
+                    return self.cut_off(FinishReason.DEADLINE)
+                return self._fail(f"No replica has taken the request in {failover.patience:g} s.")
+            except RequestError as error:
+                return self.handle.end(None, error)
+            except BusyError as busy:  # or closed: it is ending, or serves another plan
+                if monotonic() - began >= failover.patience:
+                    return self._fail(f"No replica has taken the request in {failover.patience:g} s: {busy}")
+            except (LostError, OutriderError) as lost:
+                losses, began = losses + 1, monotonic()
+                _LOG.warning("a request lost its replica after %d tokens: %s", len(self._tokens), lost)
+                if self._tokens and self._stays is not None:
+                    return self._fail(f"The answer lost its replica after {len(self._tokens)} tokens: {self._stays}")
+                if losses > failover.losses:
+                    return self._fail(f"The request lost {losses} replicas, the last one as {lost}; it is given up.")
+            waited = _SHORTEST if len(self._tokens) > told else min(2 * waited, _LONGEST)
+            left = self._left()
+            await asyncio.sleep(waited if left is None else min(waited, left))
+            if left == 0:
+                return self.cut_off(FinishReason.DEADLINE)
+
+    def cut_off(self, reason: FinishReason) -> None:
+        """End the request with what it has."""
+        stats = Stats(prompt_tokens=len(self._sent.token_ids), new_tokens=len(self._tokens))
+        found = Generation("".join(self._texts), self._tokens, reason, stats, self._logprobs)
+        self.handle.end(self._timed(found))
+
+    def _left(self) -> float | None:
+        """Seconds up to the deadline, 0 behind it."""
+        return None if self._until is None else max(0.0, self._until - monotonic())
+
+    def _fail(self, message: str) -> None:
+        self.handle.end(None, UnavailableError(f"{message} Send the request again."))
+
+    async def _follow(self, send: Send, patience: float) -> None:
+        """Follow the request on one replica, which is to take it before `patience`.
+
+        Raises LostError, TimeoutError, and the OutriderError that ended it.
+        """
+        stream = send(self._sent.again(self._tokens, self._left()))
+        given = list(self._logprobs)
+        try:
+            spans = aiter(stream)
+            async with asyncio.timeout_at(_loop_time(min(patience, self._until or inf))) as waiting:
+                async for some in spans:
+                    waiting.reschedule(None if self._until is None else _loop_time(self._until + _LATE))
+                    for span in some:
+                        self._take(span, given)
+                    if self.handle.done:
+                        return
+            raise LostError("its stream ended before the request did")
+        finally:
+            stream.cancel()
+
+    def _take(self, span: Span, given: list[TokenLogprob]) -> None:
+        """Hand a span on. `given` are log-probabilities from before the replica that sends it."""
+        result, span.result = span.result, None
+        if not span.tentative:
+            self._tokens += span.token_ids
+            self._texts.append(span.text)
+            self._logprobs += span.logprobs
+            if self._first is None and span.token_ids:
+                self._first = monotonic()
+        if span.token_ids or span.text:
+            self.handle.push(span)
+        if result is not None:
+            self.handle.end(self._timed(replace(result, logprobs=[*given, *result.logprobs])))
+
+    def _timed(self, found: Generation) -> Generation:
+        """The generation as its client saw it: all its tokens, and the wait for the first of them from here."""
+        stats, first = found.stats, self._first
+        waited = 0.0 if first is None else 1000 * (first - self._submitted)
+        told = replace(
+            stats,
+            new_tokens=len(found.token_ids),
+            reused_tokens=min(stats.reused_tokens, stats.prompt_tokens),
+            queued_ms=max(0.0, waited - stats.ttft_ms) if first is not None else stats.queued_ms,
+        )
+        return replace(found, stats=told)
+
+
+def _loop_time(moment: float) -> float | None:
+    """A moment of the monotonic clock on that of the running loop; None for never."""
+    return None if moment == inf else asyncio.get_running_loop().time() + moment - monotonic()

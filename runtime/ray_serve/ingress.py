@@ -1,0 +1,72 @@
+"""What Ray's proxies call: the server's application, with the tokenizer, and without weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from plans.plan import open_plan
+from runtime.ray_serve.remote_runtime import RemoteRuntime
+from runtime.ray_serve.replica import About
+from runtime.ray_serve.settings import Settings
+from runtime.ray_serve.streams import sender
+from runtime.scheduler import SchedulerConfig
+from runtime.server.app import ServerConfig, make_app
+
+_LOG = logging.getLogger("outrider")
+_EVERY = 2.0  # seconds between questions to replicas for their counts
+_CUTTING = 5.0  # seconds for those who run to hear that they are cut off
+
+
+@serve.ingress()
+class Ingress:
+    """One of any number: each routes by what it has seen itself."""
+
+    async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
+        plan = await asyncio.to_thread(open_plan, settings.plan, verify=False)  # replicas verify it
+        config = SchedulerConfig(
+            max_waiting=settings.max_waiting, mode=settings.mode, max_waiting_per_client=settings.share_of_queue
+        )
+        self._replicas = replicas
+        self._settings = settings
+        self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover)
+        self._counting = asyncio.create_task(self._count())
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Ray, once in each ingress."""
+        settings = self._settings
+        config = ServerConfig(
+            model=settings.model_name or self.served.manifest.name,
+            api_key=settings.api_keys,
+            max_body_bytes=settings.max_body_bytes,
+            drain_seconds=settings.drain_seconds,
+            max_choices=settings.max_choices,
+        )
+        return make_app(self.served, config)
+
+    async def replicas(self) -> list[About]:
+        """The replicas that answer."""
+        response = self._replicas.broadcast("about")
+        found = await response.results_async(timeout_s=5.0, return_exceptions=True)
+        return [each for each in found if isinstance(each, About)]
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests; cut off those that have not ended in so many seconds. Returns whether all ended."""
+        if await asyncio.to_thread(self.served.close, timeout=seconds):
+            return True
+        await asyncio.to_thread(self.served.close, drain=False, timeout=_CUTTING)
+        return False
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY)
+            with suppress(RayError, RayServeException, TimeoutError):
+                self.served.counts.tell({each.replica: each.stats for each in await self.replicas()})

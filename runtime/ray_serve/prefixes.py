@@ -1,0 +1,135 @@
+"""Which replica holds how much of a prompt, by what was sent to each; and which of them is to get it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Generic, TypeVar
+
+ReplicaName = TypeVar("ReplicaName", bound=Hashable)
+
+BLOCK = 16  # tokens
+BLOCKS = "blocks"  # what replicas tell routers, by name
+_NOTHING = 0  # the hash in front of the first block
+
+
+def blocks_of(tokens: Sequence[int], block: int) -> list[int]:
+    """A hash for every whole block of `tokens`, of it and all before it: the same in every process."""
+    found, before = [], _NOTHING
+    for start in range(0, len(tokens) - block + 1, block):
+        before = hash((before, *tokens[start : start + block]))
+        found.append(before)
+    return found
+
+
+class PrefixIndex(Generic[ReplicaName]):
+    """Beginnings of sequences in blocks of tokens, and the replicas that each was sent to.
+
+    A block is known by a hash of its tokens and of all blocks before it. Of at most `capacity` blocks, those that were
+    looked up last are kept; a block never outlives the one before it, so what is found is always a beginning.
+    """
+
+    def __init__(self, block: int = BLOCK, capacity: int = 2**17) -> None:
+        """`block` in tokens, `capacity` in blocks of all replicas together."""
+        self._block, self._capacity = block, capacity
+        self._holders: OrderedDict[int, set[ReplicaName]] = OrderedDict()  # by a block's hash, the latest at the end
+        self._sizes: Counter[ReplicaName] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def size(self, replica: ReplicaName) -> int:
+        """How many blocks a replica holds."""
+        return self._sizes[replica]
+
+    @property
+    def blocks(self) -> list[int]:
+        """All blocks, the latest last; `hold` takes them so."""
+        return list(self._holders)
+
+    def match(self, tokens: Sequence[int]) -> dict[ReplicaName, int]:
+        """How many tokens from the beginning of `tokens` each replica holds, of those that hold any: whole blocks."""
+        found: dict[ReplicaName, int] = {}
+        passed: list[int] = []
+        present: set[ReplicaName] | None = None
+        for number, block in enumerate(blocks_of(tokens, self._block)):
+            holders = self._holders.get(block, set())
+            present = set(holders) if present is None else present & holders
+            if not present:
+                break
+            passed.append(block)
+            found.update(dict.fromkeys(present, (number + 1) * self._block))
+        self.hold(reversed(passed))
+        return found
+
+    def insert(self, tokens: Sequence[int], replica: ReplicaName) -> None:
+        """`tokens` were sent to `replica`, which holds them from now on."""
+        self.hold(reversed(blocks_of(tokens, self._block)[: self._capacity]), replica)
+
+    def hold(self, blocks: Iterable[int], replica: ReplicaName | None = None) -> None:
+        """Mark blocks as the latest, one after another, each before those that it follows: a beginning goes last.
+
+        `replica` holds them; without, they must be known.
+        """
+        for block in blocks:
+            holders = self._holders.setdefault(block, set())
+            if replica is not None and replica not in holders:
+                holders.add(replica)
+                self._sizes[replica] += 1
+            self._holders.move_to_end(block)
+        while len(self._holders) > self._capacity:
+            _, given_up = self._holders.popitem(last=False)
+            self._sizes.subtract(given_up)
+
+    def forget(self, replica: ReplicaName) -> None:
+        """`replica` is gone."""
+        for block in [block for block, holders in self._holders.items() if replica in holders]:
+            self._holders[block].discard(replica)
+            if not self._holders[block]:
+                del self._holders[block]
+        del self._sizes[replica]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """When load counts for more than what a replica holds.
+
+    A replica with over `threshold` requests more than the least loaded one is passed over. What a replica holds counts
+    from `share` of the prompt on: a system prompt that all have in common should not bring all to one replica.
+    """
+
+    threshold: int = 8
+    share: float = 0.25
+
+
+def choose(
+    tokens: int,
+    held: Mapping[ReplicaName, int],
+    loads: Mapping[ReplicaName, int],
+    sizes: Mapping[ReplicaName, int],
+    balance: Balance,
+    draw: random.Random,
+) -> list[ReplicaName]:
+    """All replicas of `loads`, best first, for a prompt of that many tokens.
+
+    First those that are not overloaded and hold a share of the prompt, the longest first; then the better of two drawn
+    ones; then the others by load. `loads` are requests under way at each replica, `sizes` blocks that each holds.
+    """
+
+    def burden(replica: ReplicaName) -> tuple[int, int]:
+        return loads[replica], sizes.get(replica, 0)
+
+    least = min(loads.values(), default=inf)
+    holders = [
+        replica
+        for replica, load in loads.items()
+        if load <= least + balance.threshold and held.get(replica, 0) >= max(1, balance.share * tokens)
+    ]
+    holders.sort(key=lambda replica: (-held[replica], burden(replica)))
+    others = [replica for replica in loads if replica not in set(holders)]
+    draw.shuffle(others)
+    drawn = sorted(others[:2], key=burden)
+    return [*holders, *drawn[:1], *sorted([*drawn[1:], *others[2:]], key=burden)]

@@ -1,0 +1,163 @@
+"""What the server needs of a runtime, had of replicas elsewhere: no weights here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Sequence
+from os import PathLike
+from time import monotonic
+
+from plans.errors import BusyError, ClosedError, RequestError
+from plans.manifest import Manifest, rejects
+from plans.plan import Plan
+from plans.tokenizer import Tokenizer
+from runtime.generation import FinishReason
+from runtime.handle import Handle
+from runtime.prefix_cache.cache import PrefixCache
+from runtime.ray_serve.counts import Counts
+from runtime.ray_serve.following import Failover, Followed, Send
+from runtime.ray_serve.sent import Sent
+from runtime.request import Options, Request, check_request
+from runtime.scheduler import SchedulerConfig
+from runtime.scheduler_stats import SchedulerStats
+from runtime.text.grammars import Grammars
+from runtime.text.prompt import prepare_prompt
+
+
+class RemoteRuntime:
+    """A `server.served.Served`. Requests are checked here, and followed from replica to replica to their ends.
+
+    `submit_all` may be called in any thread; what it starts runs in the event loop that the object was made in. Safe
+    to use from several threads.
+    """
+
+    def __init__(self, plan: Plan, send: Send, config: SchedulerConfig, failover: Failover | None = None) -> None:
+        """`send` sends a request to a replica. Of `config`, the limits on who waits hold for all replicas together."""
+        target = plan.manifest.target
+        self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
+        self.grammars = Grammars(self.tokenizer, target.vocab_size)
+        self.prefix_cache: PrefixCache | None = None  # each replica has its own
+        self.counts = Counts()
+        self._plan, self._send, self._config, self._failover = plan, send, config, failover or Failover()
+        self._shared = target.branches > 1 and config.mode_on(target) == "in-one-sequence"
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._followed: dict[Followed, asyncio.Task[None] | None] = {}
+        self._closed = False
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._plan.manifest
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        """The counts of all replicas together, as they last told them."""
+        return self.counts.total
+
+    def submit_all(
+        self,
+        asked: Sequence[tuple[str | Sequence[int], Options]],
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        client: str | None = None,
+    ) -> list[Handle]:
+        """Submit several prompts, each with options of its own, all of them or none; see `Runtime.submit`."""
+        made = [self._made(*each, priority, deadline, client) for each in asked]
+        with self._changed:
+            if self._closed:
+                raise ClosedError("The server takes no more requests: it was closed.")
+            self._check_room(len(made), client)
+            self._followed |= dict.fromkeys(made)
+        for followed in made:
+            # In a context of its own: Ray would take requests of one context for one, and route them together.
+            self._loop.call_soon_threadsafe(self._start, followed, context=contextvars.Context())
+        return [followed.handle for followed in made]
+
+    def _made(
+        self, prompt: str | Sequence[int], options: Options, priority: int, deadline: float | None, client: str | None
+    ) -> Followed:
+        """Check a request. Raises RequestError as `Runtime.submit` does."""
+        request = check_request(options, self.manifest, self.grammars, shared=self._shared)
+        prepared = prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target)
+        sent = Sent(prepared.ids, options, self.manifest.identity, priority, deadline, client)
+        followed = Followed(sent, Handle(lambda: self._end(followed)), stays=self._why_it_stays(request))
+        return followed
+
+    def _why_it_stays(self, request: Request) -> str | None:
+        """Why a request cannot go on elsewhere, behind what it has given; None where it can."""
+        drafter = next((each for each in self.manifest.drafters if each.name == request.drafter), None)
+        if drafter is not None and rejects([drafter]):
+            who = f"those of the drafter {drafter.name!r}, which is accepted by rejection,"
+        elif request.partial_kv == "lossy":
+            who = "those of lossy partial KV"
+        else:
+            return None
+        return f"no other can go on with its tokens, as {who} depend on where rounds end."
+
+    def _check_room(self, count: int, client: str | None) -> None:
+        """Raise BusyError where too many wait: have not begun, wherever they are."""
+        waiting = [each for each in self._followed if not each.begun]
+        if len(waiting) + count > self._config.max_waiting:
+            raise BusyError(
+                f"The queue is full: {len(waiting)} requests wait already, and {count} more are not taken now. "
+                "Try again later."
+            )
+        most = self._config.max_waiting_per_client
+        if client is None or most is None:
+            return
+        own = sum(each.client == client for each in waiting)
+        if own + count > most:
+            raise BusyError(
+                f"Too many requests of this client wait: {own} already, and its share of the queue is {most}; {count} "
+                "more are not taken now. Try again later."
+            )
+
+    def _start(self, followed: Followed) -> None:
+        task = self._loop.create_task(followed.run(self._send, self._failover))
+        self._followed[followed] = task
+        task.add_done_callback(lambda _: self._ended(followed))
+
+    def _ended(self, followed: Followed) -> None:
+        task = self._followed[followed]
+        assert task is not None
+        if not task.cancelled() and (error := task.exception()) is not None:  # a fault of ours: nobody waits for ever
+            followed.handle.end(None, error if isinstance(error, Exception) else RuntimeError(str(error)))
+        elif not followed.handle.done:
+            followed.cut_off(FinishReason.CANCELLED)
+        with self._changed:
+            del self._followed[followed]
+            self._changed.notify_all()
+
+    def _end(self, followed: Followed) -> None:
+        """Cancel a request, from any thread."""
+        if not followed.handle.done:
+            self._loop.call_soon_threadsafe(self._cancel, followed)
+
+    def _cancel(self, followed: Followed) -> None:
+        task = self._followed.get(followed)
+        if task is not None:
+            task.cancel()
+
+    def save_prefix_cache(self, path: str | PathLike[str]) -> int:
+        """Raises RequestError: the caches are the replicas'."""
+        raise RequestError(f"Nothing is saved to {path}: prefix caches are those of replicas, and end with them.")
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take no more requests, and finish the present ones or, without `drain`, cancel them.
+
+        Not for the event loop's own thread. Returns whether all were finished after at most `timeout` seconds.
+        """
+        until = None if timeout is None else monotonic() + timeout
+        with self._changed:
+            self._closed = True
+            present = list(self._followed)
+        if not drain:
+            for followed in present:
+                self._end(followed)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._followed, None if until is None else max(0.0, until - monotonic())
+            )

@@ -1,0 +1,170 @@
+"""A replica: one runtime that serves what an ingress sends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, replace
+from math import inf
+from time import monotonic
+
+from ray import serve
+
+from plans.errors import ClosedError, OutriderError, PlanError
+from runtime.generation import Span
+from runtime.handle import Handle
+from runtime.ray_serve.prefixes import BLOCKS, PrefixIndex
+from runtime.ray_serve.sent import Sent
+from runtime.ray_serve.settings import Settings
+from runtime.runtime import Runtime
+from runtime.scheduler_stats import SchedulerStats
+
+_APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
+_TOLD = 2048  # blocks, the latest, that routers are told of
+_STUCK = 120.0  # seconds without a pass, while requests run, behind which a replica is taken for dead
+
+
+@dataclass(frozen=True)
+class About:
+    """Which process a replica is, and what it does."""
+
+    replica: str
+    pid: int
+    node: str
+    stats: SchedulerStats
+
+
+class Replica:
+    """A plan in memory. Ray makes one in a process of its own, and calls its methods in one event loop."""
+
+    def __init__(self, settings: Settings, identity: str) -> None:
+        """Load the plan. Raises PlanError where the folder holds another one than that of `identity` by now."""
+        self._runtime = Runtime.load(
+            settings.plan,
+            backend=settings.backend,
+            threads=settings.threads,
+            cuda_graphs=settings.cuda_graphs,
+            exactness=settings.exactness,
+            prefix_cache=settings.cache_config,
+            scheduler=settings.scheduler_config,
+        )
+        self._identity, found = identity, self._runtime.manifest.identity
+        if found != identity:
+            raise PlanError(
+                f"{settings.plan} holds the plan {found[:12]}, and {identity[:12]} is served; deploy the application "
+                "again to serve the new one."
+            )
+        self._runtime.start()
+        self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
+        self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
+
+    async def generate(self, sent: Sent) -> AsyncIterator[list[Span]]:
+        """Spans as they come; the last has the result. The first list is empty: the request is taken.
+
+        Raises the error that ended the request, and ClosedError for requests of another plan. Closing the generator
+        cancels the request.
+        """
+        if sent.identity != self._identity:
+            raise ClosedError("This replica serves another plan than the request was checked for.")
+        handle = await self._submit(sent)
+        came: asyncio.Queue[Span | Exception] = asyncio.Queue()
+        following = asyncio.create_task(_follow(handle, came))
+        try:
+            yield []
+            last = -inf
+            while True:
+                some = [await came.get()]
+                await asyncio.sleep(max(0.0, last + _APART - monotonic()))
+                while not came.empty():
+                    some.append(came.get_nowait())
+                last, spans = monotonic(), joined(some)
+                yield spans
+                if isinstance(some[-1], Exception):
+                    raise some[-1]
+                if (result := spans[-1].result) is not None:
+                    self._note([*sent.token_ids, *result.token_ids])
+                    return
+        finally:
+            handle.cancel()
+            following.cancel()
+
+    async def _submit(self, sent: Sent) -> Handle:
+        """Submit, in a thread, as a grammar may have to be compiled."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit_now, sent))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_what_came_of)
+            raise
+
+    def _submit_now(self, sent: Sent) -> Handle:
+        return self._runtime.submit(
+            sent.token_ids, priority=sent.priority, deadline=sent.deadline, client=sent.client, **sent.options
+        )
+
+    def _note(self, tokens: list[int]) -> None:
+        """The cache holds these tokens."""
+        if self._held is not None:
+            self._held.insert(tokens, "here")
+
+    def record_routing_stats(self) -> dict[str, list[int]]:
+        """Called by Ray's controller every now and then, and told to the routers of all ingresses."""
+        return {} if self._held is None else {BLOCKS: self._held.blocks}
+
+    async def about(self) -> About:
+        """Which process this is, and its counts."""
+        context = serve.get_replica_context()
+        node = os.uname().nodename
+        return About(context.replica_id.unique_id, os.getpid(), node, self._runtime.scheduler_stats)
+
+    def check_health(self) -> None:
+        """Called by Ray's controller, which replaces a replica that raises."""
+        stats = self._runtime.scheduler_stats
+        if stats.rounds != self._seen or not stats.running:
+            self._seen, self._since = stats.rounds, monotonic()
+        elif monotonic() - self._since > _STUCK:
+            raise OutriderError(f"{stats.running} requests run, and no pass has ended for {_STUCK:g} s.")
+
+    def __del__(self) -> None:
+        """Called by Ray once the replica is drained; what still runs is cut off."""
+        if hasattr(self, "_runtime"):
+            self._runtime.close(drain=False, timeout=5.0)
+
+
+async def _follow(handle: Handle, came: asyncio.Queue[Span | Exception]) -> None:
+    """Put a handle's spans into a queue, the last one with the result; or the error that ended the request."""
+    last = Span([], "")
+    try:
+        async for span in handle:
+            if span.result is None:
+                came.put_nowait(span)
+            else:
+                last = span
+        came.put_nowait(replace(last, result=await handle))
+    except Exception as error:
+        came.put_nowait(error)
+
+
+def joined(some: Iterable[Span | Exception]) -> list[Span]:
+    """The spans among `some`, as few as can be: those that are not tentative, one behind another, become one."""
+    found: list[Span] = []
+    for span in some:
+        if isinstance(span, Exception):
+            continue
+        if found and not span.tentative and not found[-1].tentative:
+            before = found[-1]
+            found[-1] = Span(
+                before.token_ids + span.token_ids,
+                before.text + span.text,
+                before.logprobs + span.logprobs,
+                result=span.result,
+            )
+        else:
+            found.append(replace(span, sequence=0))
+    return found
+
+
+def _cancel_what_came_of(submitting: asyncio.Future[Handle]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()

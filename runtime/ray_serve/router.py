@@ -1,0 +1,96 @@
+"""Ray Serve's request router, by `prefixes`: in every ingress, for the replicas."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from typing import Any
+
+from ray.serve.request_router import (
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
+
+from runtime.ray_serve.prefixes import BLOCK, BLOCKS, Balance, PrefixIndex, choose
+from runtime.ray_serve.sent import Sent
+
+_MOST_CHOSEN = 256
+
+
+class PrefixRouter(RequestRouter):
+    """Requests that share a beginning go to the replica that holds it, load permitting."""
+
+    def initialize_state(  # type: ignore[override]
+        self,
+        block: int = BLOCK,
+        capacity: int = 2**17,
+        threshold: int = Balance.threshold,
+        share: float = Balance.share,
+    ) -> None:
+        """`request_router_kwargs` of the deployment."""
+        self._index: PrefixIndex[ReplicaID] = PrefixIndex(block, capacity)
+        self._balance, self._draw = Balance(threshold, share), random.Random()
+        self._chosen: OrderedDict[str, tuple[ReplicaID, int]] = OrderedDict()  # by request, and not sent yet: blocks
+        self._block = block
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas in ranks of one; Ray takes the first that has room."""
+        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        path = _path(pending_request)
+        loads = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
+        sizes = Counter({name: self._index.size(name) for name in by_id})
+        for name, blocks in self._chosen.values():
+            sizes[name] += blocks
+        order = choose(len(path), self._index.match(path), loads, sizes, self._balance, self._draw)
+        if pending_request is not None and order:
+            pending_request.routing_context.should_backoff = True  # once all have been tried
+            self._chosen[pending_request.metadata.internal_request_id] = order[0], len(path) // self._block
+            while len(self._chosen) > _MOST_CHOSEN:  # cancelled before they were sent
+                self._chosen.popitem(last=False)
+        return [[by_id[name]] for name in order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica has taken the request."""
+        self._chosen.pop(pending_request.metadata.internal_request_id, None)
+        self._index.insert(_path(pending_request), replica_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._index.forget(replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called when replicas come or go."""
+        before = set(self.curr_replicas)
+        super().update_replicas(replicas)
+        for gone in before - set(self.curr_replicas):
+            self._index.forget(gone)
+        for replica in replicas:  # what other ingresses have sent
+            self._index.hold(replica.routing_stats.get(BLOCKS, ()), replica.replica_id)
+
+
+class RoundRobinRouter(RequestRouter):
+    """Each request to the next replica, whatever it holds: what routing by prefix is measured against."""
+
+    def initialize_state(self, **_: Any) -> None:
+        self._turn = 0
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        self._turn += 1
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        ordered = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+        first = self._turn % max(1, len(ordered))
+        return [[replica] for replica in [*ordered[first:], *ordered[:first]]]
+
+
+def _path(pending: PendingRequest | None) -> list[int]:
+    """The tokens that the replica will compute or find."""
+    if pending is None or not pending.args or not isinstance(pending.args[0], Sent):
+        return []
+    return pending.args[0].path

@@ -1,0 +1,105 @@
+"""What an application is made of: the same from the command line and from a Serve config file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from plans.errors import RequestError
+from runtime.branch_request import Mode
+from runtime.exactness import Exactness
+from runtime.prefix_cache.cache import PrefixCacheConfig
+from runtime.ray_serve.following import Failover
+from runtime.scheduler import SchedulerConfig
+
+Routing = Literal["prefix", "balanced", "round-robin"]
+
+
+class Settings(BaseModel):
+    """`args` of a Serve config file; the command's options have the same names.
+
+    `plan` is a path that leads to the same plan on every node. `replicas` are those at the start; with `max_replicas`
+    there are more while more than `target_ongoing` requests are under way on each, and down to `min_replicas` while
+    fewer are. Counts that are None follow from the plan's branches.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    plan: Path
+    backend: str | None = None
+    threads: int = Field(default=1, ge=0)
+    cuda_graphs: bool = True
+    exactness: Exactness = "probed"
+    model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    replicas: PositiveInt = 1
+    min_replicas: PositiveInt | None = None
+    max_replicas: PositiveInt | None = None
+    ingresses: PositiveInt = 1
+    target_ongoing: PositiveInt | None = None
+    max_ongoing: PositiveInt | None = None
+    replica_cpus: float | None = Field(default=None, ge=0)
+    ingress_cpus: float = Field(default=0.0, ge=0)
+    routing: Routing = "prefix"
+    max_running: PositiveInt | None = None
+    max_waiting: PositiveInt = 1024
+    max_waiting_per_key: PositiveInt | None = None
+    max_choices: PositiveInt = 64
+    prefill_tokens: PositiveInt | None = None
+    mode: Mode | None = None
+    prefix_cache: bool = True
+    cache_tokens: PositiveInt = 65536
+    cache_bytes: PositiveInt = 2**30
+    max_body_bytes: PositiveInt = 2**20
+    drain_seconds: float = Field(default=30.0, ge=0)
+    losses: int = Field(default=Failover.losses, ge=0)
+    patience: float = Field(default=Failover.patience, gt=0)
+
+    def model_post_init(self, _: object) -> None:
+        least, most = self.least_replicas, self.most_replicas
+        if not least <= self.replicas <= most:
+            raise RequestError(
+                f"replicas is {self.replicas}, min_replicas {least} and max_replicas {most}; they must not fall in "
+                "this order: min_replicas, replicas, max_replicas."
+            )
+
+    @property
+    def least_replicas(self) -> int:
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        return max(self.replicas, self.least_replicas) if self.max_replicas is None else self.max_replicas
+
+    @property
+    def cpus_of_replica(self) -> float:
+        return float(self.threads) if self.replica_cpus is None else self.replica_cpus
+
+    @property
+    def cpus(self) -> float:
+        """Of all replicas and ingresses there may be."""
+        return self.most_replicas * self.cpus_of_replica + self.ingresses * self.ingress_cpus
+
+    @property
+    def share_of_queue(self) -> int | None:
+        """The most requests of one API key that wait: half of them, where there are several keys."""
+        share = max(1, self.max_waiting // 2) if len(self.api_keys) > 1 else None
+        return self.max_waiting_per_key or share
+
+    @property
+    def cache_config(self) -> PrefixCacheConfig | None:
+        """The prefix cache of each replica."""
+        if not self.prefix_cache:
+            return None
+        return PrefixCacheConfig(max_cached_tokens=self.cache_tokens, memory_bytes=self.cache_bytes)
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """How each replica serves; requests wait in front of replicas, so that it refuses none."""
+        return SchedulerConfig(self.max_running, max(2**20, self.max_waiting), self.prefill_tokens, self.mode)
+
+    @property
+    def failover(self) -> Failover:
+        return Failover(self.losses, self.patience)

@@ -1,0 +1,88 @@
+"""A Ray cluster of two nodes on this machine, applications on it, and that nothing of either is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.handle import DeploymentHandle
+
+from runtime.ray_serve.application import build
+from runtime.ray_serve.replica import About
+from runtime.ray_serve.settings import Settings
+
+_NODE = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[Cluster, str]]:
+    """A cluster that this process drives, with Ray Serve, and the address where that listens."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address of what began last
+    before = processes()
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets lie in it
+    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, "temp_dir": folder, **_NODE})
+    try:
+        cluster.add_node(**_NODE)
+        ray.init(address=cluster.address, log_to_driver=False)
+        port = free_port()
+        serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
+        yield cluster, f"http://127.0.0.1:{port}"
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        left = psutil.wait_procs(processes() - before, timeout=20)[1]
+        assert left == [], "the cluster left processes"
+
+
+def processes() -> set[psutil.Process]:
+    """All that this process has started, directly or not."""
+    return set(psutil.Process().children(recursive=True))
+
+
+class Deployed:
+    """An application on the cluster."""
+
+    def __init__(self, address: str, ingress: DeploymentHandle[Any]) -> None:
+        self.address, self.ingress = address, ingress
+
+    def replicas(self) -> list[About]:
+        found: list[About] = self.ingress.replicas.remote().result(timeout_s=30)
+        return found
+
+    def running(self) -> int:
+        """Requests at replicas, whether they wait there or run."""
+        return sum(each.stats.running + each.stats.waiting for each in self.replicas())
+
+    def settle(self, replicas: int) -> None:
+        """Wait until there are so many replicas, with nothing to do."""
+        until = time.monotonic() + 60
+        while len(self.replicas()) != replicas or self.running():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+@contextmanager
+def deployed(address: str, name: str, settings: Settings) -> Iterator[Deployed]:
+    """The application of `settings` under `/name`, for a while."""
+    ingress = serve.run(build(settings), name=name, route_prefix=f"/{name}")
+    yield Deployed(f"{address}/{name}", ingress)
+    serve.delete(name)

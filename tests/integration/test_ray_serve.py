@@ -1,0 +1,293 @@
+"""The server on a Ray cluster of two nodes: the answers of one server, whatever becomes of the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from ray import serve
+
+from plans.plan import open_plan
+from runtime import Runtime, SchedulerConfig
+from runtime.ray_serve.application import REPLICA
+from runtime.ray_serve.remote_runtime import RemoteRuntime
+from runtime.ray_serve.settings import Routing, Settings
+from runtime.ray_serve.streams import sender
+from tests.integration.ray_cluster import Deployed, deployed, two_nodes
+from tests.integration.served import client_of, get, listening
+from tests.integration.test_tools import ASK, HERMES, TOOLS
+from tests.plans.damage import TEMPLATE, list_again
+from tools.serving.routing import Talk, measure_way
+
+PROMPT = "def main(x): return"
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
+FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": TOOLS[0]["function"]["parameters"]}}
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "choices": {"n": 3, "prompt": [PROMPT, "import os\n"], **SAMPLED},
+    "log-probabilities": {"logprobs": 3, **SAMPLED},
+    "stop": {"stop": ["e", "\n"], "min_tokens": 3, **SAMPLED},
+    "drafts": {"drafter": "head", **SAMPLED},
+    "regex": {"structured_outputs": {"regex": r"[a-z ]{4,40}=[0-9]{1,8};"}, **SAMPLED},
+}
+CHATS: dict[str, dict[str, Any]] = {
+    "chat": {**SAMPLED},
+    "log-probabilities of a chat": {"logprobs": True, "top_logprobs": 2, **SAMPLED},
+    "form": {"response_format": FORM, "temperature": 1.0, "seed": 1, "max_tokens": 100},
+    "tools": {"tools": TOOLS[:1], "tool_choice": "required", "temperature": 1.0, "seed": 2, "max_tokens": 100},
+}
+WRONG: list[dict[str, Any]] = [
+    {"temperature": 3},
+    {"model": "another"},
+    {"prompt": [9999]},
+    {"drafter": "nobody"},
+    {"structured_outputs": {"regex": "("}},
+    {"prompt": [5] * 500},
+    {"n": 16, "prompt": [PROMPT] * 8},
+]
+
+
+@pytest.fixture(scope="module")
+def plan(branch_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's plan, with a chat template that knows tools."""
+    plan = shutil.copytree(branch_plan, tmp_path_factory.mktemp("tools") / "plan")
+    (plan / TEMPLATE).write_text(HERMES, encoding="utf-8")
+    list_again(plan)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def alone(plan: Path) -> Runtime:
+    return Runtime.load(plan, threads=1)
+
+
+@pytest.fixture(scope="module")
+def single(plan: Path) -> Iterator[str]:
+    """The address of one server."""
+    with listening(Runtime.load(plan, threads=1)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with two_nodes() as (_, address):
+        yield address
+
+
+def settings_of(plan: Path, **own: Any) -> Settings:
+    return Settings(**{"plan": plan, "model_name": "toy", "cache_bytes": 2**24, "drain_seconds": 2.0, **own})
+
+
+@pytest.fixture(scope="module")
+def served(cluster: str, plan: Path) -> Iterator[Deployed]:
+    with deployed(cluster, "two", settings_of(plan, replicas=2, replica_cpus=0.1)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(served: Deployed) -> Iterator[openai.OpenAI]:
+    with client_of(served.address) as found:
+        yield found
+
+
+def post(address: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json"}
+    status, text = get(f"{address}/v1/{path}", headers, json.dumps(body).encode())
+    if not body.get("stream"):
+        return status, json.loads(text)
+    return status, [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+
+
+def same(answer: Any) -> Any:
+    """An answer without what differs from server to server: names, times, and how much was drafted or known."""
+    if isinstance(answer, list):
+        return [same(each) for each in answer]
+    if not isinstance(answer, dict):
+        return answer
+    left_out = ("id", "created", "metrics", "prompt_tokens_details")
+    return {key: same(value) for key, value in answer.items() if key not in left_out}
+
+
+def joined(pieces: list[Any]) -> Any:
+    """What a stream said of each choice, however it was cut."""
+    choices: dict[int, list[Any]] = {}
+    for piece in pieces:
+        for choice in piece["choices"]:
+            delta = choice.get("delta", choice)
+            said = choices.setdefault(choice["index"], ["", "", [], None])
+            said[0] += delta.get("content") or delta.get("text") or ""
+            said[1] += "".join(call["function"].get("arguments", "") for call in delta.get("tool_calls", ()))
+            of = choice["logprobs"] or {}
+            said[2] += of.get("content") or [*zip(of.get("tokens", ()), of.get("token_logprobs", ()), strict=True)]
+            said[3] = choice["finish_reason"] or said[3]
+    return choices, same([piece.get("usage") for piece in pieces if piece.get("usage")])
+
+
+def test_answers_are_those_of_one_server(served: Deployed, single: str) -> None:
+    asked = [("completions", {"prompt": PROMPT, "max_tokens": 30, **own}) for own in COMPLETIONS.values()]
+    asked += [("chat/completions", {"messages": ASK, "max_tokens": 30, **own}) for own in CHATS.values()]
+    for path, own in asked:
+        body = {"model": "toy", **own}
+        status, expected = post(single, path, body)
+        assert status == 200, expected
+        assert same(post(served.address, path, body)[1]) == same(expected)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        status, pieces = post(served.address, path, body)
+        assert status == 200
+        assert joined(pieces) == joined(post(single, path, body)[1])
+
+
+def test_mistakes_are_told_as_one_server_tells_them(served: Deployed, single: str) -> None:
+    for own in WRONG:
+        body = {"model": "toy", "prompt": PROMPT, "max_tokens": 4, **own}
+        expected = post(single, "completions", body)
+        assert 400 <= expected[0] < 500
+        assert post(served.address, "completions", body) == expected
+
+
+def test_nobody_notices_that_a_replica_died(served: Deployed, alone: Runtime, client: openai.OpenAI) -> None:
+    """Eight streams and four whole answers lose the replica that serves them in their middle, by SIGKILL."""
+    served.settle(2)
+    own: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 130, "ignore_eos": True, "drafter": "none"}
+    expected = [alone.generate(PROMPT, **own, seed=seed, logprobs=1) for seed in range(12)]
+    began, first = threading.Barrier(13), [threading.Event() for _ in range(8)]
+
+    def ask(seed: int) -> tuple[str, str, int, int]:
+        extra = {"ignore_eos": True, "drafter": "none"}
+        began.wait()
+        body: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "temperature": 0.8, "seed": seed, "max_tokens": 130}
+        if seed >= 8:
+            found = client.completions.create(**body, logprobs=1, extra_body=extra)
+            assert found.usage is not None
+            assert found.choices[0].logprobs is not None
+            logprobs = found.choices[0].logprobs.token_logprobs
+            assert logprobs == [each.logprob for each in expected[seed].logprobs]
+            text, reason, usage = found.choices[0].text, found.choices[0].finish_reason, found.usage
+            return text, reason, usage.prompt_tokens, usage.completion_tokens
+        text, reason = "", ""
+        pieces = client.completions.create(
+            **body, stream=True, stream_options={"include_usage": True}, extra_body=extra
+        )
+        for piece in pieces:
+            first[seed].set()
+            for choice in piece.choices:
+                text, reason = text + choice.text, choice.finish_reason or reason
+        assert piece.usage is not None
+        return text, reason, piece.usage.prompt_tokens, piece.usage.completion_tokens
+
+    with ThreadPoolExecutor(12) as clients:
+        asked = [clients.submit(ask, seed) for seed in range(12)]
+        began.wait()
+        assert all(each.wait(30) for each in first)
+        victim = max(served.replicas(), key=lambda each: each.stats.running)
+        assert victim.stats.running  # in the middle of them
+        os.kill(victim.pid, signal.SIGKILL)
+        found = [each.result(timeout=60) for each in asked]
+    assert found == [(each.text, "length", each.stats.prompt_tokens, 130) for each in expected]
+    served.settle(2)  # another took its place
+    assert victim.pid not in [each.pid for each in served.replicas()]
+
+
+def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
+    ends = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_who_goes_away_leaves_nothing_running(served: Deployed, client: openai.OpenAI, stream: bool) -> None:
+    served.settle(2)
+    before = sum(each.stats.new_tokens for each in served.replicas())
+    ids = [[5 + place, 6, 7] for place in range(8)]
+    body: dict[str, Any] = {"model": "toy", "prompt": ids, "n": 8, "max_tokens": 150, "logprobs": 20, **SAMPLED}
+    extra = {"ignore_eos": True, "drafter": "none"}
+
+    def ask(_: int) -> None:
+        if stream:
+            pieces = client.completions.create(**body, stream=True, extra_body=extra)
+            next(iter(pieces))
+            pieces.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                client.with_options(timeout=0.5).completions.create(**body, extra_body=extra)
+
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(ask, range(8)))
+    assert until(lambda: not served.running(), 5)
+    assert sum(each.stats.new_tokens for each in served.replicas()) - before < 8 * 64 * 150 / 2
+
+
+def test_conversations_stay_with_the_replica_that_holds_them(cluster: str, plan: Path) -> None:
+    """Six of four turns: each turn computes what is new; in turn over two replicas, they compute much more."""
+    texts = [[(7 * place + each) % 290 for each in range(200)] for place in range(6)]
+    talk = Talk([[ids[:16], *([ids[16 * turn]] for turn in range(1, 4))] for ids in texts], 24)
+    ways: tuple[Routing, ...] = ("prefix", "round-robin")
+    found = {
+        way: measure_way(settings_of(plan, replicas=2, replica_cpus=0.1, routing=way), open_plan(plan), talk)
+        for way in ways
+    }
+    assert found["prefix"]["answers"] == found["round-robin"]["answers"]
+    assert found["prefix"]["computed"] <= 6 * (16 + 3 * 2)
+    assert found["prefix"]["computed"] < 0.6 * found["round-robin"]["computed"]
+    assert 8 <= found["prefix"]["busiest"] <= 16
+
+
+def test_what_one_ingress_sent_the_others_route_by(cluster: str, plan: Path) -> None:
+    """This process routes as an ingress does, and has not seen what came over HTTP."""
+    settings = settings_of(plan, replicas=2, replica_cpus=0.1, ingresses=2, max_body_bytes=10_000)
+    with deployed(cluster, "told", settings) as served:
+        prompts = [[place] * 64 for place in range(5, 13)]
+        for prompt in prompts:
+            assert post(served.address, "completions", {"model": "toy", "prompt": prompt, "max_tokens": 1})[0] == 200
+        holders = {each.replica: each.stats.prompt_tokens // 64 for each in served.replicas()}
+        assert sum(holders.values()) == 8
+        assert all(holders.values())  # both hold some
+        time.sleep(6)  # for the replicas to tell
+
+        async def ask() -> None:
+            replicas = serve.get_deployment_handle(REPLICA, "told")
+            remote = RemoteRuntime(open_plan(plan), sender(replicas), SchedulerConfig())
+            for prompt in prompts:
+                await remote.submit_all([(prompt, {"max_new_tokens": 1})])[0]
+
+        asyncio.run(ask())
+        stats = [each.stats for each in served.replicas()]
+        assert sum(each.prompt_tokens for each in stats) == 16 * 64
+        assert sum(each.reused_tokens for each in stats) == 8 * 63
+
+
+def test_keys_a_deadline_and_the_end(cluster: str, plan: Path) -> None:
+    """An application with keys of its own; told to end, it cuts off what runs, and takes nothing more."""
+    settings = settings_of(plan, replicas=1, api_keys=("first", "second"), max_waiting_per_key=40, replica_cpus=0.1)
+    with deployed(cluster, "keys", settings) as served, client_of(served.address, "second") as client:
+        assert post(served.address, "completions", {"model": "toy", "prompt": "x"})[0] == 401
+        assert client.models.list().data[0].id == "toy"
+        body: dict[str, Any] = {"model": "toy", "prompt": [[5], [6]], "n": 16, "max_tokens": 155, "logprobs": 20}
+        extra = {"ignore_eos": True, "drafter": "none"}
+        found = client.completions.create(**body, extra_body={**extra, "deadline": 0.1})
+        assert {choice.finish_reason for choice in found.choices} == {"length"}
+        assert found.usage is not None
+        assert found.usage.completion_tokens < 32 * 155
+        with pytest.raises(openai.RateLimitError, match="its share of the queue is 40"):
+            client.completions.create(**{**body, "prompt": [[5], [6], [7]]}, extra_body=extra)
+        pieces = iter(client.completions.create(**body, stream=True, extra_body=extra))
+        next(pieces)
+        assert served.ingress.broadcast("drain", 0.0).results(timeout_s=20) == [False]
+        with pytest.raises(openai.APIError, match="The server is shutting down: the answer was cut off"):
+            list(pieces)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            client.completions.create(model="toy", prompt="x")

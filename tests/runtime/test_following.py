@@ -1,0 +1,216 @@
+"""A request that is followed from replica to replica, by streams that end as a test has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
+from runtime import Runtime, SchedulerConfig
+from runtime.generation import FinishReason, Generation, Span
+from runtime.ray_serve.following import Failover, LostError
+from runtime.ray_serve.remote_runtime import RemoteRuntime
+from runtime.ray_serve.replica import joined
+from runtime.ray_serve.sent import Sent
+
+PROMPT = "def main(x): return"
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
+
+
+class Replicas:
+    """One runtime behind streams; each is lost, or ends otherwise, as its turn in `ends` says.
+
+    An end is the number of spans that come before it, and the error that it is; None: no error, to the last span.
+    """
+
+    def __init__(self, runtime: Runtime, ends: Sequence[tuple[int, Exception | None]]) -> None:
+        self.runtime, self.ends = runtime, list(ends)
+        self.sent: list[Sent] = []
+        self.cancelled = 0
+
+    def __call__(self, sent: Sent) -> Stream:
+        self.sent.append(sent)
+        return Stream(self, sent, *(self.ends.pop(0) if self.ends else (10**6, None)))
+
+
+class Stream:
+    def __init__(self, replicas: Replicas, sent: Sent, after: int, error: Exception | None) -> None:
+        self._replicas, self._sent, self._after, self._error = replicas, sent, after, error
+
+    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+        if self._after < 0:  # nobody takes it
+            if self._error is None:
+                await asyncio.sleep(1000)
+            else:
+                raise self._error
+        handle = self._replicas.runtime.submit(self._sent.token_ids, deadline=self._sent.deadline, **self._sent.options)
+        yield []
+        place = 0
+        async for span in handle:
+            if place == self._after and self._error is not None:
+                handle.cancel()
+                raise self._error
+            yield [span]
+            place += 1
+
+    def cancel(self) -> None:
+        self._replicas.cancelled += 1
+
+
+@pytest.fixture(scope="module")
+def runtime(branch_plan: Path) -> Runtime:
+    return Runtime.load(branch_plan, threads=1)
+
+
+def follow(
+    runtime: Runtime,
+    ends: Sequence[tuple[int, Exception | None]],
+    options: dict[str, Any] = SAMPLED,
+    failover: Failover | None = None,
+    **how: Any,
+) -> tuple[Generation, list[Span], Replicas]:
+    """What a request comes to whose replicas end like that."""
+    replicas = Replicas(runtime, ends)
+
+    async def run() -> tuple[Generation, list[Span]]:
+        remote = RemoteRuntime(runtime._plan, replicas, SchedulerConfig(), failover or Failover(patience=5.0))
+        (handle,) = remote.submit_all([(PROMPT, options)], **how)  # type: ignore[list-item]
+        spans = [span async for span in handle]
+        found = await handle
+        assert await asyncio.to_thread(remote.close, timeout=5.0)
+        return found, spans
+
+    found, spans = asyncio.run(run())
+    return found, spans, replicas
+
+
+LOST = LostError("the test ends it")
+ENDS: dict[str, list[tuple[int, Exception | None]]] = {
+    "undisturbed": [],
+    "before it is taken": [(-1, LOST), (-1, ClosedError("closing"))],
+    "before its first token": [(0, LOST)],
+    "in its middle": [(5, LOST)],
+    "again and again": [(3, LOST), (0, LOST), (-1, BusyError("full")), (7, LOST), (1, LOST)],
+    "by a failed pass": [(4, PlanError("A round failed: MemoryError()."))],
+}
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "head"])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_it_goes_on_where_it_stood(runtime: Runtime, ends: list[tuple[int, Exception | None]], drafter: str) -> None:
+    expected = runtime.generate(PROMPT, **SAMPLED)
+    found, spans, replicas = follow(runtime, ends, {**SAMPLED, "drafter": drafter})
+    assert (found.token_ids, found.text, found.logprobs) == (expected.token_ids, expected.text, expected.logprobs)
+    assert found.finish_reason is FinishReason.LENGTH
+    assert found.stats.prompt_tokens == expected.stats.prompt_tokens
+    assert found.stats.new_tokens == 40
+    assert [token for span in spans for token in span.token_ids] == expected.token_ids
+    assert "".join(span.text for span in spans) == expected.text
+    assert [each for span in spans for each in span.logprobs] == expected.logprobs
+    assert len(replicas.sent) == len(ends) + 1
+    assert replicas.cancelled == len(replicas.sent)
+
+
+def test_stop_strings_and_forms_go_on_too(runtime: Runtime) -> None:
+    for own in (
+        {"stop": ["e", "\n"], "min_tokens": 12, "temperature": 1.0, "seed": 2},
+        {"structured_outputs": {"regex": r"[a-z ]{8,40}=[0-9]{1,8};"}, "temperature": 1.0, "seed": 5},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "temperature": 0.6},
+    ):
+        options = {"max_new_tokens": 40, "drafter": "none", **own}
+        expected = runtime.generate(PROMPT, **options)  # type: ignore[arg-type]
+        assert len(expected.token_ids) > 6
+        found, spans, _ = follow(runtime, [(3, LOST), (2, LOST)], options)
+        assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+        assert found.finish_reason is expected.finish_reason
+        assert "".join(span.text for span in spans) == expected.text
+
+
+def test_it_is_given_up_after_so_many_losses(runtime: Runtime) -> None:
+    with pytest.raises(UnavailableError, match="lost 3 replicas, the last one as the test ends it; it is given up"):
+        follow(runtime, [(2, LOST)] * 3, failover=Failover(losses=2))
+
+
+def test_nobody_takes_it(runtime: Runtime) -> None:
+    for end in [(-1, None)], [(-1, BusyError("all are full"))] * 9:
+        with pytest.raises(UnavailableError, match=r"No replica has taken the request in 0\.3 s"):
+            follow(runtime, end, failover=Failover(patience=0.3))
+
+
+def test_a_mistake_is_no_loss(runtime: Runtime) -> None:
+    with pytest.raises(RequestError, match="the rules exclude all"):
+        follow(runtime, [(2, RequestError("the rules exclude all"))])
+
+
+@pytest.mark.parametrize("ends", [[(-1, None)], [(-1, BusyError("full"))] * 9, [(-1, LOST)] * 9], ids=str)
+def test_the_deadline_counts_on(runtime: Runtime, ends: list[tuple[int, Exception | None]]) -> None:
+    found, _, replicas = follow(runtime, [(2, LOST), *ends], deadline=0.5, failover=Failover(losses=99))
+    assert found.finish_reason is FinishReason.DEADLINE
+    assert 0 < len(found.token_ids) < 40
+    deadlines = [sent.deadline for sent in replicas.sent]
+    assert all(each is not None for each in deadlines)
+    assert deadlines == sorted(deadlines, reverse=True)  # type: ignore[type-var]
+
+
+def test_tokens_that_depend_on_rounds_stay_where_they_are(everything: Runtime) -> None:
+    """By rejection: begun again while nothing was given out, and else told honestly."""
+    options = {**SAMPLED, "drafter": "classical"}
+    found, _, replicas = follow(everything, [(0, LOST)], options)
+    assert len(found.token_ids) == 40
+    assert len(replicas.sent) == 2
+    with pytest.raises(UnavailableError, match=r"no other can go on .* 'classical', which is accepted by rejection"):
+        follow(everything, [(2, LOST)], options)
+
+
+def test_who_cancels_is_heard_at_once(runtime: Runtime) -> None:
+    async def run(ends: list[tuple[int, Exception | None]], tokens: int) -> Generation:
+        replicas = Replicas(runtime, ends)
+        remote = RemoteRuntime(runtime._plan, replicas, SchedulerConfig(), Failover(patience=60.0))
+        (handle,) = remote.submit_all([(PROMPT, SAMPLED)])  # type: ignore[list-item]
+        if tokens:
+            async for _ in handle:
+                break
+        handle.cancel()
+        found = await asyncio.wait_for(handle._whole(), 2.0)
+        assert replicas.cancelled == len(replicas.sent)
+        return found
+
+    assert asyncio.run(run([(-1, None)], 0)).token_ids == []
+    found = asyncio.run(run([], 1))
+    assert found.finish_reason is FinishReason.CANCELLED
+    assert 0 < len(found.token_ids) < 40
+
+
+def test_who_waits_has_limits_and_the_end_is_told(runtime: Runtime) -> None:
+    async def run() -> None:
+        replicas = Replicas(runtime, [(-1, None)] * 3)
+        config = SchedulerConfig(max_waiting=3, max_waiting_per_client=2)
+        remote = RemoteRuntime(runtime._plan, replicas, config)
+        handles = remote.submit_all([(PROMPT, {}), (PROMPT, {})], client="one")
+        with pytest.raises(BusyError, match=r"Too many requests of this client wait: 2 already, and its share .* is 2"):
+            remote.submit_all([(PROMPT, {})], client="one")
+        handles += remote.submit_all([(PROMPT, {})], client="another")
+        with pytest.raises(BusyError, match="The queue is full: 3 requests wait already, and 1 more"):
+            remote.submit_all([(PROMPT, {})])
+        assert not await asyncio.to_thread(remote.close, timeout=0.1)
+        with pytest.raises(ClosedError):
+            remote.submit_all([(PROMPT, {})])
+        assert await asyncio.to_thread(remote.close, drain=False, timeout=5.0)
+        assert [(await handle).finish_reason for handle in handles] == [FinishReason.CANCELLED] * 3
+
+    asyncio.run(run())
+
+
+def test_spans_that_share_a_message_become_one() -> None:
+    result = object()
+    spans = [Span([1], "a"), Span([2], "b"), Span([3], "c", tentative=True), Span([3, 4], "d"), Span([], "")]
+    spans[-1].result = result  # type: ignore[assignment]
+    found = joined([*spans, LOST])
+    assert [(span.token_ids, span.text, span.tentative) for span in found] == [
+        ([1, 2], "ab", False), ([3], "c", True), ([3, 4], "d", False),
+    ]  # fmt: skip
+    assert [span.result for span in found] == [None, None, result]
