@@ -37,8 +37,9 @@ class EnginePool:
         """Return an idle engine, or a new one.
 
         With a prefix cache an engine may still have a sequence; the idle engine whose sequence shares most with
-        `tokens` is preferred.
+        `tokens` is preferred. Raises PlanError where the plan was written over.
         """
+        self.loaded.files.check()
         idle = list(self.idle)
         if tokens and self.cache is not None:
             idle.sort(key=lambda engine: max((common_length(s.tokens, tokens) for s in engine.sequences), default=0))

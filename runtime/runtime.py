@@ -28,6 +28,7 @@ from runtime.exactness import Exactness, Probed, ensure_exact, kernels_here
 from runtime.execution.assembly import Loaded
 from runtime.generation import Generation, Run, Stream
 from runtime.handle import Handle
+from runtime.mapped_files import MappedFiles, check_not_replaced
 from runtime.memory import MemoryUse, memory_use
 from runtime.pass_prices import load_prices
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
@@ -79,12 +80,13 @@ class Runtime:
         self.skeleton = read_skeleton(plan)
         backend_plan = plan.manifest.backends[self.backend]
         self.probed = _probe(plan, backend_plan.probe, settings.threads, exactness)
-        driver = BACKENDS[self.backend].make(backend_plan, settings)
+        driver, files = BACKENDS[self.backend].make(backend_plan, settings), MappedFiles.of(plan, self.backend)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
         memories, prices = make_memories(plan.manifest.drafters), load_prices(plan, self.backend, settings.threads)
-        shared = self.tokenizer, self.grammars, memories, prices
+        shared = self.tokenizer, self.grammars, memories, prices, files
+        check_not_replaced(plan)
         self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, *shared)
         self.prefix_cache = None
         if prefix_cache is not None:

@@ -149,8 +149,9 @@ class Scheduler:
 
         `deadline` is in seconds from now; what a request has by then is its result. `client` names the submitter. With
         `wait`, the call blocks until the queue has room. All requests are taken, or none. Raises BusyError where too
-        many wait, and ClosedError where the scheduler is closed.
+        many wait, ClosedError where the scheduler is closed, and PlanError where the plan was written over.
         """
+        self._pool.loaded.files.check()
         until = None if deadline is None else monotonic() + deadline
         with self._changed:
             if wait:
@@ -244,7 +245,8 @@ class Scheduler:
                     self._turn(texts, self._take())
                 except Exception as error:
                     _LOG.exception("a round of the scheduler failed")
-                    self._fail(error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}."))
+                    told = error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}.")
+                    self._fail(told, waiting=self._engine is None)
                     self._let_go()
             self._let_go()
         with self._changed:
@@ -256,8 +258,9 @@ class Scheduler:
     def _take(self) -> Engine:
         """Return the engine that serves the requests; borrow one if need be."""
         if self._engine is None:
-            self._engine = self._pool.borrow()
-            self._engine.begin([], self._drafters, self._mode)
+            engine = self._pool.borrow()
+            engine.begin([], self._drafters, self._mode)
+            self._engine = engine
         return self._engine
 
     def _let_go(self) -> None:
@@ -292,6 +295,7 @@ class Scheduler:
         began = perf_counter()
         decoding = any(each.decoding for each in self._running)
         committed = engine.step(self._running, self.config.prefill_tokens if decoding else None)
+        self._pool.loaded.files.check()  # before anybody hears of the pass
         self._catch_up()
         committed = [each for each in committed if not each.sequence.stopped]
         if self.config.overlap:
@@ -388,10 +392,16 @@ class Scheduler:
                 self._stats.note_drafts(result.stats.rounds_by_accepted)
         request.handle.end(result, error)
 
-    def _fail(self, error: Exception) -> None:
-        """End the requests of a pass that has failed with its error; the others are served as before."""
+    def _fail(self, error: Exception, *, waiting: bool) -> None:
+        """End the requests of a pass that has failed with its error; the others are served as before. Those that wait
+        end too where no engine can be had to serve them."""
         with suppress(Exception):
             self._catch_up()
+        if waiting:
+            with self._changed:
+                over, self._waiting = self._waiting, []
+            for request in over:
+                self._end(request, None, error)
         for request in list(self._by_place.values()):
             self._end(request, None, error)
         self._running.clear()

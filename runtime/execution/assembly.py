@@ -14,6 +14,7 @@ from runtime.drafters.verify_length import PriceCurve
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.execution.step import DraftStep, Step, TargetStep
+from runtime.mapped_files import MappedFiles
 from runtime.text.grammars import Grammars
 
 
@@ -22,7 +23,7 @@ class Loaded:
     """A plan in memory for one backend: what all that runs it shares.
 
     `memories` hold what generations have put out, by the drafter that they asked. `prices` are those of the target's
-    passes, None where they are not known.
+    passes, None where they are not known. `files` are those that the engines may have mapped.
     """
 
     manifest: Manifest
@@ -33,6 +34,7 @@ class Loaded:
     grammars: Grammars
     memories: Mapping[str, NgramMemory] = field(default_factory=dict)
     prices: PriceCurve | None = None
+    files: MappedFiles = field(default_factory=MappedFiles)
 
 
 @dataclass(frozen=True)

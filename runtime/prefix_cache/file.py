@@ -34,6 +34,10 @@ _START = 48  # of the header
 _MOST_HEADER = 2**28
 
 
+class OtherCacheError(PlanError):
+    """A whole prefix cache, of another plan, machine or build."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -98,7 +102,8 @@ def check_folder(path: Path) -> None:
 def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
     """Insert the contents of the file; return how many tokens the cache has more.
 
-    Raises PlanError for a file that is not whole, or that was not made by this plan on such a machine.
+    Raises OtherCacheError for a file that was not made by this plan on such a machine, and PlanError for one that is
+    not whole.
     """
     try:
         data: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
@@ -136,7 +141,7 @@ def _check(path: Path, header: _Header, shapes: Mapping[str, TokenShape], bound_
     for what in sorted({*bound_to, *header.bound_to}):
         here, there = bound_to.get(what), header.bound_to.get(what)
         if here != there:
-            raise PlanError(
+            raise OtherCacheError(
                 f"{path} was saved with another {what}: {there}, and here it is {here}. Its KV would differ in its "
                 "last bits, or be wrong; save it again here."
             )

@@ -221,6 +221,8 @@ class _TimedProtocol(H11Protocol):
         head = h11.Response(status_code=error.status, headers=list(headers.items()))
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:  # whose application would answer too
+            self.cycle.disconnected = True
 
 
 def _refusing(error: ApiError) -> ASGIApp:

@@ -8,8 +8,10 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.prefix_cache.file import OtherCacheError
 from runtime.runtime import Runtime
 from runtime.server.app import ServerConfig, make_app
 from runtime.server.connections import Limits, server_of
@@ -61,7 +63,7 @@ class Service:
             runtime.start()
             file = self._config.cache_file
             if file is not None and file.exists():
-                self._say(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm")
+                self._say(_recalled(runtime, file))
             self._readiness.reach(Phase.WARMING)
             warm_up(runtime)
             config = replace(self._config, model=self._config.model or runtime.manifest.name)
@@ -77,3 +79,11 @@ class Service:
         """End what still runs."""
         if self._runtime is not None:
             self._runtime.close(drain=False, timeout=_CUTTING)
+
+
+def _recalled(runtime: Runtime, file: Path) -> str:
+    """Take in a saved prefix cache. One of the plan that was served before is passed over: a new plan is to start."""
+    try:
+        return f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm"
+    except OtherCacheError as error:
+        return f"warning: no earlier prompts are warm, and the file is written anew at the end: {error}"

@@ -60,6 +60,7 @@ class Grammars:
 
     def _checked(self, grammar: str, where: str) -> Vocabulary:
         from runtime.text.grammar_compiler import Vocabulary, check_grammar
+        from runtime.text.grammar_depth import check_depth
 
         key = sha256(grammar.encode()).digest()
         with self._lock:
@@ -69,6 +70,7 @@ class Grammars:
             if key in self._known:
                 self._known.move_to_end(key)
                 return vocabulary
+        check_depth(grammar, where)
         check_grammar(vocabulary.tokenizer, grammar, where)
         with self._lock:
             self._known[key] = None

@@ -1,0 +1,68 @@
+"""The weights of a plan, which engines map into memory: held open, and watched for being written to.
+
+A plan that is moved, removed, or replaced as the compiler does it (built beside, then renamed) goes on being served as
+it was loaded, as its files live as long as somebody has them open. One that a program writes over in place changes
+under whoever serves it: nothing can prevent that, so it is told, and no answer is given of such a plan. A file that is
+cut short ends the process (SIGBUS) once a pass reads what is no longer there.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from plans.errors import PlanError
+from plans.plan import MANIFEST, Plan
+
+
+class MappedFiles:
+    """Holds files open until it is no longer referenced."""
+
+    def __init__(self, paths: Iterable[Path] = ()) -> None:
+        """Raises PlanError for a file that cannot be opened."""
+        self._held: list[tuple[Path, int, tuple[int, int]]] = []
+        self._close = weakref.finalize(self, _close, self._held)
+        for path in paths:
+            try:
+                number = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise PlanError(f"{path} cannot be read ({error}); build the plan again") from None
+            self._held.append((path, number, _written(number)))
+
+    @classmethod
+    def of(cls, plan: Plan, backend: str) -> MappedFiles:
+        """Those of a backend: graphs are read when they are loaded, and what lies beside them is mapped."""
+        paths = [file.path for file in plan.manifest.files if file.path.startswith(f"engines/{backend}/")]
+        return cls(plan.root / path for path in paths if path.endswith(".bin"))
+
+    def check(self) -> None:
+        """Raise PlanError where a file has been written to since it was opened; a microsecond."""
+        for path, number, written in self._held:
+            if _written(number) != written:
+                raise PlanError(
+                    f"{path} was written to while the plan is in use, so that its weights may be of neither plan. "
+                    "Load the plan again; and to replace one, build or copy it beside, and rename the folder."
+                )
+
+
+def check_not_replaced(plan: Plan) -> None:
+    """Raise PlanError where another plan has come to the folder since `plan` was opened: what was loaded meanwhile may
+    be of either."""
+    with suppress(OSError):  # moved or removed, and none in its place
+        if plan.manifest.identity not in (plan.root / MANIFEST).read_text(encoding="utf-8"):
+            raise PlanError(f"{plan.root} was replaced while it was loaded; load it again")
+
+
+def _written(number: int) -> tuple[int, int]:
+    """When a file was last written to, and its size."""
+    found = os.fstat(number)
+    return found.st_mtime_ns, found.st_size
+
+
+def _close(held: list[tuple[Path, int, tuple[int, int]]]) -> None:
+    for _, number, _ in held:
+        with suppress(OSError):
+            os.close(number)

@@ -1,0 +1,116 @@
+"""Thousands of bodies that are wrong, and requests that are none: each is refused in OpenAI's shape, and nobody waits."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from http.client import HTTPConnection
+from time import monotonic
+
+from tools.faults.client import FAILURES, plain, read_all
+from tools.faults.crowd import Crowd, Ways
+from tools.faults.figures import Figures
+from tools.faults.mutations import malformed, rubbish
+from tools.faults.server import Server
+from tools.faults.setting import Setting
+
+BODIES = 10_000
+_MOST_BYTES = 2**18  # of a body: as many as the server is told to take
+_HANGING = 60.0  # seconds after which an answer counts as none
+_SENDERS = 3
+
+
+def run(setting: Setting, figures: Figures) -> None:
+    """Every tenth request is none at all. Others ask good ones meanwhile."""
+    total, waits = setting.times(BODIES, 100), list[float]()
+    with (
+        setting.serve("--max-body-bytes", str(_MOST_BYTES), "--head-seconds", "1", "--idle-seconds", "1") as server,
+        setting.watched(server, figures),
+    ):
+        with Crowd(server.port, setting.questions, figures, 2, setting.seed, Ways(pause=0.2)) as crowd:
+            left = iter(range(total))
+            lock = threading.Lock()
+
+            def send() -> None:
+                while True:
+                    with lock:
+                        place = next(left, None)
+                    if place is None:
+                        return
+                    began = monotonic()
+                    _send_one(setting, server, figures, place)
+                    waits.append(monotonic() - began)
+                    setting.tell(f"{figures.faults} of {total} malformed requests")
+
+            senders = [threading.Thread(target=send, daemon=True) for _ in range(_SENDERS)]
+            for thread in senders:
+                thread.start()
+            for thread in senders:
+                thread.join()
+        figures.notes |= {"longest refusal, s": round(max(waits), 2), "longest answer, s": round(max(crowd.waits), 2)}
+        figures.check("Traceback" not in server.said, f"The server has printed: {server.said[-1500:]}")
+
+
+def _send_one(setting: Setting, server: Server, figures: Figures, place: int) -> None:
+    draw = random.Random(f"{setting.seed} malformed {place}")
+    figures.count("faults")
+    figures.count("sent")
+    if place % 10 == 9:
+        _send_rubbish(server, figures, rubbish(draw), place)
+        return
+    good = dict(draw.choice(setting.questions).body) | {"max_tokens": 2}
+    path = "/v1/chat/completions" if ("messages" in good) ^ (draw.random() < 0.05) else "/v1/completions"
+    data = malformed(good, draw, _MOST_BYTES)
+    kind = "application/json" if draw.random() < 0.97 else draw.choice(["text/plain", "", "application/xml", "\xe9"])
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=_HANGING)
+    try:
+        connection.request("POST", path, data, {"Content-Type": kind})
+        response = connection.getresponse()
+        _judge(figures, response.status, response.read(), f"body {place}, {data[:200]!r}")
+    except FAILURES as error:
+        figures.lose(f"Body {place}: {type(error).__name__}: {error}; {len(data)} bytes, {data[:300]!r}")
+    finally:
+        connection.close()
+
+
+def _judge(figures: Figures, status: int, body: bytes, what: str) -> None:
+    """A body that is right by chance has an answer."""
+    if status == 200:
+        figures.count("answered")
+    elif 400 <= status < 500 and _is_error(body):
+        figures.count("refused")
+    else:
+        figures.lose(f"Status {status}, {body[:300]!r}: {what}")
+
+
+def _is_error(body: bytes) -> bool:
+    """Whether it is an error in OpenAI's shape, with a sentence."""
+    try:
+        error = json.loads(body)["error"]
+        return isinstance(error["message"], str) and len(error["message"]) > 10 and isinstance(error["type"], str)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _send_rubbish(server: Server, figures: Figures, data: bytes, place: int) -> None:
+    """Refused in the same shape; or closed without a word, where not even a head has come."""
+    with plain(server.port, _HANGING) as made:
+        try:
+            made.sendall(data)
+            said = read_all(made)
+        except FAILURES as error:
+            if isinstance(error, TimeoutError):
+                figures.lose(f"Rubbish {place} is waited for: {data[:100]!r}")
+            else:
+                figures.count("refused")
+            return
+    head, _, body = said.partition(b"\r\n\r\n")
+    status = re.match(rb"HTTP/1\.1 (\d{3}) ", head)
+    if not said:
+        figures.count("refused")
+        return
+    length = re.search(rb"(?i)content-length: (\d+)", head)
+    body = body[: int(length[1])] if length else body
+    _judge(figures, int(status[1]) if status else 0, body, f"rubbish {place}, {data[:100]!r}")
