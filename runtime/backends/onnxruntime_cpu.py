@@ -51,7 +51,7 @@ class OnnxRuntimeCpu:
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         if self._settings.shared_engines is not None:
             write = partial(write_packed, options=self._options(engine), disabled=_DISABLED)
-            path = shared_engine(path, self._settings.shared_engines, write)
+            path = shared_engine(path, engine.weight_bytes, self._settings.shared_engines, write)
         try:
             session = ort.InferenceSession(
                 str(path), self._options(engine), providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED

@@ -41,7 +41,7 @@ def shared_engines(plan: Plan, kernels: Mapping[str, str]) -> Path | None:
         return None
 
 
-def shared_engine(path: Path, folder: Path, write: Callable[[Path, Path], None]) -> Path:
+def shared_engine(path: Path, weight_bytes: int, folder: Path, write: Callable[[Path, Path], None]) -> Path:
     """The file that an engine at `path` is to be loaded from, in `folder`, where it is made unless it is there.
 
     `write(path, to)` has ONNX Runtime write the graph with its packed weights. Where nothing is packed, and where the
@@ -52,7 +52,7 @@ def shared_engine(path: Path, folder: Path, write: Callable[[Path, Path], None])
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f"{path.stem}.lock"):
             if not made.exists():
-                _make(path, made, write)
+                _make(path, weight_bytes, made, write)
     except OSError as error:
         _LOG.warning("weights of %s are not shared between processes: %s cannot be written: %s", path, made, error)
         return path
@@ -71,14 +71,13 @@ def write_packed(path: Path, to: Path, options: ort.SessionOptions, disabled: li
     ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
 
 
-def _make(path: Path, made: Path, write: Callable[[Path, Path], None]) -> None:
+def _make(path: Path, weight_bytes: int, made: Path, write: Callable[[Path, Path], None]) -> None:
     """Make the folder `made` as a whole. Raises OSError."""
-    stored = path.with_name(_WEIGHTS)
     unfinished = Path(mkdtemp(prefix=f".{made.name}.", dir=made.parent))
     try:
         write(path, unfinished / _NAME)
         weights = unfinished / _WEIGHTS
-        if not weights.exists() or weights.stat().st_size < _PACKED * stored.stat().st_size:
+        if not weights.exists() or weights.stat().st_size < _PACKED * weight_bytes:
             weights.unlink(missing_ok=True)
             (unfinished / _NAME).unlink()
             (unfinished / _AS_IT_IS).touch()

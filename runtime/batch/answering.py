@@ -65,12 +65,13 @@ class Answering:
     """
 
     def __init__(self, runtime: Runtime, model: str | None, created: int) -> None:
-        """Raises RequestError where the queue of the runtime's scheduler is short."""
+        """Raises RequestError where the runtime's scheduler cannot be as it is to be, or its queue is short."""
         manifest = runtime.manifest
         if runtime.scheduler_config.max_waiting < MOST_WAITING:
             raise RequestError(
                 f"max_waiting is {runtime.scheduler_config.max_waiting}; a batch needs {MOST_WAITING} or more."
             )
+        runtime.start()  # what is wrong with its settings is not to be told of every request
         self.runtime, self.model, self._created = runtime, model or manifest.name, created
         self._submitter = Submitter(runtime, self.model, MOST_CHOICES)
         self._rejecting = {drafter.name for drafter in manifest.drafters if rejects([drafter])}

@@ -73,10 +73,9 @@ class OutriderPredictor:
 
         names = [name for name in batch.column_names if name not in (*self._keep, *ADDED)]
         check_columns(names, "The batch")
-        for name, values in self._added(rows_of_table(batch.select(names))).items():
-            batch = batch.drop_columns([name]) if name in batch.column_names else batch
-            batch = batch.append_column(name, pa.array(values))
-        return batch
+        added = self._added(rows_of_table(batch.select(names)))
+        kept = {name: batch.column(name) for name in batch.column_names}
+        return pa.table(kept | {name: pa.array(values) for name, values in added.items()})
 
     def _added(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         named = bool(rows) and "custom_id" in rows[0]

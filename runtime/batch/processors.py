@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from plans import names
 from plans.manifest import Manifest
+from runtime.backends import on_processor
 from runtime.exactness import kernels_here
 
 _OURS = {
@@ -18,8 +19,10 @@ _OURS = {
 def foreign_kernels(manifest: Manifest, backend: str, begun: Mapping[str, str]) -> str | None:
     """What this machine has otherwise than the one where results were `begun`, if tokens may depend on it.
 
-    They may where ONNX Runtime multiplies floats: it has other kernels for other processors.
+    They may where ONNX Runtime multiplies floats on the processor: it has other kernels for other ones.
     """
+    if not on_processor(backend):
+        return None
     probe = manifest.backends[backend].probe
     ops = [] if probe is None else [op.partition(": ") for op in probe.ops.values()]
     if probe is not None and all(op.split()[0] in _OURS for engine, _, op in ops if engine == names.TARGET):

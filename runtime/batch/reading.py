@@ -49,7 +49,7 @@ def _checked(rows: Iterable[tuple[int, str, Any]], what: str) -> tuple[list[Batc
     requests, faults, places = [], list[str](), dict[str, int]()
     for place, text, row in rows:
         if isinstance(row, str):
-            faults.append(f"{what} {place} is no JSON: {row}")
+            faults.append(f"{what} {place} is no JSON ({row})")
         elif not isinstance(row, dict):
             faults.append(f"{what} {place} is no object")
         elif wrong := why_not_an_id(row.get("custom_id")):
@@ -88,7 +88,10 @@ def _rows_of_parquet(path: Path) -> Iterator[tuple[int, str, Any]]:
     for batch in file.iter_batches(_ROWS):
         for row in rows_of_table(batch):
             place += 1
-            yield place, json.dumps(row, ensure_ascii=False), row
+            try:
+                yield place, json.dumps(row, ensure_ascii=False), row
+            except TypeError as error:  # a date, or bytes
+                yield place, "", str(error)
 
 
 def rows_of_table(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:

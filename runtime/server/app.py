@@ -138,12 +138,6 @@ def make_app(
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return _refused(request, _named(request, error))
 
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        """For what nobody foresaw, such as a lack of memory. It is raised again behind the answer, and logged."""
-        told = f"The server failed: {type(error).__name__}. What it was doing stands in its log."
-        return JSONResponse(error_body(told, "server_error"), 500)
-
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
         model = CompletionAsked if _path(request) == _COMPLETIONS else ChatAsked

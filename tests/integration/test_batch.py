@@ -30,8 +30,6 @@ from runtime.server.stamps import DerivedStamps
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 
-ANSWERING = "runtime.batch.answering"
-
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -276,6 +274,16 @@ def test_a_folder_with_other_results_is_refused(
     assert "holds no batch" in refusals(capsys, branch_plan, other, "--out", requests.parent)
 
 
+def test_settings_that_cannot_be_end_the_run(
+    branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are no fault of the requests, which would have it as their results."""
+    said = refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--max-running", "17")
+    assert "max_running is 17; the plan serves at most 16" in said
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+    assert "add --ray ADDRESS" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--actors", "2")
+
+
 def test_one_run_at_a_time_writes_a_folder(
     branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +331,7 @@ def test_columns_that_no_request_has_are_refused(
         ({"custom_id": ["a"], "body": ["{}"], "seed": [1]}, "'seed' beside body"),
         ({"custom_id": ["a"], "seed": [1]}, "none of the columns body, prompt and messages"),
         ({"custom_id": ["a", "a"], "prompt": ["x", "y"]}, "row 2 has the custom_id 'a' of row 1"),
+        ({"custom_id": ["a"], "prompt": [b"x"]}, "row 1 is no JSON (Object of type bytes"),
     ):
         pq.write_table(pa.table(columns), path)
         assert substance in refusals(capsys, toy_plan, path, "--out", tmp_path / "out")

@@ -73,3 +73,24 @@ def test_soak(branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 def test_what_cannot_be_measured_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["hits", str(toy_plan), "--drafters", "oracle", *PROMPTS]) == 2
     assert "--drafters names 'oracle'" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_batch_on_actors(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    own = ("batch", str(branch_plan), "--prompts", str(HELD_OUT), "--length", "60", "--new", "20", "--requests", "40")
+    assert serving.main([*own, "--reps", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same_bytes"]
+    assert [row["way"] for row in found["rows"]] == ["one process", "actors"]
+    assert found["rows"][0]["new_tokens"] == found["rows"][1]["new_tokens"] > 0
+    assert found["ratio"] > 0
+
+
+@pytest.mark.long
+def test_memory_of_actors(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    assert serving.main(["memory", str(branch_plan), "--length", "40", "--new", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["actors"], row["actor"]) for row in found["rows"]] == [(1, 1), (2, 1), (2, 2)]
+    assert 0 < found["added"] < 1.5

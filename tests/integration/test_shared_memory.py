@@ -1,0 +1,107 @@
+"""Processes of one machine that share a plan's memory: packed floats are mapped, and KV takes what is written."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compiler.build import build
+from compiler.recipe import load_recipe
+from runtime import Runtime
+from runtime.backends.shared_engines import shared_engines
+from runtime.cache_folder import cache_folder
+from runtime.exactness import kernels_here
+from runtime.kv.memory import zeros
+from tests.conftest import TOY_DRAFTERS, TOY_PROMPTS, made_once
+
+MAPS = Path("/proc/self/maps")
+mapped_memory = pytest.mark.skipif(not MAPS.exists(), reason="the system does not say what is mapped")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def int8_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = load_recipe(toy_recipe, ["target.weights={type: int8}", "drafters=[]"])
+    return made_once(tmp_path_factory, "int8-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@mapped_memory
+def test_packed_floats_are_mapped_and_tokens_stay_the_same(toy_plan: Path, toy: Runtime, cache: Path) -> None:
+    made = None
+    for _ in range(2):
+        shared = Runtime.load(toy_plan, threads=1, share_memory=True)
+        folder = shared_engines(shared._plan, kernels_here())
+        assert folder is not None
+        assert folder.is_relative_to(cache)
+        weights = folder / "target" / "weights.bin"
+        assert str(weights) in MAPS.read_text(encoding="utf-8")
+        made = made or weights.stat().st_mtime_ns
+        assert weights.stat().st_mtime_ns == made  # the second load finds it
+        for drafter in ("none", *TOY_DRAFTERS):
+            own = {"max_new_tokens": 30, "temperature": 0.8, "seed": 3, "drafter": drafter, "logprobs": 2}
+            for prompt in TOY_PROMPTS:
+                found, expected = shared.generate(prompt, **own), toy.generate(prompt, **own)
+                assert found.token_ids == expected.token_ids
+                assert found.logprobs == expected.logprobs
+        del shared
+    assert not [left.name for left in folder.iterdir() if left.name.startswith(".")]
+
+
+@mapped_memory
+def test_packed_integers_are_mapped_from_the_plan(int8_plan: Path, cache: Path) -> None:
+    shared = Runtime.load(int8_plan, threads=1, share_memory=True)
+    folder = shared_engines(shared._plan, kernels_here())
+    assert folder is not None
+    assert [file.name for file in (folder / "target").iterdir()] == ["as_it_is"]
+    assert str(int8_plan / "engines" / "onnxruntime-cpu" / "weights.bin") in MAPS.read_text(encoding="utf-8")
+    assert (
+        shared.generate("x", max_new_tokens=5).token_ids
+        == Runtime.load(int8_plan).generate("x", max_new_tokens=5).token_ids
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_the_plan_runs(
+    toy_plan: Path, toy: Runtime, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir()
+    (cache / "outrider").write_text("no folder")
+    assert cache_folder() == cache / "outrider"
+    with caplog.at_level(logging.WARNING, "outrider"):
+        shared = Runtime.load(toy_plan, threads=1, share_memory=True)
+    assert "are not shared between processes" in caplog.text
+    assert shared.generate("x", max_new_tokens=5).token_ids == toy.generate("x", max_new_tokens=5).token_ids
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 2**20)])
+def test_zeros_are_aligned_and_can_be_written(huge_pages: bool, shape: tuple[int, ...]) -> None:
+    found = zeros(shape, np.float32, huge_pages=huge_pages)
+    assert found.shape == shape
+    assert found.ctypes.data % 64 == 0
+    assert not found.any()
+    found += 1
+    assert found.all()
+
+
+@mapped_memory
+def test_without_huge_pages_memory_is_taken_as_it_is_written() -> None:
+    size = 64 * 2**20
+    found = zeros((size,), np.uint8, huge_pages=False)
+    found[:: 2 * 2**20] = 1
+    place, resident, inside = found.ctypes.data, 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            first, last = (int(each, 16) for each in words[0].split("-"))
+            inside = first <= place < last
+        elif inside and words[0] == "Rss:":
+            resident = int(words[1]) * 1024
+    assert 0 < resident < size // 8
