@@ -22,11 +22,12 @@ _TELLING = 2.0  # seconds between the moments when a replica tells all ingresses
 _MARGIN = 10.0  # seconds that Ray gives a deployment behind its own time to drain
 
 
-def build(settings: Settings) -> serve.Application:
-    """An application of `settings`: `import_path: runtime.ray_serve.application:build` of a Serve config file.
+def build(args: Settings | dict[str, Any]) -> serve.Application:
+    """An application of settings: `import_path: runtime.ray_serve.application:build` of a Serve config file.
 
-    The plan that is in the folder now is the one that is served. Raises PlanError.
+    The plan that is in the folder now is the one that is served. Raises PlanError, and pydantic's ValidationError.
     """
+    settings = Settings.model_validate(args)
     manifest = open_plan(settings.plan, verify=False).manifest
     replica = serve.deployment(name=REPLICA, **_scaling(settings, manifest.target), **_shared(settings))(Replica)
     ingress = serve.deployment(

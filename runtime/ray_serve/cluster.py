@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
 
 import ray
+from ray.exceptions import RayError
 
 from plans.errors import RequestError
 
+_CONNECTING = 5.0  # seconds
 _STORE = 128 * 2**20  # bytes of Ray's object store on this machine: what replicas send is small
 
 
@@ -21,8 +24,9 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address is not None:
         try:
+            _look(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RayError, RuntimeError, ValueError) as error:
             raise RequestError(f"--ray is {address!r}, where no cluster can be reached: {error}") from None
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -38,3 +42,10 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _look(address: str) -> None:
+    """Raise OSError where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()

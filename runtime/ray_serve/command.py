@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from pydantic import ValidationError
+
 from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, stderr
 from commands.packages import optional_packages
@@ -147,7 +149,10 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         "prefix_cache": not arguments.no_prefix_cache,
         "cuda_graphs": not arguments.no_cuda_graphs,
     }
-    return Settings(**values)
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise RequestError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 def _signals() -> tuple[threading.Event, threading.Event]:

@@ -61,8 +61,8 @@ class Settings(BaseModel):
         least, most = self.least_replicas, self.most_replicas
         if not least <= self.replicas <= most:
             raise RequestError(
-                f"replicas is {self.replicas}, min_replicas {least} and max_replicas {most}; they must not fall in "
-                "this order: min_replicas, replicas, max_replicas."
+                f"replicas is {self.replicas}, min_replicas {least} and max_replicas {most}; pass replicas between the "
+                "two others."
             )
 
     @property

@@ -1,0 +1,138 @@
+"""`python -m runtime.ray_serve` and the Serve config file that is shipped: from start to end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from pydantic import ValidationError
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from runtime import Runtime
+from runtime.ray_serve.application import build
+from runtime.ray_serve.command import main
+from runtime.ray_serve.settings import Settings
+from tests.integration.ray_cluster import free_port
+from tests.integration.served import client_of, get
+
+CONFIG = Path(__file__).resolve().parents[2] / "runtime" / "ray_serve" / "serve.yaml"
+
+
+@contextmanager
+def started(command: list[str], address: str, seconds: float = 120) -> Iterator[subprocess.Popen[str]]:
+    """A command that serves, until it has ended; it must not leave a process."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    known: list[psutil.Process] = []
+    try:
+        until = time.monotonic() + seconds
+        while True:
+            with suppress(OSError):
+                if get(f"{address}/v1/models")[0] == 200:
+                    break
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        known = psutil.Process(process.pid).children(recursive=True)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(20)
+        left = psutil.wait_procs(known, timeout=20)[1]
+        assert left == [], "the command left processes"
+
+
+def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path) -> None:
+    """With replicas of its own; told to end, it waits for who is served, and takes nothing more."""
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "runtime.ray_serve", str(branch_plan), "--replicas", "2", "--port", str(port)]
+    command += ["--model-name", "toy", "--cache-bytes", str(2**24), "--drain-seconds", "20", "--replica-cpus", "0.5"]
+    own: dict[str, Any] = {"temperature": 0.8, "seed": 3}
+    expected = Runtime.load(branch_plan, threads=1).generate("x = ", max_new_tokens=100, ignore_eos=True, **own)
+    with started(command, address) as process, client_of(address) as client:
+        found = client.completions.create(
+            model="toy", prompt="x = ", max_tokens=100, **own, extra_body={"ignore_eos": True}
+        )
+        assert found.choices[0].text == expected.text
+        many = {"model": "toy", "prompt": [[5 + place] for place in range(8)], "n": 8, "max_tokens": 150, **own}
+        texts: list[str] = []
+
+        def ask() -> None:
+            answer = client.completions.create(**many, extra_body={"ignore_eos": True, "drafter": "none"})
+            texts.extend(choice.text for choice in answer.choices)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until = time.monotonic() + 20
+        while "outrider_requests_submitted_total 65.0" not in get(f"{address}/metrics")[1]:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        asking.join(30)
+        assert len(texts) == 64
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    assert f"serving 'toy' by 2 replicas at {address}\n" in said
+    assert "Traceback" not in said
+
+
+def test_what_is_wrong_is_said_before_anything_starts(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for options, words in (
+            (["--port", str(port)], f"listens at port {port} of 127.0.0.1 already"),
+            (["--replicas", "3", "--max-replicas", "2"], "replicas is 3, min_replicas 3 and max_replicas 2"),
+            (["--max-waiting-per-key", "3"], "--max-waiting-per-key shares the queue among API keys"),
+            (["--ray", "127.0.0.1:1"], "where no cluster can be reached"),
+        ):
+            assert main([str(branch_plan), *options]) == 2
+            assert words in " ".join(capsys.readouterr().err.split())
+    assert main([str(branch_plan.parent / "nowhere")]) == 2
+
+
+def test_the_config_that_is_shipped_is_one_of_ours(branch_plan: Path) -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load(CONFIG.read_text(encoding="utf-8")))
+    (application,) = config.applications
+    module, _, name = application.import_path.partition(":")
+    builder = getattr(importlib.import_module(module), name)
+    assert builder is build
+    assert isinstance(builder({**application.args, "plan": str(branch_plan)}), serve.Application)
+    with pytest.raises(ValidationError, match="no_such_key"):
+        builder({**application.args, "no_such_key": 1})
+    assert Settings(**application.args).most_replicas == 4
+
+
+@pytest.mark.long
+def test_the_config_that_is_shipped_is_served(branch_plan: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    port = free_port()
+    config |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
+    own = {"plan": str(branch_plan), "threads": 1, "replica_cpus": 0.1, "cache_bytes": 2**24, "drain_seconds": 2.0}
+    config["applications"][0]["args"] |= own
+    file = tmp_path / "serve.yaml"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    address = f"http://127.0.0.1:{port}"
+    with started([sys.executable, "-m", "ray.serve.scripts", "run", str(file)], address) as process:
+        with client_of(address) as client:
+            assert client.completions.create(model="toy", prompt="x", max_tokens=4).choices[0].text
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=90)
