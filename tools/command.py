@@ -51,6 +51,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "measure": {
         "bench": Command("tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"),
         "modes": Command("tools.modes", "branches in one sequence, in batching, and one after another"),
+        "faults": Command("tools.faults.__main__", "what becomes of requests when things break"),
         "serving": Command("tools.serving.__main__", "what a prefix cache and shared passes bring"),
         "exactness": Command("tools.exactness.__main__", "the same tokens whatever happens around a request"),
         "peers": Command("tools.peers.__main__", "against transformers, onnxruntime-genai, OpenVINO and llama.cpp"),

@@ -26,6 +26,8 @@ def run(setting: Setting, figures: Figures) -> None:
     folder.mkdir()
     setting.tell("files of limited size")
     _fill(setting, figures, folder, _limit)
+    if setting.short:
+        return
     with _small_disk(setting.file("disk")) as disk:
         figures.notes["full file system"] = "yes" if disk else "not tried: this process may mount none"
         if disk is not None:

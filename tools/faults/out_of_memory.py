@@ -31,10 +31,10 @@ def run(setting: Setting, figures: Figures) -> None:
             ask_all(server.port, setting.questions, figures)
             with Crowd(server.port, setting.questions, figures, setting.clients // 2, setting.seed, ways):
                 sleep(setting.seconds / len(_ROOMS) / 2)
-                _limit(server, room)
+                limit_memory(server.process.pid, room)
                 figures.count("faults")
                 _await_end(server, setting.seconds / len(_ROOMS))
-                _limit(server, None)
+                limit_memory(server.process.pid, None)
             if server.process.poll() is None:
                 figures.check(server.settle(), f"Requests hang behind a lack of memory: {server.said[-1000:]}")
                 ask_all(server.port, setting.questions, figures)
@@ -51,17 +51,15 @@ def _await_end(server: Server, seconds: float) -> None:
         server.process.wait(seconds)
 
 
-def _limit(server: Server, room: int | None) -> None:
-    """Let the process take `room` bytes more of addresses than it has; without, as many as it likes."""
-    pid = server.process.pid
-    if server.process.poll() is not None:
-        return
+def limit_memory(pid: int, room: int | None) -> None:
+    """Let a process take `room` bytes more of addresses than it has; without, as many as it likes."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if room is None:
-        resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
-    else:
-        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[0])
-        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize() + room, most))
+    with suppress(OSError):  # it has ended
+        if room is None:
+            resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+        else:
+            pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[0])
+            resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize() + room, most))
 
 
 def _is_error(answer: Answer) -> bool:

@@ -20,6 +20,7 @@ _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
 MEMORY_MB = 48.0
 _CACHE_BYTES = 2**26  # full after the warm-up, or nearly: else filling it would look like a leak
 THREADS = 6  # workers that a pool makes when more ask at once than in the warm-up, and ends when it likes to
+_SHORT = 0.05  # of the whole form
 _SETTLING = 30.0  # seconds until connections that idle have been closed
 
 
@@ -40,6 +41,11 @@ class Setting:
     prompts: Path | None = None
     tell: Callable[[str], None] = lambda _: None
     _made: int = field(default=0, repr=False)
+
+    @property
+    def short(self) -> bool:
+        """Whether of several ways to the same fault the cheapest is enough."""
+        return self.scale < _SHORT
 
     def draw(self, name: str) -> random.Random:
         """Random numbers of a scenario's own."""

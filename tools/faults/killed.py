@@ -1,0 +1,61 @@
+"""Replicas on Ray Serve are killed (SIGKILL) at random moments under load; their requests go on on other replicas.
+
+In the end one may take no more memory, and dies of that, or fails until Ray replaces it.
+"""
+
+from __future__ import annotations
+
+from time import monotonic, sleep
+
+from tools.faults.crowd import Crowd, Ways, ask_all
+from tools.faults.figures import Figures
+from tools.faults.out_of_memory import limit_memory
+from tools.faults.replicas import Replicas, replicas_of
+from tools.faults.server import held_by
+from tools.faults.setting import Setting
+
+_SECONDS_A_KILL = 90.0  # on average: 20 kills in 30 minutes
+_REPLICAS = 3
+_FEW = 5  # kills, which may all come to idle replicas
+_SQUEEZED = 30.0  # seconds
+
+
+def run(setting: Setting, figures: Figures) -> None:
+    """Kills come at random moments of equal slots; each takes one of the replicas that serve, the last one too."""
+    draw, kills = setting.draw("killed"), max(2, round(setting.seconds / _SECONDS_A_KILL))
+    slot = setting.seconds / kills
+    moments = [slot * (place + draw.random()) for place in range(kills)]
+    with replicas_of(setting, _REPLICAS) as replicas:
+        figures.check(replicas.wait(_REPLICAS), "Not all replicas begin.")
+        ask_all(replicas.server.port, setting.questions, figures, setting.clients, rounds=2)
+        before = held_by(replicas.ingress())
+        with Crowd(replicas.server.port, setting.questions, figures, setting.clients, setting.seed, Ways()):
+            began = monotonic()
+            for moment in moments:
+                while (spent := monotonic() - began) < moment:
+                    setting.tell(f"{figures.faults} of {kills} kills, {figures.sent} requests, {spent:.0f} s")
+                    sleep(min(1.0, moment - spent))
+                if serving := replicas.serving():
+                    replicas.kill(draw.choice(serving))
+                    figures.count("faults")
+            sleep(max(0.0, setting.seconds - (monotonic() - began)))
+            setting.tell("a replica that may take no more memory")
+            if serving := replicas.serving():
+                limit_memory(draw.choice(serving), 0)
+                sleep(min(_SQUEEZED, setting.seconds / 4))
+        _end(setting, figures, replicas)
+        after = held_by(replicas.ingress())
+    figures.check(figures.faults == kills, f"{figures.faults} of {kills} kills came to a replica.")
+    figures.check(figures.retried or kills < _FEW, "No request was under way on a replica that was killed.")
+    figures.notes |= {"at, s": [round(moment) for moment in moments], "seed": setting.seed}
+    figures.notes |= {"ingress before": before.to_json(), "ingress after": after.to_json()}
+    figures.leaked_files = max(0, after.files - before.files)
+    figures.leaked_threads = max(0, after.threads - before.threads)
+    figures.leaked_mb = round(max(0.0, after.megabytes - before.megabytes), 1)
+
+
+def _end(setting: Setting, figures: Figures, replicas: Replicas) -> None:
+    figures.check(replicas.wait(_REPLICAS), "A replica that was killed is not replaced.")
+    ask_all(replicas.server.port, setting.questions, figures)
+    figures.check(replicas.server.settle(), "Requests still wait or run.")
+    figures.retried = replicas.retried()
