@@ -4,7 +4,6 @@ What is named here is imported when it is asked for: `python -m runtime` imports
 quietly on Ctrl-C while the rest is imported.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
     from runtime.scheduler_stats import SchedulerStats
     from runtime.session import Session
     from runtime.stats import Stats
-
-# ONNX Runtime's own packages tell their maker what they run, unless this is set before they are imported; whoever wants
-# that sets it to 0.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _MODULES = {
     "beam_search": ("BeamResult",),
