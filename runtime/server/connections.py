@@ -36,6 +36,7 @@ _LAST_WORDS = 3.0  # seconds for the ends of answers that were cut off to reach 
 _WAITING = 2048  # connections that the system keeps until they are taken: as many as uvicorn has it keep
 _AT_ONCE = 16  # of them, those that the event loop takes before it does anything else
 _TOLD = 16  # above the most that may be open: those that are told so. More are closed without a word
+_PROBES = ("/health/live", "/health/ready", "/metrics")
 _OTHER_FILES = 128  # open files of the process itself, and of connections that are being closed
 
 
@@ -129,7 +130,7 @@ class _TimedProtocol(H11Protocol):
             transport.abort()
             return
         if above > 0:
-            self.app = _refusing(too_many_connections(self.limits.max_connections))
+            self.app = _refusing(too_many_connections(self.limits.max_connections), self.app)
         transport.set_write_buffer_limits(high=0)  # so that writing pauses wherever bytes wait
         self._watch()
 
@@ -234,8 +235,13 @@ class _TimedProtocol(H11Protocol):
         return True
 
 
-def _refusing(error: ApiError) -> ASGIApp:
+def _refusing(error: ApiError, app: ASGIApp) -> ASGIApp:
+    """Refuses all but probes and scrapes: a server that has much to do is not to be taken for one that is dead."""
+
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _PROBES:
+            await app(scope, receive, send)
+            return
         request_id = id_of(scope["headers"])
         log_refusal(request_id, error)
         await JSONResponse(error.body, error.status, error.headers | {HEADER: request_id})(scope, receive, send)
