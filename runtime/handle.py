@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from runtime.generation import Generation, Span
@@ -23,6 +24,7 @@ class Handle:
     def __init__(self, cancel: Callable[[], None]) -> None:
         """`cancel` is called to end the request. Handles are made by `Runtime.submit`."""
         self._cancel = cancel
+        self.submitted = perf_counter()  # in this process, in seconds
         self._spans: list[Span] = []
         self._result: Generation | None = None
         self._error: Exception | None = None

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from time import perf_counter, time
+from time import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plans.errors import OutriderError, RequestError
@@ -27,13 +28,13 @@ from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
 from runtime.server.answers import Answer
 from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError, shutting_down, told
+from runtime.server.errors import ApiError, client_gone, shutting_down, told
 from runtime.server.metrics import Metrics
 from runtime.server.observer import Endings, Observer, Told
 from runtime.server.readiness import Phase, Readiness
 from runtime.server.record import Record, record_of
 from runtime.server.refusals import refusal
-from runtime.server.request_log import log_request
+from runtime.server.request_log import log_fault, log_request
 from runtime.server.served import Served
 from runtime.server.submitting import Submitted, Submitter
 from runtime.server.token_budgets import TokenBudgets
@@ -191,9 +192,7 @@ def _listeners(config: ServerConfig, metrics: Metrics, tracing: Tracing | None) 
     listeners: list[Told] = [_settle, metrics.observe]
     if tracing is not None:
         listeners.append(tracing.end)
-    if config.log_requests:
-        listeners.append(log_request)
-    return listeners
+    return [*listeners, log_request if config.log_requests else log_fault]
 
 
 def _settle(record: Record) -> None:
@@ -204,7 +203,7 @@ def _settle(record: Record) -> None:
 
 def _refused(request: Request, error: ApiError) -> JSONResponse:
     """The answer for an error, which is noted."""
-    record_of(request).error = error
+    record_of(request).refuse(error)
     return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -251,6 +250,8 @@ class _Guard:
 
 def _named(request: Request, error: HTTPException) -> ApiError:
     """The error of ours for one of the frameworks, which name it in two words."""
+    if isinstance(error.__cause__, ClientDisconnect):  # before its body was whole
+        return client_gone()
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, _sentence(request, error), "invalid_request_error", code, error.headers)
 
@@ -307,7 +308,6 @@ class _Serving:
     def _submit(self, record: Record, asked: CompletionAsked | ChatAsked) -> Submitted:
         """Submit what is asked, within the budget of the client's key; in a thread."""
         record.submitted = self._submitter.submit(asked, record.client, self._admit(record))
-        record.submitted_at = perf_counter()
         return record.submitted
 
     def _admit(self, record: Record) -> Callable[[int, int], None] | None:
@@ -326,7 +326,7 @@ class _Serving:
         try:
             while not (await asyncio.wait([waiting], timeout=_GONE))[0]:
                 if await request.is_disconnected():
-                    raise ApiError(499, "The client has gone.", "invalid_request_error", "client_gone")
+                    raise client_gone()
             found = await waiting
         finally:
             for handle in handles:
@@ -370,12 +370,13 @@ class _Serving:
             if answer.with_usage:
                 yield _event(answer.usage(found, submitted.prompts))
             if cut := _cut_off(found):
-                record.error = cut
+                record.refuse(cut)
                 yield _event(cut.body)
             yield _DONE
         except OutriderError as error:  # the answer has begun: the error is its last event
-            record.error = told(error)
-            yield _event(record.error.body)
+            last = told(error)
+            record.refuse(last)
+            yield _event(last.body)
             yield _DONE
         finally:
             for handle in handles:

@@ -30,11 +30,13 @@ from plans.errors import RequestError
 from runtime.server.errors import ApiError, not_http, too_many_connections, too_slow
 from runtime.server.readiness import Phase, Readiness
 from runtime.server.request_ids import HEADER, id_of, new_id
+from runtime.server.request_log import log_refusal
 
 _LAST_WORDS = 3.0  # seconds for the ends of answers that were cut off to reach their clients
 _WAITING = 2048  # connections that the system keeps until they are taken: as many as uvicorn has it keep
 _AT_ONCE = 16  # of them, those that the event loop takes before it does anything else
 _TOLD = 16  # above the most that may be open: those that are told so. More are closed without a word
+_PROBES = ("/health/live", "/health/ready", "/metrics")
 _OTHER_FILES = 128  # open files of the process itself, and of connections that are being closed
 
 
@@ -128,7 +130,7 @@ class _TimedProtocol(H11Protocol):
             transport.abort()
             return
         if above > 0:
-            self.app = _refusing(too_many_connections(self.limits.max_connections))
+            self.app = _refusing(too_many_connections(self.limits.max_connections), self.app)
         transport.set_write_buffer_limits(high=0)  # so that writing pauses wherever bytes wait
         self._watch()
 
@@ -195,40 +197,56 @@ class _TimedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self._awaited is h11.SEND_BODY:
-            self._refuse(too_slow("body", seconds))
+            error, record = too_slow("body", seconds), self.scope.get("state", {}).get("record")
+            if self._refuse(error, id_of(self.headers) if record is None else record.request_id) and record is not None:
+                record.status = error.status
+                record.refuse(error)
         elif self.conn.trailing_data[0]:
-            self._refuse(too_slow("head", seconds))
+            self._refuse_unread(too_slow("head", seconds))
         self.transport.close()  # the application hears that its client has gone
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no HTTP; uvicorn calls this while it handles h11's error."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        self._refuse(not_http(status, str(error) or msg))
+        self._refuse_unread(not_http(status, str(error) or msg))
         self.transport.close()
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, where no answer has begun."""
+    def _refuse_unread(self, error: ApiError) -> None:
+        """Refuse a request of which the application has not heard."""
+        request_id = new_id()
+        if self._refuse(error, request_id):
+            log_refusal(request_id, error)
+
+    def _refuse(self, error: ApiError, request_id: str) -> bool:
+        """Answer without the application; False where an answer has begun."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            return
+            return False
         body = json.dumps(error.body).encode()
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
-            HEADER: id_of(self.headers) if self._awaited is h11.SEND_BODY else new_id(),
+            HEADER: request_id,
         }
         head = h11.Response(status_code=error.status, headers=list(headers.items()))
         for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:  # whose application would answer too
             self.cycle.disconnected = True
+        return True
 
 
-def _refusing(error: ApiError) -> ASGIApp:
+def _refusing(error: ApiError, app: ASGIApp) -> ASGIApp:
+    """Refuses all but probes and scrapes: a server that has much to do is not to be taken for one that is dead."""
+
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = error.headers | {HEADER: id_of(scope["headers"])}
-        await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+        if scope["path"] in _PROBES:
+            await app(scope, receive, send)
+            return
+        request_id = id_of(scope["headers"])
+        log_refusal(request_id, error)
+        await JSONResponse(error.body, error.status, error.headers | {HEADER: request_id})(scope, receive, send)
 
     return refuse
 

@@ -51,6 +51,11 @@ def loading(why: str) -> ApiError:
     return ApiError(503, message, "server_error", "loading", _again(_RESTART_SECONDS))
 
 
+def client_gone() -> ApiError:
+    """The error for the log alone: nobody is there to read it."""
+    return ApiError(499, "The client has gone.", "invalid_request_error", "client_gone")
+
+
 def too_many_connections(most: int) -> ApiError:
     message = f"Too many connections are open, and this server takes {most}; close idle ones, or try again later."
     headers = _again(_BUSY_SECONDS) | {"Connection": "close"}

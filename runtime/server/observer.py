@@ -82,7 +82,7 @@ class Observer:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status = message["status"]
+                record.status = record.status or message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = record.request_id
                 headers.update(record.headers)
@@ -96,8 +96,9 @@ class Observer:
             record.fault = fault
             if record.status:
                 raise
-            record.error = failed(record.request_id)
-            await JSONResponse(record.error.body, record.error.status)(scope, receive, send_with_id)
+            error = failed(record.request_id)
+            record.refuse(error)
+            await JSONResponse(error.body, error.status)(scope, receive, send_with_id)
         finally:
             record.end()
             self._endings.over(record)

@@ -39,7 +39,6 @@ class Record:
     drafter: str | None = None
     answer_id: str | None = None
     submitted: Submitted | None = None
-    submitted_at: float = 0.0
     reservation: Reservation | None = None
     headers: dict[str, str] = field(default_factory=dict)  # that the answer gets, whatever it is
     status: int = 0
@@ -47,6 +46,10 @@ class Record:
     fault: BaseException | None = None  # of the server's own
     ended: float = 0.0
     span: Span | None = None
+
+    def refuse(self, error: ApiError) -> None:
+        """The answer is this error, or ends with it; the first one counts."""
+        self.error = self.error or error
 
     def end(self) -> None:
         """The answer has ended."""
@@ -80,9 +83,14 @@ class Record:
     def finish_reasons(self) -> list[FinishReason]:
         return [each.finish_reason for each in self.found]
 
+    @property
+    def submitted_seconds(self) -> float:
+        """From the request's arrival until it was in the queue."""
+        return min((handle.submitted for handle in self.handles), default=self.began) - self.began
+
     def queue_seconds(self, found: Generation) -> float:
         """From the request's arrival to the first work on a choice."""
-        return self.submitted_at - self.began + found.stats.queued_ms / 1000
+        return self.submitted_seconds + found.stats.queued_ms / 1000
 
     def first_token_seconds(self, found: Generation) -> float:
         """From the request's arrival to the first token of a choice."""

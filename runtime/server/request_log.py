@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
+from runtime.server.errors import ApiError
 from runtime.server.record import Record
 
 LogFormat = Literal["json", "text"]
@@ -31,6 +32,19 @@ def log_request(record: Record) -> None:
         level = logging.ERROR
     fault = None if record.fault is None else (type(record.fault), record.fault, record.fault.__traceback__)
     _LOG.log(level, "request", exc_info=fault, extra={"fields": fields(record)})
+
+
+def log_fault(record: Record) -> None:
+    """Write a line where the server has a fault, for servers without a line of every request."""
+    if (fault := record.fault) is not None:
+        about = (type(fault), fault, fault.__traceback__)
+        _LOG.error("request %s of %s failed", record.request_id, record.path[:_LONGEST], exc_info=about)
+
+
+def log_refusal(request_id: str, error: ApiError) -> None:
+    """Write the line of a request that was refused before the application heard of it."""
+    said = {"status": error.status, "request_id": request_id, "error_type": error.kind, "error_code": error.code}
+    _LOG.info("request", extra={"fields": said})
 
 
 def fields(record: Record) -> dict[str, object]:
@@ -81,7 +95,7 @@ def log_to_stderr(form: LogFormat) -> None:
     """Have the server's loggers write to standard error in this format, requests included."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
-    for name in ("outrider", "uvicorn.error"):
+    for name in ("outrider", "uvicorn.error", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
     logging.getLogger("outrider").setLevel(logging.INFO)

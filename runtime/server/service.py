@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from runtime.server.tracing import Tracing
 
 _CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass
+_INTERRUPTED = 130  # the status of a command that Ctrl-C has ended
 _LOADING = 1.0  # seconds for a plan that is still being loaded when the server has ended
 
 
@@ -48,11 +49,13 @@ class Service:
         self._say(f"listening at {address}, and loading the plan")
         loading = threading.Thread(target=self._load, args=[address], name="outrider-loading", daemon=True)
         loading.start()
-        self._server.run([bound])
-        loading.join(_LOADING)
-        if loading.is_alive():  # in a library that cannot be told to stop; nothing is there that is to be kept
-            sys.stderr.flush()
-            os._exit(0)
+        try:
+            self._server.run([bound])
+        finally:
+            loading.join(_LOADING)
+            if loading.is_alive():  # in a library that cannot be told to stop; nothing is there that is to be kept
+                sys.stderr.flush()
+                os._exit(_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
         if self._failed is not None:
             raise self._failed
 

@@ -23,6 +23,7 @@ from runtime.server.asked import ChatAsked
 from runtime.server.record import Record
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_LONGEST = 200  # characters of a model's name
 _FLUSH_SECONDS = 5.0  # for the last spans to reach their collector
 
 
@@ -60,9 +61,10 @@ class Tracing:
         if span is None:
             return
         for key, value in _attributes(record):
-            span.set_attribute(key, value)
+            if not isinstance(value, int) or -(2**63) <= value < 2**63:  # what the protocol holds
+                span.set_attribute(key, value)
         if record.asked is not None:
-            span.update_name(f"{_OPERATIONS[record.path]} {record.asked.model}")
+            span.update_name(f"{_OPERATIONS[record.path]} {_plain(record.asked.model)}")
         if record.error is not None:
             span.set_attribute("error.type", record.error.code or str(record.status))
         if record.fault is not None or record.status >= 500 or (record.error and record.error.status >= 500):
@@ -74,7 +76,7 @@ class Tracing:
     def _choice(self, record: Record, span: Span, choice: int, found: Generation) -> None:
         """Spans of a choice's phases, one behind the other. Those of several prompts and choices lie side by side."""
         context, stats = set_span_in_context(span), found.stats
-        at = record.began_ns + _ns(record.submitted_at - record.began)
+        at = record.began_ns + _ns(record.submitted_seconds)
         own = {"outrider.choice": choice}
         phases = [("queue", stats.queued_ms, own)]
         if stats.new_tokens:
@@ -109,7 +111,7 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
         yield "outrider.client", record.client
     asked, found = record.asked, record.found
     if asked is not None:
-        yield "gen_ai.request.model", asked.model
+        yield "gen_ai.request.model", _plain(asked.model)
         yield "gen_ai.request.temperature", asked.temperature
         yield "gen_ai.request.top_p", asked.top_p
         yield "gen_ai.request.stream", asked.stream
@@ -126,7 +128,8 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
                 yield key, value
     if record.submitted is None:
         return
-    yield "gen_ai.response.model", asked.model if asked is not None else ""
+    if asked is not None:
+        yield "gen_ai.response.model", asked.model
     if record.answer_id is not None:
         yield "gen_ai.response.id", record.answer_id
     yield "gen_ai.usage.input_tokens", record.prompt_tokens
@@ -138,6 +141,11 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
     yield "outrider.drafter", record.drafter or "none"
     yield "outrider.drafted_tokens", sum(each.stats.drafted for each in found)
     yield "outrider.accepted_tokens", sum(each.stats.accepted for each in found)
+
+
+def _plain(name: str) -> str:
+    """What a client calls a model, as text that any collector takes."""
+    return name[:_LONGEST].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def tracing_by_environment() -> Tracing:

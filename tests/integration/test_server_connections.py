@@ -74,6 +74,7 @@ def test_too_many_connections_are_told(branch_plan: Path) -> None:
             status, body = get(f"{address}/health")
             error = json.loads(body)["error"]
             assert (status, error["type"], error["code"]) == (503, "rate_limit_error", "too_many_connections")
+            assert get(f"{address}/health/live")[0] == get(f"{address}/metrics")[0] == 200
             assert error["message"].startswith("Too many connections are open, and this server takes 2; close idle")
         until = time.monotonic() + 20
         while get(f"{address}/health")[0] != 200:

@@ -14,9 +14,15 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi.testclient import TestClient
 
+from plans.errors import ClosedError
+from runtime import Runtime
 from runtime.__main__ import main
+from runtime.scheduler_stats import SchedulerStats
+from runtime.server.app import ServerConfig, make_app
 from runtime.server.readiness import Phase, Readiness
+from runtime.server.served import Served
 from tests.integration.served import ServerProcess, client_of, get, server_process, wait_until
 
 LONG: dict[str, Any] = {
@@ -140,6 +146,42 @@ def waiting(server: ServerProcess) -> float:
     text = get(f"{server.address}/metrics")[1]
     (line,) = (line for line in text.splitlines() if line.startswith("outrider_requests_waiting "))
     return float(line.split()[1])
+
+
+class Elsewhere:
+    """No more than what the server needs of that which generates, without a prefix cache."""
+
+    prefix_cache = None
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.tokenizer, self.grammars, self.manifest = runtime.tokenizer, runtime.grammars, runtime.manifest
+        self.submit_all, self.save_prefix_cache, self.close = (
+            runtime.submit_all, runtime.save_prefix_cache, runtime.close
+        )  # fmt: skip
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        return SchedulerStats(waiting=3, running=2, kv_slots=100, kv_used=25)
+
+
+def test_the_application_serves_anything_that_generates_in_any_server(branch_plan: Path) -> None:
+    runtime = Runtime.load(branch_plan, threads=1)
+    served: Served = Elsewhere(runtime)
+    readiness = Readiness()
+    app = make_app(served, ServerConfig("toy", api_key="k", tokens_per_minute=1000), readiness=readiness)
+    with TestClient(app) as client:
+        assert client.get("/health/ready").json() == {"status": "ready"}
+        headers = {"Authorization": "Bearer k", "x-request-id": "mine"}
+        answer = client.post("/v1/completions", json=LONG | {"max_tokens": 3}, headers=headers)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert (answer.headers["x-request-id"], answer.headers["x-ratelimit-limit-tokens"]) == ("mine", "1000")
+        text = client.get("/metrics").text
+        assert 'vllm:num_requests_waiting{engine="0",model_name="toy"} 3.0' in text
+        assert 'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25' in text
+        assert "vllm:cache_config_info" not in text
+    assert readiness.draining
+    with pytest.raises(ClosedError):
+        runtime.submit([5])
 
 
 def test_a_server_that_is_told_to_end_while_it_loads_ends(branch_plan: Path, tmp_path: Path) -> None:

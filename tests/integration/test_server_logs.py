@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from plans.errors import PlanError
 from runtime import Runtime
 from runtime.engine import Engine
 from runtime.server import request_log
+from runtime.server.connections import Limits
 from runtime.server.submitting import Submitter
 from tests.integration.served import KEY, client_of, get, listening, settle, wait_until
 
@@ -175,6 +177,44 @@ def test_a_pass_that_fails_is_told_in_each_of_its_requests(
             said = lines.of(name)
             assert (said["status"], said["level"], said["error"]) == (status, "error", "The device is lost.")
             assert (said["error_code"], said["finish_reason"]) == ("server_error", "error")
+
+
+def test_faults_are_logged_though_requests_are_not(
+    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError(SECRET)
+
+    with listening(Runtime.load(branch_plan, threads=1)) as address, client_of(address) as client:
+        client.completions.create(model="toy", prompt="x", max_tokens=1)
+        monkeypatch.setattr(Submitter, "submit", fail)
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(model="toy", prompt="x", extra_headers={"x-request-id": "fault"})
+    (said,) = map(json.loads, lines.text)
+    assert (said["message"], said["level"]) == ("request fault of /v1/completions failed", "error")
+    assert "ZeroDivisionError" in said["exception"]
+
+
+def test_requests_that_never_reach_the_application_have_lines(branch_plan: Path, lines: Lines) -> None:
+    """With the id that their answers have; a body that comes too slowly has one as well, and no other."""
+    limits = Limits(0.3, 0.3, max_connections=1)
+    with listening(Runtime.load(branch_plan, threads=1), limits, log_requests=True) as address:
+        host, port = address.removeprefix("http://").split(":")
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nX-Request-Id: slow\r\n\r\n{"
+        for sent, code in (
+            (b"no HTTP\r\n\r\n", "invalid_http"),
+            (b"GET /", "request_timeout"),
+            (post, "request_timeout"),
+        ):
+            with socket.create_connection((host, int(port)), timeout=20) as plain:
+                plain.sendall(sent)
+                head = b"".join(iter(lambda plain=plain: plain.recv(4096), b"")).decode().lower()  # type: ignore[misc]
+            (request_id,) = (line[14:] for line in head.split("\r\n") if line.startswith("x-request-id: "))
+            assert lines.of(request_id)["error_code"] == code
+        assert lines.of("slow")["status"] == 408
+        with socket.create_connection((host, int(port))):
+            get(f"{address}/health", {"x-request-id": "many"})
+        assert lines.of("many")["error_code"] == "too_many_connections"
 
 
 def test_text_lines_cannot_be_forged(address: str, lines: Lines) -> None:
