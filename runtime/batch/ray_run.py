@@ -160,6 +160,7 @@ class _BlockWriter:
         if self._folder.try_block(number) > _TRIES:
             raise PlanError(
                 f"{_TRIES} actors died while they computed block {number}, which begins with request "
-                f"{requests[0].custom_id!r}: they may have too little memory; use fewer actors on a node, or a smaller --max-running or --cache-bytes."
+                f"{requests[0].custom_id!r}: they may have too little memory; use fewer actors on a node, or a smaller "
+                "--max-running or --cache-bytes."
             )
         return sum(each.new_tokens for each in run_blocks(self._answering, self._folder, {number: requests}))
