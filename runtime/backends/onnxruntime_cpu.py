@@ -37,7 +37,7 @@ CACHED_BYTES = 16 << 20  # bytes of weights up to which an engine runs on the ca
 
 
 class OnnxRuntimeCpu:
-    """`threads` of the settings, 0, leaves the number to ONNX Runtime: one per physical core.
+    """Where `threads` of the settings is 0, ONNX Runtime chooses: one per physical core.
 
     Every engine has worker threads of its own, which spin for a while when it has run: between two steps the host works
     for some 50 us, and workers that have gone to sleep by then cost more to wake. But they share the cores with the
@@ -50,7 +50,7 @@ class OnnxRuntimeCpu:
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         if self._settings.shared_engines is not None:
-            write = partial(write_packed, options=self._options(engine), disabled=_DISABLED)
+            write = partial(write_packed, options=partial(self._options, engine), disabled=_DISABLED)
             path = shared_engine(path, engine.weight_bytes, self._settings.shared_engines, write)
         try:
             session = ort.InferenceSession(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,20 +60,30 @@ def shared_engine(path: Path, weight_bytes: int, folder: Path, write: Callable[[
     return path if (made / _AS_IT_IS).exists() else made / _NAME
 
 
-def write_packed(path: Path, to: Path, options: ort.SessionOptions, disabled: list[str]) -> None:
-    """Have ONNX Runtime write the graph at `path`, with its packed weights beside it."""
-    options.optimized_model_filepath = str(to)
+def write_packed(path: Path, to: Path, options: Callable[[], ort.SessionOptions], disabled: list[str]) -> None:
+    """Have ONNX Runtime write the graph at `path`, with its packed weights beside it, and load what it wrote.
+
+    Raises OSError where it cannot: it does not tell a full disk from other faults.
+    """
+    writing = options()
+    writing.optimized_model_filepath = str(to)
     for key, value in (
         ("optimized_model_external_initializers_file_name", _WEIGHTS),
         ("optimized_model_external_initializers_min_size_in_bytes", str(_LEAST)),
         ("save_external_prepacked_constant_initializers", "1"),
     ):
-        options.add_session_config_entry(f"session.{key}", value)
-    ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
+        writing.add_session_config_entry(f"session.{key}", value)
+    try:
+        for source, how in ((path, writing), (to, options())):
+            ort.InferenceSession(str(source), how, providers=["CPUExecutionProvider"], disabled_optimizers=disabled)
+    except Exception as error:  # ONNX Runtime raises bare RuntimeErrors of its own kinds
+        raise OSError(str(error)) from None
 
 
 def _make(path: Path, weight_bytes: int, made: Path, write: Callable[[Path, Path], None]) -> None:
     """Make the folder `made` as a whole. Raises OSError."""
+    for left in made.parent.glob(f".{made.name}.*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     unfinished = Path(mkdtemp(prefix=f".{made.name}.", dir=made.parent))
     try:
         write(path, unfinished / _NAME)
@@ -81,6 +92,9 @@ def _make(path: Path, weight_bytes: int, made: Path, write: Callable[[Path, Path
             weights.unlink(missing_ok=True)
             (unfinished / _NAME).unlink()
             (unfinished / _AS_IT_IS).touch()
+        for file in unfinished.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
         unfinished.rename(made)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

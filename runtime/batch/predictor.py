@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -38,8 +38,8 @@ class OutriderPredictor:
     or it is a line of OpenAI's batches, with `method`, `url` and `body`. The `custom_id` is its name, from which a seed
     and all ids are derived; without that column, it is a hash of the request.
 
-    Columns of the batch stay. Added are `custom_id`, where it is not there, `status_code` (int: 200, or 4xx of a
-    request that is refused), `text` of the first choice ("" where there is none), `finish_reason` ("" likewise),
+    Columns of the batch stay. Added are `custom_id`, where a row has none, `status_code` (int: 200, or 4xx of a request
+    that is refused), `text` of the first choice ("" where there is none), `finish_reason` ("" likewise),
     `error` (why it was refused, or ""), and `result`, the line that `outrider batch` writes for it. A row's result does
     not depend on other rows, on the size of batches, or on the number of actors.
     """
@@ -78,13 +78,10 @@ class OutriderPredictor:
         return pa.table(kept | {name: pa.array(values) for name, values in added.items()})
 
     def _added(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-        named = bool(rows) and "custom_id" in rows[0]
         requests = [_request(row, place) for place, row in enumerate(rows)]
         answered = sorted(self._answering.answer(requests), key=lambda each: each.number)
-        added: dict[str, list[Any]] = {} if named else {"custom_id": [request.custom_id for request in requests]}
-        for name in ADDED:
-            added[name] = [_COLUMNS[name](each) for each in answered]
-        return added
+        names = {"custom_id": [request.custom_id for request in requests]}
+        return names | {name: [column(each) for each in answered] for name, column in _COLUMNS.items()}
 
 
 def check_visible(folder: Path, file: str) -> None:
@@ -148,7 +145,7 @@ def _error(answered: Answered) -> str:
     return str(answered.result["response"]["body"].get("error", {}).get("message", ""))
 
 
-_COLUMNS = {
+_COLUMNS: dict[str, Callable[[Answered], Any]] = {
     "status_code": lambda each: each.result["response"]["status_code"],
     "text": _text,
     "finish_reason": lambda each: _first(each).get("finish_reason", ""),

@@ -145,7 +145,10 @@ class _BlockWriter:
             try:
                 tokens = self._run(number, requests)
             except OSError as fault:
-                error = PlanError(f"{fault.filename or self._folder.path}: {fault.strerror or fault}")
+                where = fault.filename or self._folder.path
+                error = PlanError(
+                    f"{where}: {fault.strerror or fault}. What is written stays: run the batch again to go on."
+                )
             except OutriderError as fault:
                 error = fault
         done = {"requests": len(rows), "new_tokens": tokens, "began": began}
@@ -156,7 +159,8 @@ class _BlockWriter:
         """Answer a block, and return how many tokens that took. Raises PlanError where its actors have died of it."""
         if self._folder.try_block(number) > _TRIES:
             raise PlanError(
-                f"{_TRIES} actors died in block {number}, which begins with request {requests[0].custom_id!r}: they "
-                "may have too little memory; use fewer actors on a node, or a smaller --max-running or --cache-bytes."
+                f"{_TRIES} actors died while they computed block {number}, which begins with request "
+                f"{requests[0].custom_id!r}: they may have too little memory; use fewer actors on a node, or a smaller "
+                "--max-running or --cache-bytes."
             )
         return sum(each.new_tokens for each in run_blocks(self._answering, self._folder, {number: requests}))

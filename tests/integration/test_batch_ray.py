@@ -148,7 +148,9 @@ def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, 
     with folder.begun(state), cluster(address, Actors(1, 1)) as count:
         for _ in range(4):
             folder.try_block(0)
-        with pytest.raises(PlanError, match="4 actors died in block 0, which begins with request 'request-"):
+        with pytest.raises(
+            PlanError, match="4 actors died while they computed block 0, which begins with request 'request-"
+        ):
             list(run_on_ray(branch_plan, folder, state, {0: blocks[0]}, count, 1, {"threads": 1}))
 
 
