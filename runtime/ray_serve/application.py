@@ -19,7 +19,8 @@ _ROUTERS: dict[Routing, dict[str, Any]] = {
     "round-robin": {"request_router_class": "runtime.ray_serve.router:RoundRobinRouter"},
 }
 _TELLING = 2.0  # seconds between the moments when a replica tells all ingresses what it holds
-_MARGIN = 10.0  # seconds that Ray gives a deployment behind its own time to drain
+_CARE: dict[str, Any] = {"graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": 5.0}
+_MARGIN = 10.0  # seconds that an ingress has behind its time to drain
 
 
 def build(args: Settings | dict[str, Any]) -> serve.Application:
@@ -29,23 +30,21 @@ def build(args: Settings | dict[str, Any]) -> serve.Application:
     """
     settings = Settings.model_validate(args)
     manifest = open_plan(settings.plan, verify=False).manifest
-    replica = serve.deployment(name=REPLICA, **_scaling(settings, manifest.target), **_shared(settings))(Replica)
+    replica = serve.deployment(
+        name=REPLICA,
+        graceful_shutdown_timeout_s=settings.drain_seconds,  # who then still runs goes on at another one
+        **_scaling(settings, manifest.target),
+        **_CARE,
+    )(Replica)
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=settings.ingresses,
         max_ongoing_requests=100_000,  # what waits is bounded by `max_waiting`
-        ray_actor_options={"num_cpus": settings.ingress_cpus},
-        **_shared(settings),
+        ray_actor_options={"num_cpus": settings.ingress_cpus, "resources": settings.ingress_resources},
+        graceful_shutdown_timeout_s=settings.drain_seconds + _MARGIN,
+        **_CARE,
     )(Ingress)
     return ingress.bind(replica.bind(settings, manifest.identity), settings)
-
-
-def _shared(settings: Settings) -> dict[str, Any]:
-    return {
-        "graceful_shutdown_timeout_s": settings.drain_seconds + _MARGIN,
-        "graceful_shutdown_wait_loop_s": 0.2,
-        "health_check_period_s": 5.0,
-    }
 
 
 def _scaling(settings: Settings, target: Geometry) -> dict[str, Any]:
@@ -53,7 +52,11 @@ def _scaling(settings: Settings, target: Geometry) -> dict[str, Any]:
     at_once = settings.max_running or target.branches
     options: dict[str, Any] = {
         "max_ongoing_requests": settings.max_ongoing or 2 * at_once,
-        "ray_actor_options": {"num_cpus": settings.cpus_of_replica},
+        "ray_actor_options": {
+            "num_cpus": settings.cpus_of_replica,
+            "num_gpus": settings.replica_gpus,
+            "resources": settings.replica_resources,
+        },
         "request_router_config": {**_ROUTERS[settings.routing], "request_routing_stats_period_s": _TELLING},
     }
     if settings.least_replicas == settings.most_replicas:

@@ -72,6 +72,9 @@ def _parser(called: str) -> Parser:
         "--replica-cpus", type=number(0), metavar="N", help="CPUs that Ray sets aside for a replica (--threads)"
     )
     parser.add_argument(
+        "--replica-gpus", type=number(0), default=0.0, metavar="N", help="GPUs, likewise, of a plan for GPUs (0)"
+    )
+    parser.add_argument(
         "--routing",
         choices=get_args(Routing),
         default="prefix",

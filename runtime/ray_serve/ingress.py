@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
@@ -23,6 +23,7 @@ from runtime.server.app import ServerConfig, make_app
 
 _LOG = logging.getLogger("outrider")
 _EVERY = 2.0  # seconds between questions to replicas for their counts
+_ANSWERS = 5.0  # seconds for replicas to answer
 _CUTTING = 5.0  # seconds for those who run to hear that they are cut off
 
 
@@ -55,7 +56,10 @@ class Ingress:
     async def replicas(self) -> list[About]:
         """The replicas that answer."""
         response = self._replicas.broadcast("about")
-        found = await response.results_async(timeout_s=5.0, return_exceptions=True)
+        try:
+            found = await response.results_async(timeout_s=_ANSWERS, return_exceptions=True)
+        except DeploymentUnavailableError:  # there is none now
+            return []
         return [each for each in found if isinstance(each, About)]
 
     async def drain(self, seconds: float) -> bool:

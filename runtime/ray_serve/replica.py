@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
 
+import ray
 from ray import serve
 
 from plans.errors import ClosedError, OutriderError, PlanError
@@ -27,10 +29,11 @@ _STUCK = 120.0  # seconds without a pass, while requests run, behind which a rep
 
 @dataclass(frozen=True)
 class About:
-    """Which process a replica is, and what it does."""
+    """Which process a replica is, and what it does: `host` is its machine, `node` that machine's number in Ray."""
 
     replica: str
     pid: int
+    host: str
     node: str
     stats: SchedulerStats
 
@@ -114,9 +117,8 @@ class Replica:
 
     async def about(self) -> About:
         """Which process this is, and its counts."""
-        context = serve.get_replica_context()
-        node = os.uname().nodename
-        return About(context.replica_id.unique_id, os.getpid(), node, self._runtime.scheduler_stats)
+        name, node = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
+        return About(name, os.getpid(), socket.gethostname(), node, self._runtime.scheduler_stats)
 
     def check_health(self) -> None:
         """Called by Ray's controller, which replaces a replica that raises."""

@@ -22,7 +22,8 @@ class Settings(BaseModel):
 
     `plan` is a path that leads to the same plan on every node. `replicas` are those at the start; with `max_replicas`
     there are more while more than `target_ongoing` requests are under way on each, and down to `min_replicas` while
-    fewer are. Counts that are None follow from the plan's branches.
+    fewer are. Counts that are None follow from the plan's branches. `replica_cpus` (default: `threads`), `_gpus` and
+    `_resources` are what Ray sets aside for each, and so say on which machines they are.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,7 +42,10 @@ class Settings(BaseModel):
     target_ongoing: PositiveInt | None = None
     max_ongoing: PositiveInt | None = None
     replica_cpus: float | None = Field(default=None, ge=0)
+    replica_gpus: float = Field(default=0.0, ge=0)
+    replica_resources: dict[str, float] = {}
     ingress_cpus: float = Field(default=0.0, ge=0)
+    ingress_resources: dict[str, float] = {}
     routing: Routing = "prefix"
     max_running: PositiveInt | None = None
     max_waiting: PositiveInt = 1024

@@ -31,15 +31,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def two_nodes() -> Iterator[tuple[Cluster, str]]:
-    """A cluster that this process drives, with Ray Serve, and the address where that listens."""
+def two_nodes(**resources: float) -> Iterator[tuple[Cluster, str]]:
+    """A cluster that this process drives, with Ray Serve, and the address where that listens.
+
+    Both nodes have `resources`, and the first one "first".
+    """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address of what began last
     before = processes()
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets lie in it
-    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, "temp_dir": folder, **_NODE})
+    head = {"include_dashboard": False, "temp_dir": folder, "resources": {"first": 1, **resources}, **_NODE}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        cluster.add_node(**_NODE)
+        cluster.add_node(resources=resources, **_NODE)
         ray.init(address=cluster.address, log_to_driver=False)
         port = free_port()
         serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
