@@ -1,5 +1,6 @@
-"""A small server of OpenAI's API: `python fake_server.py PORT [--company | --fails]`. It answers with a hash of what is asked.
+"""A small server of OpenAI's API: `python fake_server.py PORT [--company | --fails]`.
 
+It answers with a hash of what is asked.
 With `--company`, an answer that others shared the server with has another last word; with `--fails` there are none.
 """
 

@@ -149,7 +149,7 @@ def test_an_engine_whose_rows_depend_on_each_other_is_found(
 def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_out(
     toy_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = (Condition("threads", "one", "alone"),)
+    two = (Condition("threads", "one", "alone"), Condition("threads", "other", "alone"))
 
     def run(job: dict[str, Any], isa: str | None) -> Iterator[dict[str, Any]]:
         if job["conditions"] == [REFERENCE.conditions[0].to_json()]:
@@ -163,12 +163,14 @@ def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_o
 
     monkeypatch.setattr(measure, "run_process", run)
     lacking = "avx2" if platform.machine() in ("aarch64", "arm64") else "neon"
-    todo = [Process(one, isa="gone"), Process(one, isa="died"), Process(one, isa=lacking)]
+    todo = [Process(two, isa="gone"), Process(two, isa="died"), Process(two, isa=lacking)]
     monkeypatch.setattr(measure, "processes", lambda *_, **__: todo)
     found = report(capsys, 1, str(toy_plan), "--requests", "2", "--new", "4", *PROMPTS)
-    gone, died = found["rows"]
-    assert "nowhere" in gone["first"]["found"]
-    assert "its process ended: KeyError: 'asked'" in died["first"]["found"]
+    assert [row["diverged"] for row in found["rows"]] == [2] * 4  # the second condition of each was never run
+    for row in found["rows"][:2]:
+        assert "nowhere" in row["first"]["found"]
+    for row in found["rows"][2:]:
+        assert "its process ended: KeyError: 'asked'" in row["first"]["found"]
     assert [each["what"] for each in found["left_out"]] == [f"OUTRIDER_ISA={lacking}"]
 
 

@@ -112,13 +112,16 @@ def _reference(job: dict[str, Any], asked: Sequence[Asked]) -> list[Outcome]:
 def _answers(
     job: dict[str, Any], asked: Sequence[Asked], process: Process
 ) -> Iterator[tuple[Condition, dict[str, Any]]]:
-    """Every condition of a process with what it came to. One that cannot load its plan ends behind the first."""
+    """Every condition of a process with what it came to; where the process ended before it, why that ended."""
     whole = job | {
         "asked": [asdict(each) for each in _half_with_logprobs(asked)],
         "threads": process.threads,
         "conditions": [condition.to_json() for condition in process.conditions],
     }
-    yield from zip(process.conditions, run_process(whole, process.isa), strict=False)
+    answers, answer = run_process(whole, process.isa), dict[str, Any]()
+    for condition in process.conditions:
+        answer = next(answers, answer)
+        yield condition, answer
 
 
 def _half_with_logprobs(asked: Sequence[Asked]) -> list[Asked]:

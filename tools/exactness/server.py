@@ -66,7 +66,11 @@ class Server:
             self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `stop`)
             try:
                 self._process = subprocess.Popen(
-                    shlex.split(self._command), stdout=self._said, stderr=subprocess.STDOUT, text=True
+                    shlex.split(self._command),
+                    stdout=self._said,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,  # a command may be a shell that starts the server
                 )
             except (OSError, ValueError) as error:
                 raise RequestError(f"{self._command!r} cannot be started: {error}") from None
@@ -92,16 +96,20 @@ class Server:
     def stop(self) -> None:
         """End the process, where there is one; again without effect."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
+            self._signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._signal(signal.SIGKILL)  # what is left of its group
+            self._process.wait()
             self._process = None
         if self._said is not None:
             self._said.close()
             self._said = None
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def ask(self, asked: Asked, more: dict[str, Any], *, stream: bool = False) -> Outcome:
         """Make a request with `more` fields; what it came to, an error of the server's included."""

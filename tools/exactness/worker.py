@@ -7,6 +7,7 @@ cache), the `asked` requests and the `conditions`. For each condition a line of 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -37,57 +38,65 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Run a job's conditions one after another, and give what each came to. Ends behind a plan that does not load."""
     asked = [Asked(**each) for each in job["asked"]]
     loaded = _Loaded(job, asked)
-    for each in job["conditions"]:
-        condition = Condition(**each)
-        try:
-            runtime = loaded.runtime(condition)
-        except OutriderError as error:
-            yield {"error": str(error)}
-            return
-        run = Run(runtime, condition, job["drafters"])
-        try:
+    try:
+        for each in job["conditions"]:
+            condition = Condition(**each)
+            try:
+                loaded.prepare(condition)
+            except OutriderError as error:
+                yield {"error": str(error)}
+                return
+            yield _answer(loaded, condition, asked, job)
+    finally:
+        loaded.close()
+
+
+def _answer(loaded: _Loaded, condition: Condition, asked: list[Asked], job: dict[str, Any]) -> dict[str, Any]:
+    """Run a condition on the runtime that was prepared for it."""
+    times = 2 if condition.cache == "warm" and condition.way == "alone" else 1  # the first fills the cache
+    try:
+        for _ in range(times):
+            run = Run(loaded.runtime, condition, job["drafters"])
             outcomes = WAYS[condition.way](run, asked)
-            if condition.cache == "warm" and condition.way == "alone":  # that was the first time
-                run = Run(runtime, condition, job["drafters"])
-                outcomes = WAYS[condition.way](run, asked)
-            if condition.save:
-                runtime.save_prefix_cache(job["file"])
-        except OutriderError as error:
-            yield {"error": str(error)}
-            continue
-        yield {"outcomes": [outcome.to_json() for outcome in outcomes], "witness": asdict(run.witness)}
-    loaded.close()
+        if condition.save:
+            loaded.runtime.save_prefix_cache(job["file"])
+    except OutriderError as error:
+        return {"error": str(error)}
+    return {"outcomes": [outcome.to_json() for outcome in outcomes], "witness": asdict(run.witness)}
 
 
 class _Loaded:
-    """The plan, loaded once for all conditions with the same scheduler and no prefix cache, and anew for each other."""
+    """The plan, loaded once for conditions in a row with the same scheduler and no prefix cache, else anew for each."""
 
     def __init__(self, job: dict[str, Any], asked: list[Asked]) -> None:
         self._job, self._longest = job, max(len(each.prompt) for each in asked)
-        self._plain: tuple[object, Runtime] | None = None
-        self._open: list[Runtime] = []
+        self._runtime: Runtime | None = None
+        self._for: object = None
 
-    def runtime(self, condition: Condition) -> Runtime:
-        """Return a runtime for a condition; the prefix cache of another one is never in it."""
-        key = condition.mode, condition.prefill_tokens
-        if condition.cache == "off" and self._plain is not None and self._plain[0] == key:
-            return self._plain[1]
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that was prepared last."""
+        assert self._runtime is not None
+        return self._runtime
+
+    def prepare(self, condition: Condition) -> None:
+        """Load a runtime for a condition, unless the present one will do. Raises `OutriderError` where none loads."""
+        scheduler = SchedulerConfig(mode=condition.mode, prefill_tokens=condition.prefill_tokens)
+        if condition.cache == "off" and self._runtime is not None and self._for == scheduler:
+            return
         self.close()
-        runtime = Runtime.load(
+        self._runtime = Runtime.load(
             self._job["plan"],
             backend=self._job["backend"],
             threads=self._job["threads"],
             verify=False,
             prefix_cache=self._cache(condition),
-            scheduler=SchedulerConfig(mode=condition.mode, prefill_tokens=condition.prefill_tokens),
+            scheduler=scheduler,
             exactness=self._job["exactness"],
         )
-        self._open.append(runtime)
-        if condition.cache == "off":
-            self._plain = key, runtime
+        self._for = scheduler if condition.cache == "off" else None
         if condition.cache == "loaded":
-            runtime.load_prefix_cache(Path(self._job["file"]))
-        return runtime
+            self._runtime.load_prefix_cache(Path(self._job["file"]))
 
     def _cache(self, condition: Condition) -> PrefixCacheConfig | None:
         if condition.cache == "off":
@@ -96,10 +105,11 @@ class _Loaded:
         return PrefixCacheConfig(max_cached_tokens=_CROWDED * self._longest if crowded else 65536)
 
     def close(self) -> None:
-        """Let every runtime end."""
-        for runtime in self._open:
-            runtime.close(drain=False)
-        self._open, self._plain = [], None
+        """Let the present runtime end, and its memory go: several would not fit beside each other."""
+        if self._runtime is not None:
+            self._runtime.close(drain=False)
+        self._runtime = None
+        gc.collect()
 
 
 if __name__ == "__main__":
