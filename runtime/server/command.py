@@ -177,7 +177,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         runtime = load(arguments, cache, scheduler)
         runtime.start()
         if file is not None and file.exists():
-            _warm_up(runtime, file)
+            warm_up(runtime, file)
         config = replace(config, model=config.model or runtime.manifest.name)
         try:
             bound.listen()
@@ -194,7 +194,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _warm_up(runtime: Runtime, file: Path) -> None:
+def warm_up(runtime: Runtime, file: Path) -> None:
     """Take in a saved prefix cache. One of the plan that was served before is passed over: a new plan is to start."""
     try:
         stderr.print(f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm", style="dim")

@@ -116,9 +116,7 @@ def test_what_an_answer_counts_as(found: Answer, more: dict[str, bool], count: s
     assert not figures.passed
 
 
-def test_a_failure_is_told(
-    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_told(plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(_: object, figures: Figures) -> None:
         figures.sent = 1
         figures.differ("Other tokens.")

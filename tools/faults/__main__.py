@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -86,8 +85,8 @@ def _run(options: argparse.Namespace) -> int:
 def _print(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
     console.print(
-        f"{machine['processor']}, {machine['cores']} cores; commit {report['git_sha']}, plan {report['identity'][:12]}; "
-        f"{report['minutes']:g} minutes, {report['clients']} clients, seed {report['seed']}; {report['time']}"
+        f"{machine['processor']}, {machine['cores']} cores; commit {report['git_sha']}, "
+        f"plan {report['identity'][:12]}; {report['minutes']:g} minutes, {report['clients']} clients, seed {report['seed']}; {report['time']}"
     )
     heads = ("faults", "sent", "answered", "refused", "cut", "lost", "different", "retried")
     table = make_table("what", *heads, "files", "threads", "MB", "s", "passed")
@@ -112,7 +111,11 @@ def _parser(called: str) -> Parser:
     parser.add_argument("plan", type=Path, help="folder of a plan")
     parser.add_argument("--only", metavar="NAME,...", help="of the scenarios (default: all; README.md describes them)")
     parser.add_argument(
-        "--minutes", type=number(above=0), default=_WHOLE, metavar="N", help="under load, of all scenarios together (60)"
+        "--minutes",
+        type=number(above=0),
+        default=_WHOLE,
+        metavar="N",
+        help="under load, of all scenarios together (60)",
     )
     parser.add_argument("--clients", type=at_least_1, default=32, metavar="N", help="that ask at once (32)")
     parser.add_argument("--seed", type=at_least_0, default=1, metavar="N", help="of everything that is random (1)")

@@ -104,12 +104,16 @@ def _deep(body: dict[str, Any], draw: random.Random, _: int) -> bytes:
 
 
 def _large(body: dict[str, Any], draw: random.Random, most: int) -> bytes:
-    key = draw.choice(["user", "stop", "prompt", "bad_words", "logit_bias", "allowed_token_ids", "metadata", "messages"])
+    key = draw.choice(
+        ["user", "stop", "prompt", "bad_words", "logit_bias", "allowed_token_ids", "metadata", "messages"]
+    )
     room = most * draw.choice([3, 9, 9]) // 10
     values: dict[str, Callable[[], Any]] = {
         "user": lambda: "x" * room,
         "stop": lambda: ["ab"] * (room // 7),
-        "prompt": lambda: draw.choice([["x"] * (room // 6), [5] * (room // 4), [[5]] * (room // 6), "y " * (room // 2)]),
+        "prompt": lambda: draw.choice(
+            [["x"] * (room // 6), [5] * (room // 4), [[5]] * (room // 6), "y " * (room // 2)]
+        ),
         "bad_words": lambda: ["z" * 5] * (room // 10),
         "logit_bias": lambda: {str(number): 1 for number in range(room // 12)},
         "allowed_token_ids": lambda: [1] * (room // 4),
@@ -126,16 +130,22 @@ def _grammar(body: dict[str, Any], draw: random.Random, most: int) -> bytes:
     many = min(room // 30, 20_000)
     forms: tuple[Callable[[], Any], ...] = (
         lambda: {"regex": draw.choice(["(", "[", "a{5,2}", "(?P<x", "\\", "*", "(?<=a)b", "\\1", "[[:foo:]]", "a**"])},
-        lambda: {"regex": draw.choice(["(a{1000}){1000}", "(((a{100}){100}){100}){100}", "(a|b|ab)*c{9999}", "(a*)*b"])},
+        lambda: {
+            "regex": draw.choice(["(a{1000}){1000}", "(((a{100}){100}){100}){100}", "(a|b|ab)*c{9999}", "(a*)*b"])
+        },
         lambda: {"regex": "(" * (room // 2) + ")" * (room // 2)},
         lambda: {"regex": "a" * room},
         lambda: {"regex": "|".join(f"w{number}x" for number in range(many))},
         lambda: {"regex": ".{0,5000}x.{0,5000}y.{0,5000}"},
         lambda: {"grammar": "start: " + "a " * (room // 2)},
         lambda: {"grammar": "start: a\na: b\nb: a\n"},
-        lambda: {"grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(many)) + f'r{many}: "x"'},
+        lambda: {
+            "grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(many)) + f'r{many}: "x"'
+        },
         lambda: {"grammar": 'start: "' + "q" * room + '"'},
-        lambda: {"grammar": draw.choice(["", "start", "start:", "%json {", "start: %json {}", "start: /(/", "?", "\x00"])},
+        lambda: {
+            "grammar": draw.choice(["", "start", "start:", "%json {", "start: %json {}", "start: /(/", "?", "\x00"])
+        },
         lambda: {"choice": ["x" * 8] * (room // 12)},
         lambda: {"choice": [f"w{number}" for number in range(many)]},
         lambda: {"json": _schema(draw, many)},
@@ -143,8 +153,10 @@ def _grammar(body: dict[str, Any], draw: random.Random, most: int) -> bytes:
         lambda: {"json": {"type": draw.choice(["objekt", 5, None, ["string", "x"]]), "minimum": "x"}},
         lambda: {"json": {"$ref": draw.choice(["#", "#/a/b", "http://127.0.0.1/x", "#/$defs/x"])}},
         lambda: {"json": {"type": "string", "pattern": draw.choice(["(", "(a{1000}){1000}", "a" * min(room, 50_000)])}},
-        lambda: {"json": {"type": "array", "minItems": 10**draw.randint(1, 18), "items": {"type": "integer"}}},
-        lambda: {"json": {"type": "integer", "minimum": 10**draw.randint(1, 300), "multipleOf": draw.choice([0, 7, 1e-9])}},
+        lambda: {"json": {"type": "array", "minItems": 10 ** draw.randint(1, 18), "items": {"type": "integer"}}},
+        lambda: {
+            "json": {"type": "integer", "minimum": 10 ** draw.randint(1, 300), "multipleOf": draw.choice([0, 7, 1e-9])}
+        },
         lambda: {"regex": "a", "json": {}},
         lambda: {"regex": 5},
         lambda: {},

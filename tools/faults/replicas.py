@@ -62,7 +62,16 @@ def replicas_of(setting: Setting, count: int, *options: str) -> Iterator[Replica
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # short: Ray's sockets lie in it
     environment = {"RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     cache = ("--cache-tokens", "8192", "--cache-bytes", str(2**26))
-    own = ("--replicas", str(count), "--replica-cpus", "0.1", "--threads", str(setting.threads), "--max-waiting", "4096")
+    own = (
+        "--replicas",
+        str(count),
+        "--replica-cpus",
+        "0.1",
+        "--threads",
+        str(setting.threads),
+        "--max-waiting",
+        "4096",
+    )
     server = Server(
         setting.plan, setting.file("ray.log"), [*own, *cache, *options], environment, ("runtime.ray_serve",)
     )

@@ -31,7 +31,8 @@ def run(setting: Setting, figures: Figures) -> None:
         quiet = _others(setting, server, figures, setting.seconds / 4)
         before = server.held().megabytes
         slow = [
-            threading.Thread(target=_slow, args=(setting, server, figures, place), daemon=True) for place in range(count)
+            threading.Thread(target=_slow, args=(setting, server, figures, place), daemon=True)
+            for place in range(count)
         ]
         for thread in slow:
             thread.start()
@@ -82,7 +83,9 @@ def _slow(setting: Setting, server: Server, figures: Figures, place: int) -> Non
 
 
 def _in_head(made: socket.socket) -> str | None:
-    return _dribble(made, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 1000, b"The request's head has not")
+    return _dribble(
+        made, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 1000, b"The request's head has not"
+    )
 
 
 def _in_body(made: socket.socket) -> str | None:
