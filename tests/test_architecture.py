@@ -114,3 +114,35 @@ def test_every_folder_of_ours_says_what_lives_in_it() -> None:
     folders = {path.parent for folder in (*PACKAGES, "tools") for path in sources(folder)}
     missing = sorted(relative(folder) for folder in folders if not (folder / "README.md").is_file())
     assert missing == []
+
+
+WALL_CLOCK = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.ctime", "datetime.datetime.now",
+              "datetime.datetime.utcnow", "datetime.datetime.today", "datetime.date.today"}  # fmt: skip
+TELLS_THE_TIME = {"runtime/server/answers.py", "runtime/server/app.py"}  # to clients: `created`
+
+
+def wall_clock_calls(path: Path) -> Iterator[str]:
+    """Names by which a file refers to the wall clock, as they are imported."""
+    tree, names = ast.parse(path.read_text(encoding="utf-8")), dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            full = f"{names.get(first, first)}.{rest}".rstrip(".")
+            if full in WALL_CLOCK:
+                yield full
+
+
+def test_nothing_is_timed_by_the_wall_clock() -> None:
+    """It jumps. Deadlines, idle times and budgets count on clocks that do not (`time.monotonic`, `perf_counter`)."""
+    found = {relative(path) for folder in ("runtime", "commands", "plans") for path in sources(folder)
+             if any(wall_clock_calls(path))}  # fmt: skip
+    assert found == TELLS_THE_TIME
+    native = [path for path in (REPOSITORY / "plugins" / "csrc").rglob("*") if path.suffix in (".h", ".cc", ".cpp")]
+    clocks = re.compile(r"system_clock|gettimeofday|CLOCK_REALTIME|\btime\((NULL|nullptr|0)\)")
+    assert native
+    assert [relative(path) for path in native if clocks.search(path.read_text(encoding="utf-8"))] == []

@@ -49,6 +49,29 @@ def test_connections_that_wait_are_closed(impatient: str, sent: str, answered: b
     assert get(f"{impatient}/health") == (200, '{"status":"ok"}')
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=["no request", "no host", "no chunk"],
+)
+def test_what_is_no_http_is_refused_like_all_else(
+    impatient: str, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, whether the application has been asked already or not."""
+    host, port = impatient.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as plain:
+        plain.sendall(sent)
+        found = b"".join(iter(lambda: plain.recv(4096), b""))
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 4")
+    assert json.loads(body)["error"]["type"] in ("invalid_request_error", "authentication_error")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_head_that_trickles_in_is_not_waited_for(impatient: str) -> None:
     host, port = impatient.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=0.05) as plain:

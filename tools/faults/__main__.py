@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -86,8 +85,8 @@ def _run(options: argparse.Namespace) -> int:
 def _print(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
     console.print(
-        f"{machine['processor']}, {machine['cores']} cores; commit {report['git_sha']}, plan {report['identity'][:12]}; "
-        f"{report['minutes']:g} minutes, {report['clients']} clients, seed {report['seed']}; {report['time']}"
+        f"{machine['processor']}, {machine['cores']} cores; commit {report['git_sha']}, "
+        f"plan {report['identity'][:12]}; {report['minutes']:g} minutes, {report['clients']} clients, seed {report['seed']}; {report['time']}"
     )
     heads = ("faults", "sent", "answered", "refused", "cut", "lost", "different", "retried")
     table = make_table("what", *heads, "files", "threads", "MB", "s", "passed")

@@ -1,4 +1,4 @@
-"""Thousands of bodies that are wrong, and requests that are none: each is refused in OpenAI's shape, and nobody waits."""
+"""Bodies that are wrong, and requests that are none: each is refused in OpenAI's shape, and nobody waits."""
 
 from __future__ import annotations
 

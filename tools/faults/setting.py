@@ -15,7 +15,7 @@ from tools.faults.questions import Question
 from tools.faults.server import Server
 
 # Servers here have one arena of memory, which gives back what is freed: with one for each thread, as usual, a process
-# keeps 300 MB of what large grammars took for a moment. What stays is learnt once (shapes of passes, grammars, modules).
+# keeps 300 MB of what large grammars took for a moment. What stays is learnt once: shapes of passes, modules.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
 MEMORY_MB = 48.0
 _CACHE_BYTES = 2**26  # full after the warm-up, or nearly: else filling it would look like a leak

@@ -1,0 +1,113 @@
+"""A plan that changes while it is loaded or in use: who goes on with it, and who is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compiler.place import Place
+from plans.errors import PlanError
+from runtime import PrefixCacheConfig, Runtime
+from runtime.engine_pool import EnginePool
+from runtime.mapped_files import MappedFiles
+from runtime.runtime import Plan
+from tests.integration.served import client_of, get, listening
+from tests.plans.damage import WEIGHTS
+from tools.faults.successor import copy_plan, write_over, write_successor
+
+PROMPT = "import os\n"
+WRITTEN = "weights.bin was written to while the plan is in use.* Load the plan again; and to replace one, build or copy"
+
+
+@pytest.fixture
+def plan(branch_plan: Path, tmp_path: Path) -> Path:
+    return copy_plan(branch_plan, tmp_path / "plan")
+
+
+@pytest.fixture(scope="module")
+def other(branch_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_successor(branch_plan, tmp_path_factory.mktemp("other") / "plan", 1)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda plan, other: Place(plan).put(copy_plan(other, plan.with_name("new"))),
+        lambda plan, _: plan.rename(plan.with_name("away")),
+        lambda plan, _: shutil.rmtree(plan),
+    ],
+    ids=["replaced", "moved", "removed"],
+)
+def test_a_loaded_plan_outlives_its_folder(plan: Path, other: Path, replace: Callable[[Path, Path], object]) -> None:
+    runtime = Runtime.load(plan, threads=1)
+    before = runtime.generate(PROMPT, max_new_tokens=20).token_ids
+    replace(plan, other)
+    assert runtime.submit(PROMPT, max_new_tokens=20).result(60).token_ids == before
+    assert runtime.generate(PROMPT, max_new_tokens=20).token_ids == before
+    if plan.exists():
+        newer = Runtime.load(plan, threads=1)
+        assert newer.manifest.identity != runtime.manifest.identity
+        assert newer.generate(PROMPT, max_new_tokens=20).token_ids != before
+    assert runtime.close(timeout=60)
+
+
+def test_a_plan_that_is_written_over_is_refused(plan: Path, other: Path) -> None:
+    runtime = Runtime.load(plan, threads=1)
+    with listening(runtime) as address, client_of(address) as client:
+        stream = client.completions.create(
+            model="toy", prompt=PROMPT, max_tokens=140, stream=True, extra_body={"ignore_eos": True, "drafter": "none"}
+        )
+        next(iter(stream))
+        write_over(plan, other)
+        with pytest.raises(Exception, match=WRITTEN):
+            list(stream)
+        with pytest.raises(Exception, match=WRITTEN) as refused:
+            client.completions.create(model="toy", prompt=PROMPT)
+        assert refused.value.status_code == 500  # type: ignore[attr-defined]
+        with pytest.raises(PlanError, match=WRITTEN):
+            runtime.generate(PROMPT)
+        assert get(f"{address}/health")[0] == 200
+    assert runtime.scheduler_stats.running == runtime.scheduler_stats.waiting == 0
+
+
+def test_a_plan_that_is_replaced_while_it_is_loaded_is_refused(
+    plan: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = MappedFiles.of
+
+    def replaced(opened: Plan, backend: str) -> MappedFiles:
+        Place(plan).put(copy_plan(other, plan.with_name("new")))
+        return original(opened, backend)
+
+    monkeypatch.setattr(MappedFiles, "of", replaced)
+    with pytest.raises(PlanError, match="was replaced while it was loaded; load it again"):
+        Runtime.load(plan, threads=1)
+
+
+def test_files_are_held_open_as_long_as_they_are_used(plan: Path) -> None:
+    held = MappedFiles([plan / WEIGHTS])
+    held.check()
+    opened = [number for _, number, _ in held._held]
+    assert all(Path(f"/proc/self/fd/{number}").exists() for number in opened)
+    del held
+    assert not any(Path(f"/proc/self/fd/{number}").exists() for number in opened)
+
+
+def test_requests_that_wait_end_where_no_engine_can_be_had(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=1024))
+    runtime.start()
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no memory for buffers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EnginePool, "borrow", fails)
+        handles = [runtime.submit(PROMPT, max_new_tokens=5) for _ in range(3)]
+        for handle in handles:
+            with pytest.raises(PlanError, match="no memory for buffers"):
+                handle.result(20)
+    assert len(runtime.submit(PROMPT, max_new_tokens=5, ignore_eos=True).result(20).token_ids) == 5
+    assert runtime.close(timeout=20)

@@ -1,0 +1,108 @@
+"""Grammars that would take the stack of the thread that compiles them are refused; large ones that are flat are not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from plans.errors import RequestError
+from runtime.text.grammar_depth import MOST_LEVELS, check_depth
+from runtime.text.grammar_text import to_grammar
+
+
+def check(form: dict[str, Any]) -> None:
+    where, grammar = to_grammar(form)
+    check_depth(grammar, where)
+
+
+def row_of_rules(count: int, name: str = "r") -> str:
+    rules = "".join(f"{name}{place}: {name}{place + 1} {name}{place + 1}\n" for place in range(count))
+    return f'start: {name}0\n{rules}{name}{count}: "x"\n'
+
+
+def row_of_definitions(count: int) -> dict[str, Any]:
+    inner = {
+        f"p{place}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/p{place + 1}"}}}
+        for place in range(count)
+    }
+    return {"$ref": "#/$defs/p0", "$defs": {**inner, f"p{count}": {"type": "integer"}}}
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "rules": {"grammar": row_of_rules(MOST_LEVELS)},
+    "terminals": {"grammar": row_of_rules(MOST_LEVELS, "R")},
+    "rules in one line": {"grammar": row_of_rules(MOST_LEVELS).replace("\n", "\n  ")},
+    "rules that lead back": {"grammar": row_of_rules(MOST_LEVELS).replace('"x"', '"x" start')},
+    "definitions": {"json": row_of_definitions(MOST_LEVELS)},
+    "definitions that lead back": {"json": row_of_definitions(MOST_LEVELS) | {"properties": {"a": {"$ref": "#"}}}},
+    "definitions elsewhere": {
+        "json": {"anyOf": [{"$anchor": f"p{place}", "$ref": f"#p{place + 1}"} for place in range(MOST_LEVELS)]}
+    },
+    "a schema in a grammar": {"grammar": f"start: %json {json.dumps(row_of_definitions(MOST_LEVELS))}\n"},
+    "llama.cpp's": {
+        "grammar": row_of_rules(MOST_LEVELS).replace("start", "root").replace(": ", " ::= ").replace("\n", "\n\n")
+    },
+}
+FLAT: dict[str, dict[str, Any]] = {
+    "many rules": {"grammar": "start: " + " | ".join(f"r{n}" for n in range(3000)) + "\n"
+                   + "".join(f'r{n}: "({n}:" /[(]+/ // r{n + 1}: (((\n' for n in range(3000))},
+    "many properties": {"json": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(3000)}}},
+    "many definitions": {
+        "json": {
+            "anyOf": [{"$ref": f"#/$defs/p{n}"} for n in range(1000)],
+            "$defs": {f"p{n}": {"const": n} for n in range(1000)},
+        }
+    },
+    "a tree": {"json": {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {
+        "left": {"$ref": "#/$defs/node"}, "right": {"$ref": "#/$defs/node"}, "~/": {"$ref": "#/$defs/node"}}}}}},
+    "an expression": {"grammar": 'start: sum\nsum: product ("+" product)*\nproduct: atom ("*" atom)*\n'
+                      'atom: NUMBER | "(" sum ")"\nNUMBER: /[0-9]+/\n'},
+    "choices": {"choice": [f"w{n}" for n in range(10_000)]},
+    "a regular expression": {"regex": "(" * 900 + "x" + ")" * 900},  # which its own library bounds
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_is_deep_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=r"is too deep: .* more than 600 levels. Let fewer parts"):
+        check(DEEP[name])
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_what_is_large_is_not(name: str) -> None:
+    check(FLAT[name])
+
+
+def test_a_schema_that_is_no_json_is_refused() -> None:
+    with pytest.raises(RequestError, match="has %json with what is no JSON"):
+        check({"grammar": 'start: %json {"type": integer}\n'})
+
+
+def test_llguidance_takes_the_deepest_that_is_not_refused() -> None:
+    """In a process of its own, which the stack would end."""
+    program = """
+import threading
+from pathlib import Path
+from llguidance import LLMatcher, LLTokenizer
+from runtime.text.grammar_compiler import compile_grammar
+from runtime.text.grammar_depth import MOST_LEVELS, check_depth
+from tests.runtime.test_grammar_depth import row_of_definitions, row_of_rules
+from runtime.text.grammar_text import to_grammar
+tokenizer = LLTokenizer("byte")
+threading.stack_size(4 << 20)  # half of a thread's
+def run():
+    for form in ({"grammar": row_of_rules(MOST_LEVELS - 10)}, {"json": row_of_definitions(MOST_LEVELS // 4)}):
+        where, grammar = to_grammar(form)
+        check_depth(grammar, where)
+        assert not compile_grammar(tokenizer, grammar).is_error()
+    print("compiled")
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "compiled\n", ended.stderr
