@@ -108,6 +108,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         from runtime.ray_serve.application import build
         from runtime.ray_serve.cluster import cluster
     settings = _settings(arguments)
+    if settings.telemetry:
+        with optional_packages("Telemetry", "telemetry"):
+            import runtime.server.tracing  # noqa: F401  # ingresses import it
     application = build(settings)
     if arguments.ray is None:
         with bound_socket(arguments.host, arguments.port) as bound:
@@ -135,7 +138,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             if served_before:
                 serve.delete(arguments.name)
             else:
-                serve.shutdown()  # type: ignore[no-untyped-call]
+                serve.shutdown()
     return 0
 
 

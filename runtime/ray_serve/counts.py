@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from itertools import zip_longest
+from operator import add
+from typing import Any
 
 from runtime.scheduler_stats import SchedulerStats
 
@@ -18,10 +21,23 @@ class Counts:
 
     def tell(self, found: Mapping[str, SchedulerStats]) -> None:
         """Take in what the replicas of now have counted. A replica that is not there is gone, with what it had."""
-        left = [replace(stats, waiting=0, running=0) for name, stats in self._present.items() if name not in found]
+        left = [_gone(stats) for name, stats in self._present.items() if name not in found]
         self._gone = _together([self._gone, *left])
         self._present = dict(found)
         self.total = _together([self._gone, *self._present.values()])
+
+
+def _gone(stats: SchedulerStats) -> SchedulerStats:
+    """What stays of a replica's counts: not those of what it had at the moment."""
+    return replace(stats, waiting=0, running=0, kv_slots=0, kv_used=0, kv_reserved=0)
+
+
+def _by_place(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sum, zip_longest(first, second, fillvalue=0)))
+
+
+_WAYS: dict[str, Callable[[Any, Any], Any]] = {"longest_round_ms": max, "accepted_by_depth": _by_place}
+"""How counts of two replicas become one, where they are not added."""
 
 
 def _together(several: Iterable[SchedulerStats]) -> SchedulerStats:
@@ -29,5 +45,5 @@ def _together(several: Iterable[SchedulerStats]) -> SchedulerStats:
     for each in several:
         for name in (field.name for field in fields(each)):
             mine, other = getattr(total, name), getattr(each, name)
-            setattr(total, name, max(mine, other) if name == "longest_round_ms" else mine + other)
+            setattr(total, name, _WAYS.get(name, add)(mine, other))
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.exceptions import RayError
@@ -20,6 +20,11 @@ from runtime.ray_serve.settings import Settings
 from runtime.ray_serve.streams import sender
 from runtime.scheduler import SchedulerConfig
 from runtime.server.app import ServerConfig, make_app
+from runtime.server.readiness import Phase, Readiness
+from runtime.server.request_log import log_to_stderr
+
+if TYPE_CHECKING:
+    from runtime.server.tracing import Tracing
 
 _LOG = logging.getLogger("outrider")
 _EVERY = 2.0  # seconds between questions to replicas for their counts
@@ -39,6 +44,10 @@ class Ingress:
         self._replicas = replicas
         self._settings = settings
         self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover)
+        self._readiness = Readiness()  # Ray asks for this application once replicas have loaded the plan
+        self._tracing = _tracing() if settings.telemetry else None
+        if settings.log_format is not None:
+            log_to_stderr(settings.log_format)
         self._counting = asyncio.create_task(self._count())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -50,8 +59,10 @@ class Ingress:
             max_body_bytes=settings.max_body_bytes,
             drain_seconds=settings.drain_seconds,
             max_choices=settings.max_choices,
+            tokens_per_minute=settings.tokens_per_minute_here,
+            log_requests=settings.log_format is not None,
         )
-        return make_app(self.served, config)
+        return make_app(self.served, config, readiness=self._readiness, tracing=self._tracing)
 
     async def replicas(self) -> list[About]:
         """The replicas that answer."""
@@ -64,6 +75,7 @@ class Ingress:
 
     async def drain(self, seconds: float) -> bool:
         """Take no more requests; cut off those that have not ended in so many seconds. Returns whether all ended."""
+        self._readiness.reach(Phase.DRAINING)
         if await asyncio.to_thread(self.served.close, timeout=seconds):
             return True
         await asyncio.to_thread(self.served.close, drain=False, timeout=_CUTTING)
@@ -74,3 +86,9 @@ class Ingress:
             await asyncio.sleep(_EVERY)
             with suppress(RayError, RayServeException, TimeoutError):
                 self.served.counts.tell({each.replica: each.stats for each in await self.replicas()})
+
+
+def _tracing() -> Tracing:
+    from runtime.server.tracing import tracing_by_environment  # of the extra `telemetry`
+
+    return tracing_by_environment()

@@ -13,6 +13,7 @@ from runtime.exactness import Exactness
 from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.ray_serve.following import Failover
 from runtime.scheduler import SchedulerConfig
+from runtime.server.request_log import LogFormat
 
 Routing = Literal["prefix", "balanced", "round-robin"]
 
@@ -23,7 +24,8 @@ class Settings(BaseModel):
     `plan` is a path that leads to the same plan on every node. `replicas` are those at the start; with `max_replicas`
     there are more while more than `target_ongoing` requests are under way on each, and down to `min_replicas` while
     fewer are. Counts that are None follow from the plan's branches. `replica_cpus` (default: `threads`), `_gpus` and
-    `_resources` are what Ray sets aside for each, and so say on which machines they are.
+    `_resources` are what Ray sets aside for each, and so say on which machines they are. Of `tokens_per_minute` each
+    ingress has an equal share. With `log_format` and `telemetry`, ingresses log and trace requests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -57,6 +59,9 @@ class Settings(BaseModel):
     cache_tokens: PositiveInt = 65536
     cache_bytes: PositiveInt = 2**30
     max_body_bytes: PositiveInt = 2**20
+    tokens_per_minute: PositiveInt | None = None
+    log_format: LogFormat | None = None
+    telemetry: bool = False
     drain_seconds: float = Field(default=30.0, ge=0)
     losses: int = Field(default=Failover.losses, ge=0)
     patience: float = Field(default=Failover.patience, gt=0)
@@ -68,6 +73,8 @@ class Settings(BaseModel):
                 f"replicas is {self.replicas}, min_replicas {least} and max_replicas {most}; pass replicas between the "
                 "two others."
             )
+        if self.tokens_per_minute is not None and not self.api_keys:
+            raise RequestError("tokens_per_minute is a budget of each API key; pass api_keys too, or leave it out.")
 
     @property
     def least_replicas(self) -> int:
@@ -91,6 +98,11 @@ class Settings(BaseModel):
         """The most requests of one API key that wait: half of them, where there are several keys."""
         share = max(1, self.max_waiting // 2) if len(self.api_keys) > 1 else None
         return self.max_waiting_per_key or share
+
+    @property
+    def tokens_per_minute_here(self) -> int | None:
+        """The budget that one ingress has of each API key's: all of them together give no more."""
+        return None if self.tokens_per_minute is None else max(1, self.tokens_per_minute // self.ingresses)
 
     @property
     def cache_config(self) -> PrefixCacheConfig | None:

@@ -49,4 +49,4 @@ class RayStream:
             raise LostError("its part of the request was cancelled") from None  # as where a replica ends
 
     def cancel(self) -> None:
-        self._response.cancel()  # type: ignore[no-untyped-call]
+        self._response.cancel()

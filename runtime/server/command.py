@@ -63,18 +63,6 @@ def add_serve(commands: Any) -> None:
         metavar="N",
         help="open connections, before more are refused (1024, or fewer where the process may not open so many files)",
     )
-    parser.add_argument(
-        "--log-format",
-        choices=("json", "text"),
-        help="write a line about each request to standard error, and all else in the same format (default: errors "
-        "alone)",
-    )
-    parser.add_argument(
-        "--telemetry",
-        action="store_true",
-        help="send a trace of each request by OpenTelemetry, as its variables say (OTEL_EXPORTER_OTLP_ENDPOINT: where "
-        "to; default: http://localhost:4318). Needs the extra `telemetry`",
-    )
     parser.set_defaults(command=_serve)
 
 
@@ -149,6 +137,18 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
         default=30,
         metavar="N",
         help="for requests to end, once the server is to (30); those that have not are cut off, and told so",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=("json", "text"),
+        help="write a line about each request to standard error, and all else in the same format (default: errors "
+        "alone)",
+    )
+    parser.add_argument(
+        "--telemetry",
+        action="store_true",
+        help="send a trace of each request by OpenTelemetry, as its variables say (OTEL_EXPORTER_OTLP_ENDPOINT: where "
+        "to; default: http://localhost:4318). Needs the extra `telemetry`",
     )
 
 

@@ -66,7 +66,7 @@ class Service:
             runtime.start()
             file = self._config.cache_file
             if file is not None and file.exists():
-                self._say(_recalled(runtime, file))
+                self._say(recall(runtime, file))
             self._readiness.reach(Phase.WARMING)
             warm_up(runtime)
             config = replace(self._config, model=self._config.model or runtime.manifest.name)
@@ -84,7 +84,7 @@ class Service:
             self._runtime.close(drain=False, timeout=_CUTTING)
 
 
-def _recalled(runtime: Runtime, file: Path) -> str:
+def recall(runtime: Runtime, file: Path) -> str:
     """Take in a saved prefix cache. One of the plan that was served before is passed over: a new plan is to start."""
     try:
         return f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm"

@@ -16,7 +16,8 @@ import pytest
 from plans.errors import PlanError, RequestError
 from runtime import PrefixCacheConfig, Runtime
 from runtime.__main__ import main
-from runtime.server.command import bound_socket, warm_up
+from runtime.server.command import bound_socket
+from runtime.server.service import recall
 from tests.integration.served import client_of, get
 
 
@@ -62,23 +63,19 @@ def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(
         assert ("are warm" in said) == bool(start)
 
 
-def test_a_prefix_cache_of_another_plan_is_passed_over(
-    toy_plan: Path, branch_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prefix_cache_of_another_plan_is_passed_over(toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:
     """A new plan starts beside the file that the old one has saved; what is no prefix cache is refused."""
     kept, none = tmp_path / "kept", tmp_path / "none"
     old, new = (Runtime.load(plan, threads=1, prefix_cache=PrefixCacheConfig()) for plan in (toy_plan, branch_plan))
     old.generate([7, 8, 9] * 10, max_new_tokens=3)
     assert old.save_prefix_cache(kept) > 0
-    warm_up(old, kept)
-    warm_up(new, kept)
-    told = "".join(capsys.readouterr().err.split("\n"))
-    assert "tokens of earlier prompts are warm" in told
-    assert "warning: no earlier prompts are warm, and the file is written anew at the end" in told
+    assert "tokens of earlier prompts are warm" in recall(old, kept)
+    told = recall(new, kept)
+    assert told.startswith("warning: no earlier prompts are warm, and the file is written anew at the end")
     assert "was saved with another plan" in told
     none.write_text("not to be lost")
     with pytest.raises(PlanError, match="no prefix cache"):
-        warm_up(new, none)
+        recall(new, none)
 
 
 def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(

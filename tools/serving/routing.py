@@ -53,7 +53,7 @@ def measure_routing(options: argparse.Namespace) -> dict[str, Any]:
                 plan=options.plan.resolve(), threads=options.threads or 1, replicas=options.replicas, routing=way
             )
             rows.append(measure_way(settings, plan, talk))
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        serve.shutdown()
     named = ("conversations", "turns", "replicas", "first", "message", "new")
     return {
         "identity": plan.manifest.identity,
