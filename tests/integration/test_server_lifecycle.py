@@ -57,7 +57,9 @@ def sent_in_part(server: ServerProcess) -> socket.socket:
     body = json.dumps(LONG | {"max_tokens": 2}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     connection = socket.create_connection((host, int(port)), timeout=30)
-    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body[:-1])
+    connection.sendall(f"{head}Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n".encode())
+    assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")  # so that the server has begun with it
+    connection.sendall(body[:-1])
     return connection
 
 
