@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import ray
-import ray.data
-from ray.exceptions import RayError
 
 from plans.errors import OutriderError, PlanError, RequestError
 from runtime.batch.answering import Answering
@@ -48,6 +45,9 @@ def cluster(address: str, actors: Actors) -> Iterator[int]:
 
     Raises RequestError where there is none, or it has too few CPUs.
     """
+    import ray.data
+    from ray.exceptions import RayError
+
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth a word is an exception, too
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -84,6 +84,9 @@ def run_on_ray(
 
     Raises RequestError and PlanError as actors found them, and PlanError where a block's actor dies again and again.
     """
+    import ray.data
+    from ray.exceptions import RayError
+
     tables = [
         pa.table(
             {
