@@ -83,7 +83,7 @@ def _batch(arguments: argparse.Namespace) -> int:
         requests = read_requests(arguments.requests)
     if arguments.ray is not None:
         with optional_packages("A batch on a cluster", "ray"):
-            import_module("runtime.batch.ray_run")
+            import_module("ray.data")
     from runtime.batch.folder import BatchFolder, block_bounds
     from runtime.batch.requests import working_order
 

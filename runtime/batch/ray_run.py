@@ -12,13 +12,11 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import ray
-import ray.data
-from ray.exceptions import RayError
 
 from plans.errors import OutriderError, PlanError, RequestError
 from runtime.batch.answering import Answering
@@ -32,6 +30,9 @@ from runtime.batch.requests import BatchRequest
 _TRIES = 4  # of a block whose actor dies
 _AT_ONCE = 2  # blocks of an actor: while the last requests of one run, those of the next take their places
 _STORE = 200 * 2**20  # bytes of objects in a cluster of our own: requests alone go through it
+
+
+_Numbered = tuple[int, Sequence[BatchRequest]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ def cluster(address: str, actors: Actors) -> Iterator[int]:
 
     Raises RequestError where there is none, or it has too few CPUs.
     """
+    import ray.data
+    from ray.exceptions import RayError
+
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth a word is an exception, too
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -84,6 +88,9 @@ def run_on_ray(
 
     Raises RequestError and PlanError as actors found them, and PlanError where a block's actor dies again and again.
     """
+    import ray.data
+    from ray.exceptions import RayError
+
     tables = [
         pa.table(
             {
@@ -92,7 +99,7 @@ def run_on_ray(
                 "text": [request.text for request in block],
             }
         )
-        for number, block in blocks.items()
+        for number, block in _dealt(list(blocks.items()), count)
     ]
     settings = {"plan": str(plan.absolute()), "folder": str(folder.path.absolute()), "state": state, "load": dict(load)}
     written = ray.data.from_arrow(tables).map_batches(
@@ -115,6 +122,14 @@ def run_on_ray(
             yield Done(row["requests"], row["new_tokens"], row["began"])
     except RayError as error:
         raise PlanError(f"Ray gave up a block: {str(error).strip().splitlines()[-1]}") from None
+
+
+def _dealt(blocks: Sequence[_Numbered], count: int) -> list[_Numbered]:
+    """Blocks in the order in which `count` actors take them: each goes on with the neighbours of what it had, whose
+    prompts begin alike, as long as they keep step."""
+    share = -(-len(blocks) // count)
+    hands = [blocks[start : start + share] for start in range(0, len(blocks), share)]
+    return [block for turn in zip_longest(*hands) for block in turn if block is not None]
 
 
 class _BlockWriter:

@@ -56,6 +56,13 @@ def refusals(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
+def table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """A table with a column for every key of any row."""
+    return pa.table(
+        {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
+    )
+
+
 def test_results_are_those_of_plain_decoding_alone(requests: Path, results: bytes, branch_plan: Path) -> None:
     alone = Runtime.load(branch_plan, threads=1)
     asked = {each["custom_id"]: each for each in map(json.loads, requests.read_text().splitlines())}
@@ -318,7 +325,7 @@ def test_parquet_gives_the_results_of_lines(
     elif form != "lines":
         rows = [row | {"body": json.dumps(row["body"])} for row in rows]
     path = tmp_path / "requests.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    pq.write_table(table_of(rows), path)
     assert run(branch_plan, path, tmp_path / "out") == results
 
 
@@ -343,7 +350,7 @@ def test_the_predictor_answers_arrays_and_tables(branch_plan: Path, requests: Pa
     predictor = OutriderPredictor(branch_plan, threads=1, keep=["origin"])
     rows = [json.loads(each) for each in requests.read_text().splitlines()]
     of_id = {each["custom_id"]: each for each in read(results)}
-    table = pa.Table.from_pylist([{"custom_id": row["custom_id"], "origin": "o", **row["body"]} for row in rows])
+    table = table_of([{"custom_id": row["custom_id"], "origin": "o", **row["body"]} for row in rows])
     found = predictor(table)
     assert found.column("custom_id").to_pylist() == [row["custom_id"] for row in rows]
     assert [json.loads(each) for each in found.column("result").to_pylist()] == [of_id[r["custom_id"]] for r in rows]

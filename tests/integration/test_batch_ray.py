@@ -28,7 +28,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the system does not list processes in /proc")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from runtime.batch.ray_run import Actors, cluster, run_on_ray  # noqa: E402
+from runtime.batch.ray_run import Actors, _dealt, cluster, run_on_ray  # noqa: E402
 
 STORE = 100 * 2**20
 
@@ -196,3 +196,12 @@ def test_the_predictor_maps_batches_of_a_dataset(
         found = answered.take_all()
     assert {row["custom_id"]: json.loads(row["result"]) for row in found} == expected
     assert np.all([row["status_code"] == 200 for row in found])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
+def test_actors_that_keep_step_have_neighbours(count: int) -> None:
+    blocks = [(number, [BatchRequest(str(number), "{}")]) for number in range(7)]
+    dealt = [number for number, _ in _dealt(blocks, count)]
+    assert sorted(dealt) == list(range(7))
+    if count == 2:
+        assert dealt[::2] == [0, 1, 2, 3]
