@@ -38,7 +38,8 @@ class Ingress:
         )
         self._replicas = replicas
         self._settings = settings
-        self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover)
+        caller = serve.get_replica_context().replica_id.to_full_id_str()  # which is the name of the actor
+        self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover, caller)
         self._counting = asyncio.create_task(self._count())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
