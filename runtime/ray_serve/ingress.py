@@ -43,7 +43,8 @@ class Ingress:
         )
         self._replicas = replicas
         self._settings = settings
-        self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover)
+        caller = serve.get_replica_context().replica_id.to_full_id_str()  # which is the name of the actor
+        self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover, caller)
         self._readiness = Readiness()  # Ray asks for this application once replicas have loaded the plan
         self._tracing = _tracing() if settings.telemetry else None
         if settings.log_format is not None:

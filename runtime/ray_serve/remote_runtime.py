@@ -33,14 +33,25 @@ class RemoteRuntime:
     to use from several threads.
     """
 
-    def __init__(self, plan: Plan, send: Send, config: SchedulerConfig, failover: Failover | None = None) -> None:
-        """`send` sends a request to a replica. Of `config`, the limits on who waits hold for all replicas together."""
+    def __init__(
+        self,
+        plan: Plan,
+        send: Send,
+        config: SchedulerConfig,
+        failover: Failover | None = None,
+        caller: str | None = None,
+    ) -> None:
+        """`send` sends a request to a replica. Of `config`, the limits on who waits hold for all replicas together.
+
+        `caller` is the actor that the object is in, if it is in one: with it, what it has asked for ends.
+        """
         target = plan.manifest.target
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, target.vocab_size)
         self.prefix_cache: PrefixCache | None = None  # each replica has its own
         self.counts = Counts()
         self._plan, self._send, self._config, self._failover = plan, send, config, failover or Failover()
+        self._caller = caller
         self._shared = target.branches > 1 and config.mode_on(target) == "in-one-sequence"
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
@@ -82,7 +93,7 @@ class RemoteRuntime:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
         request = check_request(options, self.manifest, self.grammars, shared=self._shared)
         prepared = prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target)
-        sent = Sent(prepared.ids, options, self.manifest.identity, priority, deadline, client)
+        sent = Sent(prepared.ids, options, self.manifest.identity, priority, deadline, client, self._caller)
         followed = Followed(sent, Handle(lambda: self._end(followed)), stays=self._why_it_stays(request))
         return followed
 

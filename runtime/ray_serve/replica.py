@@ -16,6 +16,7 @@ from ray import serve
 from plans.errors import ClosedError, OutriderError, PlanError
 from runtime.generation import Span
 from runtime.handle import Handle
+from runtime.ray_serve.callers import Callers
 from runtime.ray_serve.prefixes import BLOCKS, PrefixIndex
 from runtime.ray_serve.sent import Sent
 from runtime.ray_serve.settings import Settings
@@ -59,6 +60,7 @@ class Replica:
                 "again to serve the new one."
             )
         self._runtime.start()
+        self._callers = Callers()
         self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
 
@@ -71,26 +73,13 @@ class Replica:
         if sent.identity != self._identity:
             raise ClosedError("This replica serves another plan than the request was checked for.")
         handle = await self._submit(sent)
-        came: asyncio.Queue[Span | Exception] = asyncio.Queue()
-        following = asyncio.create_task(_follow(handle, came))
         try:
-            yield []
-            last = -inf
-            while True:
-                some = [await came.get()]
-                await asyncio.sleep(max(0.0, last + _APART - monotonic()))
-                while not came.empty():
-                    some.append(came.get_nowait())
-                last, spans = monotonic(), joined(some)
-                yield spans
-                if isinstance(some[-1], Exception):
-                    raise some[-1]
-                if (result := spans[-1].result) is not None:
-                    self._note([*sent.token_ids, *result.token_ids])
-                    return
+            with self._callers.serving(sent.caller, handle):
+                async for spans in _messages(handle):
+                    yield spans
+            self._note([*sent.token_ids, *handle.result().token_ids])
         finally:
             handle.cancel()
-            following.cancel()
 
     async def _submit(self, sent: Sent) -> Handle:
         """Submit, in a thread, as a grammar may have to be compiled."""
@@ -132,6 +121,27 @@ class Replica:
         """Called by Ray once the replica is drained; what still runs is cut off."""
         if hasattr(self, "_runtime"):
             self._runtime.close(drain=False, timeout=5.0)
+
+
+async def _messages(handle: Handle) -> AsyncIterator[list[Span]]:
+    """What is sent of a handle: an empty list, then spans that are as far apart as messages are to be."""
+    came: asyncio.Queue[Span | Exception] = asyncio.Queue()
+    following = asyncio.create_task(_follow(handle, came))
+    try:
+        yield []
+        last, ended = -inf, False
+        while not ended:
+            some = [await came.get()]
+            await asyncio.sleep(max(0.0, last + _APART - monotonic()))
+            while not came.empty():
+                some.append(came.get_nowait())
+            last, spans = monotonic(), joined(some)
+            yield spans
+            if isinstance(some[-1], Exception):
+                raise some[-1]
+            ended = spans[-1].result is not None
+    finally:
+        following.cancel()
 
 
 async def _follow(handle: Handle, came: asyncio.Queue[Span | Exception]) -> None:

@@ -13,7 +13,7 @@ class Sent:
     """Token ids of a prompt, and options that were checked where it came in.
 
     `deadline` is in seconds from the moment of sending. `identity` is that of the plan whose tokenizer and limits the
-    request was checked with; a replica of another plan refuses it.
+    request was checked with; a replica of another plan refuses it. `caller` is the actor that reads the answer.
     """
 
     token_ids: list[int]
@@ -22,6 +22,7 @@ class Sent:
     priority: int = 0
     deadline: float | None = None
     client: str | None = None
+    caller: str | None = None
 
     def again(self, generated: Sequence[int], deadline: float | None) -> Sent:
         """The same request, behind tokens that it has given, with `deadline` seconds left."""

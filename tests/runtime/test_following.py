@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
 from runtime import Runtime, SchedulerConfig
 from runtime.generation import FinishReason, Generation, Span
+from runtime.handle import Handle
+from runtime.ray_serve.callers import Callers
 from runtime.ray_serve.following import Failover, LostError
 from runtime.ray_serve.remote_runtime import RemoteRuntime
 from runtime.ray_serve.replica import joined
@@ -203,6 +206,24 @@ def test_who_waits_has_limits_and_the_end_is_told(runtime: Runtime) -> None:
         assert [(await handle).finish_reason for handle in handles] == [FinishReason.CANCELLED] * 3
 
     asyncio.run(run())
+
+
+def test_requests_end_with_who_reads_them() -> None:
+    """Of two callers one dies; a request without a caller is nobody's to look after."""
+
+    async def run() -> set[int]:
+        dead: set[str] = set()
+        callers = Callers(lambda name: name not in dead, every=0.01)
+        cancelled: set[int] = set()
+        handles = [Handle(partial(cancelled.add, place)) for place in range(3)]
+        with callers.serving("a", handles[0]), callers.serving("b", handles[1]), callers.serving(None, handles[2]):
+            await asyncio.sleep(0.1)
+            assert cancelled == set()
+            dead.add("a")
+            await asyncio.sleep(0.1)
+        return cancelled
+
+    assert asyncio.run(run()) == {0}
 
 
 def test_spans_that_share_a_message_become_one() -> None:
