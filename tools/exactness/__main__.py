@@ -3,9 +3,9 @@
 The same requests, greedy and at several temperatures, with penalties and structured outputs, are made again and again
 while everything around them changes: drafters and how much these draft, company in a pass and when it arrives, branches
 and sessions, what the prefix cache holds, interruptions, restarts, threads, and the processor's instructions. Each
-condition has a row: how many requests got other tokens (or another text or finish reason) than by plain decoding,
-alone, cold, on one thread, and of how many others the log-probabilities have other bits. `seen` are figures that show
-that a condition was what it says. Exit status 1 where our engine diverges.
+condition has a row: how many requests `diverged`, which got other tokens (or another text or finish reason) than by
+plain decoding, alone, cold, on one thread; and of how many others the `logprobs` have other bits. `seen` are figures
+that show that a condition was what it says. Exit status 1 where our engine diverges.
 
 With --against, any server of OpenAI's API is asked over HTTP, and compared with its own first answers. Few servers
 promise that these are the same again: what differs is a finding about the server, and the exit status is 0.

@@ -13,7 +13,7 @@ _FIGURES = ("requests", "diverged", "logprobs_diverged")
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Print a report of `measure` or `measure_server`: a row a condition, then the first divergence of each."""
     witnessed = any(row["witness"] for row in report["rows"])
-    table = _table("condition", "requests", "other tokens", "other logprobs", *(["seen"] if witnessed else []))
+    table = _table("condition", "requests", "diverged", "logprobs", *(["seen"] if witnessed else []))
     last = None
     for row in report["rows"]:
         group = "" if row["group"] == last else row["group"]
@@ -28,7 +28,7 @@ def print_groups(report: dict[str, Any], console: Console) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
         groups.setdefault(row["group"], []).append(row)
-    table = _table("conditions", "requests", "other tokens", "other logprobs")
+    table = _table("conditions", "requests", "diverged", "logprobs")
     firsts = []
     for group, rows in groups.items():
         whole = {name: sum(row[name] for row in rows) for name in _FIGURES}
@@ -40,7 +40,7 @@ def print_groups(report: dict[str, Any], console: Console) -> None:
 
 def _table(second: str, *heads: str) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("around the request", no_wrap=True)
+    table.add_column("around", no_wrap=True)
     table.add_column(second, overflow="fold")
     for head in heads:
         table.add_column(head, justify="left" if head == "seen" else "right", no_wrap=True)
