@@ -86,7 +86,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     machine = report["machine"]
     console.print(
         f"{machine['processor']}, {machine['cores']} cores; commit {report['git_sha']}, "
-        f"plan {report['identity'][:12]}; {report['minutes']:g} minutes, {report['clients']} clients, seed {report['seed']}; {report['time']}"
+        f"plan {report['identity'][:12]}; {report['minutes']:g} minutes, {report['clients']} clients, "
+        f"seed {report['seed']}; {report['time']}"
     )
     heads = ("faults", "sent", "answered", "refused", "cut", "lost", "different", "retried")
     table = make_table("what", *heads, "files", "threads", "MB", "s", "passed")

@@ -17,6 +17,7 @@ from plans.errors import OutriderError, RequestError
 from plans.manifest import rejects
 from runtime import Runtime
 from runtime.handle import Handle
+from runtime.prefix_cache.cache import PrefixCache
 from runtime.request import Options
 from runtime.server.answers import Answer as Written
 from runtime.server.asked import ChatAsked, CompletionAsked
@@ -95,7 +96,8 @@ class _Alone:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self.manifest, self.tokenizer = runtime, runtime.manifest, runtime.tokenizer
-        self.grammars, self.prefix_cache, self.scheduler_stats = runtime.grammars, None, runtime.scheduler_stats
+        self.grammars, self.scheduler_stats = runtime.grammars, runtime.scheduler_stats
+        self.prefix_cache: PrefixCache | None = None
 
     def submit_all(self, asked: Sequence[tuple[str | Sequence[int], Options]], **_: object) -> list[Handle]:
         handles = []
