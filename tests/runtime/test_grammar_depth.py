@@ -95,7 +95,7 @@ from runtime.text.grammar_text import to_grammar
 tokenizer = LLTokenizer("byte")
 threading.stack_size(4 << 20)  # half of a thread's
 def run():
-    for form in ({"grammar": row_of_rules(MOST_LEVELS - 10)}, {"json": row_of_definitions(MOST_LEVELS // 4)}):
+    for form in ({"grammar": row_of_rules(MOST_LEVELS - 10)}, {"json": row_of_definitions(MOST_LEVELS // 5)}):
         where, grammar = to_grammar(form)
         check_depth(grammar, where)
         assert not compile_grammar(tokenizer, grammar).is_error()

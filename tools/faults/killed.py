@@ -12,7 +12,7 @@ from tools.faults.figures import Figures
 from tools.faults.out_of_memory import limit_memory
 from tools.faults.replicas import Replicas, replicas_of
 from tools.faults.server import held_by
-from tools.faults.setting import Setting
+from tools.faults.setting import Setting, compare
 
 _SECONDS_A_KILL = 90.0  # on average: 20 kills in 30 minutes
 _REPLICAS = 3
@@ -35,8 +35,8 @@ def run(setting: Setting, figures: Figures) -> None:
                 while (spent := monotonic() - began) < moment:
                     setting.tell(f"{figures.faults} of {kills} kills, {figures.sent} requests, {spent:.0f} s")
                     sleep(min(1.0, moment - spent))
-                if serving := replicas.serving():
-                    replicas.kill(draw.choice(serving))
+                if replicas.wait(1):
+                    replicas.kill(draw.choice(replicas.serving()))
                     figures.count("faults")
             sleep(max(0.0, setting.seconds - (monotonic() - began)))
             setting.tell("a replica that may take no more memory")
@@ -48,10 +48,7 @@ def run(setting: Setting, figures: Figures) -> None:
     figures.check(figures.faults == kills, f"{figures.faults} of {kills} kills came to a replica.")
     figures.check(figures.retried or kills < _FEW, "No request was under way on a replica that was killed.")
     figures.notes |= {"at, s": [round(moment) for moment in moments], "seed": setting.seed}
-    figures.notes |= {"ingress before": before.to_json(), "ingress after": after.to_json()}
-    figures.leaked_files = max(0, after.files - before.files)
-    figures.leaked_threads = max(0, after.threads - before.threads)
-    figures.leaked_mb = round(max(0.0, after.megabytes - before.megabytes), 1)
+    compare(figures, before, after)
 
 
 def _end(setting: Setting, figures: Figures, replicas: Replicas) -> None:

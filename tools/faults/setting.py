@@ -83,13 +83,7 @@ class Setting:
             figures.fail(f"Requests still wait or run: {_counts(server)}.")
         ask_all(server.port, self.questions, figures, self.clients)
         after = self._held(server, before)
-        figures.leaked_files = max(0, after.files - before.files)
-        figures.leaked_threads = max(0, after.threads - before.threads)
-        figures.leaked_mb = round(max(0.0, after.megabytes - before.megabytes), 1)
-        figures.notes |= {"before": before.to_json(), "after": after.to_json()}
-        figures.check(not figures.leaked_files, f"{figures.leaked_files} files are open more than before.")
-        figures.check(figures.leaked_threads <= THREADS, f"{figures.leaked_threads} threads run more than before.")
-        figures.check(figures.leaked_mb <= MEMORY_MB, f"{figures.leaked_mb} MB are held more than before.")
+        compare(figures, before, after)
 
     def _held(self, server: Server, before: Held | None) -> Held:
         """What it holds once it has settled, and once connections are closed that idle."""
@@ -107,3 +101,14 @@ class Setting:
 def _counts(server: Server) -> str:
     figures = server.metrics()
     return ", ".join(f"{name} {figures[f'outrider_requests_{name}']:g}" for name in ("waiting", "running"))
+
+
+def compare(figures: Figures, before: Held, after: Held) -> None:
+    """Note what a process holds more than before, and fail where that is a leak."""
+    figures.leaked_files = max(0, after.files - before.files)
+    figures.leaked_threads = max(0, after.threads - before.threads)
+    figures.leaked_mb = round(max(0.0, after.megabytes - before.megabytes), 1)
+    figures.notes |= {"before": before.to_json(), "after": after.to_json()}
+    figures.check(not figures.leaked_files, f"{figures.leaked_files} files are open more than before.")
+    figures.check(figures.leaked_threads <= THREADS, f"{figures.leaked_threads} threads run more than before.")
+    figures.check(figures.leaked_mb <= MEMORY_MB, f"{figures.leaked_mb} MB are held more than before.")
