@@ -120,7 +120,8 @@ OUTRIDER_API outrider_status outrider_text_get(const outrider_text *text, const 
 OUTRIDER_API outrider_status outrider_text_destroy(outrider_text *text);
 
 /* Loads the plan in folder `plan`. `options`, a JSON object or nothing: "backend" (its name; default: the best that
- * runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs", "exactness"
+ * runs here), "threads" (0: the backend chooses), "verify" (false: skip the files' sha256), "cuda_graphs",
+ * "share_memory" (true: weights that all processes of the machine map, where they would be packed in each), "exactness"
  * ("unchecked": run the plan even where drafts and neighbours may change its tokens; default: "probed").
  *
  * "prefix_cache": what is kept of all sessions and requests for all, an object of "max_cached_tokens" (65536),
