@@ -46,8 +46,8 @@ NOT_OFFERED = {
 """Options of Python's `generate` and `submit` that C has not, and why."""
 
 OPEN_OPTIONS: dict[str, type] = {
-    "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "share_memory": bool, "prefix_cache_tokens": int, "exactness": str,
-    "prefix_cache": dict, "scheduler": dict,
+    "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "share_memory": bool, "exactness": str,
+    "prefix_cache": dict, "prefix_cache_tokens": int, "scheduler": dict,
 }  # fmt: skip
 _JSON = {str: "string", int: "whole number", bool: "truth value", float: "number", dict: "JSON object"}
 
