@@ -162,7 +162,7 @@ class BatchFolder:
         if not self.results.exists():
             places = [place for number, block in enumerate(blocks) for place in self._places(number, block)]
             places.sort(key=lambda place: id_order(place[0]))
-            with written_whole(self.results) as results:
+            with written_whole(self.results, mode=0o666) as results:
                 self._copy(places, results)
         totals = self._totals(sum(map(len, blocks)))
         shutil.rmtree(self._parts, ignore_errors=True)

@@ -141,6 +141,8 @@ def test_a_run_that_is_killed_goes_on_and_gives_the_same_bytes(branch_plan: Path
     assert report["succeeded"] == 160
     assert 0 < report["computed"] < 160 - 6 * 4
     assert (out / "results.jsonl").read_bytes() == expected
+    (other := tmp_path / "other").touch()
+    assert (out / "results.jsonl").stat().st_mode == other.stat().st_mode  # for whom any new file is
     assert sorted(each.name for each in out.iterdir()) == ["batch.json", "lock", "results.jsonl"]
     again = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
     counts = ("succeeded", "failed", "prompt_tokens", "completion_tokens")
