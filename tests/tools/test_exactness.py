@@ -117,11 +117,10 @@ def test_another_seed_is_found_where_it_was_planted(
     assert first["request"] == "prompt 0, temperature 0.7"
     assert first["what"] == "tokens"
     assert first["expected"] != first["found"]
+    assert not [name for name in company["names"] if "greedy" in name or name.endswith("penalties")]
     assert exactness.main(list(arguments)) == 1
     printed = capsys.readouterr().out
-    assert (
-        f"company, all: {company['diverged']} of 8, first prompt 0, temperature 0.7, token {first['index']}" in printed
-    )
+    assert f"company, all: first with other tokens: {first['text']}" in printed
     assert "1 of 2 conditions diverge" in printed
     assert exactness.main([*arguments, "--groups"]) == 1
     assert re.search(rf"company +1 +8 +{company['diverged']} ", capsys.readouterr().out)

@@ -87,6 +87,8 @@ class Compared:
     first: Divergence | None = None
     first_of_logprobs: Divergence | None = None
     by_what: dict[str, int] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    """Of the requests that diverged."""
     largest_margin: float | None = None
     """Of all tokens that parted: how far the choices were from a tie."""
 
@@ -108,6 +110,7 @@ def compare(names: Sequence[str], expected: Sequence[Outcome], found: Sequence[O
             result.first_of_logprobs = result.first_of_logprobs or parted
             continue
         result.diverged += 1
+        result.names.append(name)
         result.first = result.first or parted
         if parted.margin is not None:
             result.largest_margin = max(abs(parted.margin), result.largest_margin or 0.0)
