@@ -89,9 +89,11 @@ def test_the_runtime_knows_nothing_of_the_ops_as_graphs() -> None:
 
 
 def test_importing_the_runtime_loads_nothing_of_the_compiler() -> None:
-    """In a fresh interpreter, all modules of the package but the command line's entry."""
+    """In a fresh interpreter, all modules of the package but the command line's entry, and those on Ray, which itself
+    loads PyYAML."""
     modules = [relative(p).removesuffix(".py").replace("/", ".") for p in sources("runtime")]
-    modules = sorted(m.removesuffix(".__init__") for m in modules if not m.endswith("__main__"))
+    modules = [m for m in modules if not m.endswith("__main__") and not m.startswith("runtime.ray_serve.")]
+    modules = sorted(m.removesuffix(".__init__") for m in modules)
     program = f"""
 import importlib, json, sys, time
 before = time.perf_counter()

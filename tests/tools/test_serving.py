@@ -36,6 +36,17 @@ def test_hits(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "warm/cold" in capsys.readouterr().out
 
 
+@pytest.mark.long
+def test_routing(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--conversations", "4", "--turns", "4", "--first", "16", "--message", "8", "--new", "12")
+    found = report(capsys, "routing", str(branch_plan), *sizes)
+    assert found["same_answers"]
+    assert [row["requests"] for row in found["rows"]] == [16, 16]  # type: ignore[attr-defined]
+    assert 0 < found["ratio"] < 1  # type: ignore[operator]
+    assert serving.main(["routing", str(branch_plan), "--turns", "9", *PROMPTS]) == 2
+    assert "and the plan's context is 160" in " ".join(capsys.readouterr().err.split())
+
+
 def test_load(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--length", "60", "--new", "6", "--reps", "1", "--waves", "2", "--at-once", "3", "--drafters", "ngram")
     rows = report(capsys, "load", str(branch_plan), *sizes)["rows"]

@@ -50,12 +50,13 @@ def _parser(called: str) -> Parser:
         prog=called, description=__doc__.partition("\n\n")[2], epilog=f"example: {called} load build/branches"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = Parser(add_help=False)
-    shared.add_argument("plan", type=Path, help="folder of a plan")
+    plan = Parser(add_help=False)
+    plan.add_argument("plan", type=Path, help="folder of a plan")
+    plan.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    plan.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    shared = Parser(add_help=False, parents=[plan])
     shared.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
-    shared.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    shared.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    shared.add_argument("--json", action="store_true", help="print one JSON object")
     hits = commands.add_parser(
         "hits",
         parents=[shared],
@@ -134,7 +135,7 @@ def _parser(called: str) -> Parser:
     memory.set_defaults(measure=measure_memory, show=print_memory)
     routing = commands.add_parser(
         "routing",
-        parents=[shared],
+        parents=[plan],
         help="conversations over replicas, routed by what each holds",
         description="Prompt tokens that replicas on Ray Serve compute for conversations of several turns, where each "
         "request goes to the replica that holds its beginning, and where requests go to replicas in turn. Needs the "
