@@ -19,6 +19,7 @@ _ROUTERS: dict[Routing, dict[str, Any]] = {
     "round-robin": {"request_router_class": "runtime.ray_serve.router:RoundRobinRouter"},
 }
 _TELLING = 2.0  # seconds between the moments when a replica tells all ingresses what it holds
+_ANSWERING = 10.0  # seconds to answer a health check; after three that are missed, a replica is replaced
 _MARGIN = 10.0  # seconds that Ray gives a deployment behind its own time to drain
 
 
@@ -44,6 +45,7 @@ def _shared(settings: Settings) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": settings.drain_seconds + _MARGIN,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": 5.0,
+        "health_check_timeout_s": _ANSWERING,
     }
 
 
