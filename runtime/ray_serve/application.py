@@ -19,7 +19,12 @@ _ROUTERS: dict[Routing, dict[str, Any]] = {
     "round-robin": {"request_router_class": "runtime.ray_serve.router:RoundRobinRouter"},
 }
 _TELLING = 2.0  # seconds between the moments when a replica tells all ingresses what it holds
-_CARE: dict[str, Any] = {"graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": 5.0}
+_ANSWERING = 10.0  # seconds to answer a health check; after three that are missed, a replica is replaced
+_CARE: dict[str, Any] = {
+    "graceful_shutdown_wait_loop_s": 0.2,
+    "health_check_period_s": 5.0,
+    "health_check_timeout_s": _ANSWERING,
+}
 _MARGIN = 10.0  # seconds that an ingress has behind its time to drain
 
 

@@ -18,7 +18,8 @@ from tools.faults.questions import Question
 
 @dataclass(frozen=True)
 class Ways:
-    """Shares of the requests that stream, whose client leaves, and that have a deadline too short for many.
+    """Shares of the requests that stream, whose client leaves, and that have a deadline too short for many; seconds
+    without a byte (`patience`), behind which an answer is lost.
 
     `excuses` says of an error's status, body and answer so far whether the scenario provokes it: such a request is
     refused, not lost. `breaks`: likewise are connections that end in the middle, or cannot be had.
@@ -30,6 +31,7 @@ class Ways:
     deadline_seconds: float = 0.05
     far_deadline: float | None = None
     pause: float = 0.0
+    patience: float = PATIENCE
     excuses: Callable[[Answer], bool] = lambda _: False
     breaks: bool = False
 
@@ -63,19 +65,20 @@ class Crowd:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._stopped.set()
-        until = monotonic() + 2 * PATIENCE
+        until = monotonic() + 2 * self._ways.patience
         for thread in self._threads:
             thread.join(max(0.0, until - monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             self._figures.fail("A client has not had the end of its answer.")
 
     def _run(self, draw: random.Random) -> None:
-        client, port = Client(self._port()), self._port()
+        patience, port = self._ways.patience, self._port()
+        client = Client(port, patience)
         while not self._stopped.is_set():
             if draw.random() < 0.3 or port != self._port():  # else the connection is used again
                 client.close()
                 port = self._port()
-                client = Client(port)
+                client = Client(port, patience)
             began = monotonic()
             ask(client, draw.choice(self._questions), self._figures, draw, self._ways)
             self.waits.append(monotonic() - began)

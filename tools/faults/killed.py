@@ -1,7 +1,4 @@
-"""Replicas on Ray Serve are killed (SIGKILL) at random moments under load; their requests go on on other replicas.
-
-In the end one may take no more memory, and dies of that, or fails until Ray replaces it.
-"""
+"""Replicas on Ray Serve are killed (SIGKILL) at random moments under load; their requests go on on other replicas."""
 
 from __future__ import annotations
 
@@ -9,15 +6,13 @@ from time import monotonic, sleep
 
 from tools.faults.crowd import Crowd, Ways, ask_all
 from tools.faults.figures import Figures
-from tools.faults.out_of_memory import limit_memory
-from tools.faults.replicas import Replicas, replicas_of
+from tools.faults.replicas import replicas_of
 from tools.faults.server import held_by
 from tools.faults.setting import Setting, compare
 
 _SECONDS_A_KILL = 90.0  # on average: 20 kills in 30 minutes
 _REPLICAS = 3
 _FEW = 5  # kills, which may all come to idle replicas
-_SQUEEZED = 30.0  # seconds
 
 
 def run(setting: Setting, figures: Figures) -> None:
@@ -39,20 +34,9 @@ def run(setting: Setting, figures: Figures) -> None:
                     replicas.kill(draw.choice(replicas.serving()))
                     figures.count("faults")
             sleep(max(0.0, setting.seconds - (monotonic() - began)))
-            setting.tell("a replica that may take no more memory")
-            if serving := replicas.serving():
-                limit_memory(draw.choice(serving), 0)
-                sleep(min(_SQUEEZED, setting.seconds / 4))
-        _end(setting, figures, replicas)
+        replicas.end_well(setting, figures)
         after = held_by(replicas.ingress())
     figures.check(figures.faults == kills, f"{figures.faults} of {kills} kills came to a replica.")
     figures.check(figures.retried or kills < _FEW, "No request was under way on a replica that was killed.")
     figures.notes |= {"at, s": [round(moment) for moment in moments], "seed": setting.seed}
     compare(figures, before, after)
-
-
-def _end(setting: Setting, figures: Figures, replicas: Replicas) -> None:
-    figures.check(replicas.wait(_REPLICAS), "A replica that was killed is not replaced.")
-    ask_all(replicas.server.port, setting.questions, figures)
-    figures.check(replicas.server.settle(), "Requests still wait or run.")
-    figures.retried = replicas.retried()

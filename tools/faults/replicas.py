@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
+from tools.faults.crowd import ask_all
+from tools.faults.figures import Figures
 from tools.faults.server import Server
 from tools.faults.setting import Setting
 
@@ -49,6 +51,13 @@ class Replicas:
                 return False
             sleep(0.1)
         return True
+
+    def end_well(self, setting: Setting, figures: Figures) -> None:
+        """Hold against a scenario that all replicas are there again, and answer, and that no request is left."""
+        figures.check(self.wait(self.count), "A replica that was lost is not replaced.")
+        ask_all(self.server.port, setting.questions, figures)
+        figures.check(self.server.settle(), "Requests still wait or run.")
+        figures.retried = self.retried()
 
     def retried(self) -> int:
         """How often a request has lost a replica, by the logs."""

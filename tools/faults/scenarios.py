@@ -34,6 +34,7 @@ class Scenario:
 
 SCENARIOS = {
     "killed": Scenario("killed", "replicas on Ray Serve are killed under load"),
+    "starved-replica": Scenario("starved_replica", "a replica on Ray Serve may take no more memory"),
     "disconnects": Scenario("disconnects", "clients leave at random moments, deadlines are milliseconds"),
     "malformed": Scenario("malformed", "10,000 bodies that are wrong, and requests that are none"),
     "slow-clients": Scenario("slow_clients", "clients send and read a byte a second"),
