@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from math import ceil
 
 import ray
@@ -38,10 +39,11 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with redirect_stdout(sys.stderr):  # what Ray says, at its end too, is no result of a command
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _look(address: str) -> None:

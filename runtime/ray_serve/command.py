@@ -119,13 +119,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         served_before = _CONTROLLER in (each["name"] for each in ray.util.list_named_actors(all_namespaces=True))
         if served_before and arguments.name in serve.status().applications:
             raise RequestError(f"The cluster serves an application {arguments.name!r} already; pass another --name.")
-        ended, hurried = _signals()
         try:
             serve.start(arguments.proxies, {"host": arguments.host, "port": arguments.port})
             try:
                 handle = serve.run(application, name=arguments.name, route_prefix=arguments.route_prefix)
             except RuntimeError as error:
                 raise OutriderError(f"The application does not start: {error}") from None
+            ended, hurried = _signals()
             if served_before:
                 where = f"under {arguments.route_prefix} where the cluster listens"
             else:
@@ -151,6 +151,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     values |= {
         "plan": Path(arguments.plan).resolve(),
         "api_keys": tuple(keys),
+        "api_key_file": None,  # whose keys are among these
         "replicas": arguments.replicas or arguments.min_replicas or 1,
         "prefix_cache": not arguments.no_prefix_cache,
         "cuda_graphs": not arguments.no_cuda_graphs,

@@ -19,6 +19,7 @@ from runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
 _LATE = 5.0  # seconds behind its deadline that a request waits for a replica to say so
+_EARLY = 0.05  # seconds: timers may ring a little before their time
 _SHORTEST, _LONGEST = 0.05, 2.0  # seconds between two tries
 
 
@@ -82,7 +83,7 @@ class Followed:
             try:
                 return await self._follow(send, began + failover.patience)
             except TimeoutError:
-                if self._left() == 0:
+                if self._until is not None and self._until - monotonic() < _EARLY:
                     return self.cut_off(FinishReason.DEADLINE)
                 return self._fail(f"No replica has taken the request in {failover.patience:g} s.")
             except RequestError as error:
@@ -137,7 +138,7 @@ class Followed:
             stream.cancel()
 
     def _take(self, span: Span, given: list[TokenLogprob]) -> None:
-        """Hand a span on. `given` are log-probabilities from before the replica that sends it."""
+        """Hand a span on. `given` are log-probabilities from before the replica that sends it. Raises LostError."""
         result, span.result = span.result, None
         if not span.tentative:
             self._tokens += span.token_ids
@@ -147,6 +148,8 @@ class Followed:
                 self._first = monotonic()
         if span.token_ids or span.text:
             self.handle.push(span)
+        if result is not None and result.finish_reason is FinishReason.CANCELLED:
+            raise LostError("it cut the request off")  # nobody asked for that: whose request ends follows it no more
         if result is not None:
             self.handle.end(self._timed(replace(result, logprobs=[*given, *result.logprobs])))
 

@@ -20,6 +20,7 @@ from runtime.ray_serve.settings import Settings
 from runtime.ray_serve.streams import sender
 from runtime.scheduler import SchedulerConfig
 from runtime.server.app import ServerConfig, make_app
+from runtime.server.command import keys_of
 from runtime.server.readiness import Phase, Readiness
 from runtime.server.request_log import log_to_stderr
 
@@ -38,9 +39,10 @@ class Ingress:
 
     async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
         plan = await asyncio.to_thread(open_plan, settings.plan, verify=False)  # replicas verify it
-        config = SchedulerConfig(
-            max_waiting=settings.max_waiting, mode=settings.mode, max_waiting_per_client=settings.share_of_queue
-        )
+        file = settings.api_key_file
+        self._keys = tuple(dict.fromkeys([*settings.api_keys, *(() if file is None else keys_of(file))]))
+        share = settings.share_of_queue(len(self._keys))
+        config = SchedulerConfig(max_waiting=settings.max_waiting, mode=settings.mode, max_waiting_per_client=share)
         self._replicas = replicas
         self._settings = settings
         caller = serve.get_replica_context().replica_id.to_full_id_str()  # which is the name of the actor
@@ -56,7 +58,7 @@ class Ingress:
         settings = self._settings
         config = ServerConfig(
             model=settings.model_name or self.served.manifest.name,
-            api_key=settings.api_keys,
+            api_key=self._keys,
             max_body_bytes=settings.max_body_bytes,
             drain_seconds=settings.drain_seconds,
             max_choices=settings.max_choices,

@@ -25,7 +25,8 @@ class Settings(BaseModel):
     there are more while more than `target_ongoing` requests are under way on each, and down to `min_replicas` while
     fewer are. Counts that are None follow from the plan's branches. `replica_cpus` (default: `threads`), `_gpus` and
     `_resources` are what Ray sets aside for each, and so say on which machines they are. Of `tokens_per_minute` each
-    ingress has an equal share. With `log_format` and `telemetry`, ingresses log and trace requests.
+    ingress has an equal share. With `log_format` and `telemetry`, ingresses log and trace requests. Ray logs `args`:
+    keep keys in an `api_key_file`, which every ingress reads.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,6 +38,7 @@ class Settings(BaseModel):
     exactness: Exactness = "probed"
     model_name: str | None = None
     api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
     replicas: PositiveInt = 1
     min_replicas: PositiveInt | None = None
     max_replicas: PositiveInt | None = None
@@ -73,8 +75,8 @@ class Settings(BaseModel):
                 f"replicas is {self.replicas}, min_replicas {least} and max_replicas {most}; pass replicas between the "
                 "two others."
             )
-        if self.tokens_per_minute is not None and not self.api_keys:
-            raise RequestError("tokens_per_minute is a budget of each API key; pass api_keys too, or leave it out.")
+        if self.tokens_per_minute is not None and not (self.api_keys or self.api_key_file):
+            raise RequestError("tokens_per_minute is a budget of each API key; pass api_key_file too, or leave it out.")
 
     @property
     def least_replicas(self) -> int:
@@ -93,10 +95,9 @@ class Settings(BaseModel):
         """Of all replicas and ingresses there may be."""
         return self.most_replicas * self.cpus_of_replica + self.ingresses * self.ingress_cpus
 
-    @property
-    def share_of_queue(self) -> int | None:
-        """The most requests of one API key that wait: half of them, where there are several keys."""
-        share = max(1, self.max_waiting // 2) if len(self.api_keys) > 1 else None
+    def share_of_queue(self, keys: int) -> int | None:
+        """The most requests of one of so many API keys that wait: half of them, where there are several keys."""
+        share = max(1, self.max_waiting // 2) if keys > 1 else None
         return self.max_waiting_per_key or share
 
     @property

@@ -242,17 +242,22 @@ def read_keys(arguments: argparse.Namespace) -> list[str]:
     """API keys of the command line, and of its file; without either, that of the environment."""
     keys = list(arguments.api_key or ())
     if arguments.api_key_file is not None:
-        try:
-            lines = arguments.api_key_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--api-key-file {arguments.api_key_file} cannot be read: {error}") from None
-        held = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not held:
-            raise RequestError(f"--api-key-file {arguments.api_key_file} holds no key; write one a line.")
-        keys += held
+        keys += keys_of(arguments.api_key_file)
     if not keys and os.environ.get(_KEY):
         keys = [os.environ[_KEY]]
     return list(dict.fromkeys(keys))
+
+
+def keys_of(file: Path) -> list[str]:
+    """The API keys that a file holds. Raises RequestError where there are none."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--api-key-file {file} cannot be read: {error}") from None
+    held = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not held:
+        raise RequestError(f"--api-key-file {file} holds no key; write one a line.")
+    return held
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

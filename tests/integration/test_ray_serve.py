@@ -270,9 +270,12 @@ def test_what_one_ingress_sent_the_others_route_by(cluster: str, plan: Path) -> 
         assert sum(each.reused_tokens for each in stats) == 8 * 63
 
 
-def test_keys_a_deadline_and_the_end(cluster: str, plan: Path) -> None:
+def test_keys_a_deadline_and_the_end(cluster: str, plan: Path, tmp_path: Path) -> None:
     """An application with keys of its own; told to end, it cuts off what runs, and takes nothing more."""
-    settings = settings_of(plan, replicas=1, api_keys=("first", "second"), max_waiting_per_key=40, replica_cpus=0.1)
+    file = tmp_path / "keys"
+    file.write_text("# of clients\nsecond\n")
+    keys = {"api_keys": ("first",), "api_key_file": file, "max_waiting_per_key": 40}
+    settings = settings_of(plan, replicas=1, replica_cpus=0.1, **keys)
     with deployed(cluster, "keys", settings) as served, client_of(served.address, "second") as client:
         assert post(served.address, "completions", {"model": "toy", "prompt": "x"})[0] == 401
         assert client.models.list().data[0].id == "toy"

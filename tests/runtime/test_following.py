@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_new_tokens": 40, 
 class Replicas:
     """One runtime behind streams; each is lost, or ends otherwise, as its turn in `ends` says.
 
-    An end is the number of spans that come before it, and the error that it is; None: no error, to the last span.
+    An end is the number of spans that come before it, and the error that it is; None: it ends the request there.
     """
 
     def __init__(self, runtime: Runtime, ends: Sequence[tuple[int, Exception | None]]) -> None:
@@ -54,9 +55,12 @@ class Stream:
         yield []
         place = 0
         async for span in handle:
-            if place == self._after and self._error is not None:
+            if place == self._after:
                 handle.cancel()
-                raise self._error
+                if self._error is not None:
+                    raise self._error
+                yield [Span([], "", result=replace(await handle, finish_reason=FinishReason.CANCELLED))]
+                return
             yield [span]
             place += 1
 
@@ -98,6 +102,7 @@ ENDS: dict[str, list[tuple[int, Exception | None]]] = {
     "before its first token": [(0, LOST)],
     "in its middle": [(5, LOST)],
     "again and again": [(3, LOST), (0, LOST), (-1, BusyError("full")), (7, LOST), (1, LOST)],
+    "cut off there": [(4, None), (2, None)],
     "by a failed pass": [(4, PlanError("A round failed: MemoryError()."))],
 }
 
