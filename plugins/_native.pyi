@@ -192,6 +192,12 @@ def likeliest(row: NDArray[np.float32], out: NDArray[np.int64]) -> None:
     K is at most V, and meant to be small.
     """
 
+def log_sum_exp(row: NDArray[np.float32]) -> float:
+    """Return log(sum(exp(row - max(row)))) of `row` `[V]` in float64: the same bits on every processor.
+
+    Raises ValueError where the maximum is not finite, and for NaN.
+    """
+
 def residual(weights: NDArray[np.uint64], draft_probs: NDArray[np.float32], out: NDArray[np.uint64]) -> None:
     """Write max(0, p - q) `[V]`, p from filtered weights: the residual that `reference.chain_accept` draws from."""
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from plans import names
 from plans.errors import PlanError, RequestError
+from plugins import native
 from runtime.generation import FinishReason
 from runtime.request import Options, Request, check_options
 from runtime.session import Session
@@ -256,7 +257,7 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
             "`outrider verify` on the plan."
         )
     rows: NDArray[np.float64] = logits.astype(np.float64) - highest
-    rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    rows -= np.array([[native.log_sum_exp(row)] for row in logits])
     return rows
 
 

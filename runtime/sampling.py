@@ -96,6 +96,7 @@ class TokenLogprob:
 def logprobs(logits: NDArray[np.float32], token_id: int, top: int = 0) -> TokenLogprob:
     """Log-softmax of one row of logits, f32 [V], in f64: the model's own distribution, before any filter.
 
+    Every processor gives the same bits, so that requests may move; NumPy's exp has kernels of its own for each kind.
     `top` tokens are listed, 0 to V. Logits of -inf (masked tokens) have logprob -inf. Raises RequestError for a
     token id or a `top` outside the row, and PlanError for logits that are no distribution (NaN, +inf, all -inf).
     """
@@ -111,7 +112,7 @@ def logprobs(logits: NDArray[np.float32], token_id: int, top: int = 0) -> TokenL
             "The plan's engine is at fault: run `outrider verify` on the plan."
         )
     row = logits.astype(np.float64) - highest  # first: the rest then keeps its digits, however large the logits are
-    row -= math.log(np.exp(row).sum())
+    row -= native.log_sum_exp(logits)
     ids = likeliest(logits, top)  # ranked by logits: the subtraction may make neighbours equal
     return TokenLogprob(int(token_id), float(row[token_id]), tuple((int(i), float(row[i])) for i in ids))
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plans.errors import PlanError, RequestError
+from plugins import native
 from runtime.sampling import SamplingParams, likeliest, logprobs
 
 
@@ -94,3 +100,39 @@ def test_ids_outside_the_row_are_refused(token: int, top: int) -> None:
 def test_logits_that_are_no_distribution_are_a_plan_error(bad: list[float]) -> None:
     with pytest.raises(PlanError, match="outrider verify"):
         logprobs(np.array(bad, np.float32), 0)
+
+
+_BITS = """
+import numpy as np
+from runtime.sampling import logprobs
+rows = np.random.default_rng(0).normal(0, 6, (40, 1003)).astype(np.float32)
+rows[::3, ::7] = -np.inf
+print(b"".join(np.float64(logprobs(row, 1).logprob).tobytes() for row in rows).hex())
+"""
+
+
+def test_logprobs_have_the_same_bits_whatever_the_processor_has() -> None:
+    """NumPy's exp has other kernels where it is told to do without vectors; ours must not differ."""
+    kernels = np._core._multiarray_umath  # type: ignore[attr-defined]
+    off = " ".join(name for name in kernels.__cpu_dispatch__ if kernels.__cpu_features__[name])
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", _BITS], env=os.environ | extra, capture_output=True, text=True, check=True
+        ).stdout
+        for extra in ({}, {"NPY_DISABLE_CPU_FEATURES": off})
+    ]
+    assert found[0] == found[1]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70))
+def test_the_sum_of_exponentials_is_right_at_any_length(values: list[float]) -> None:
+    row = np.array(values, np.float32)
+    below = row.astype(np.float64) - float(row.max())
+    expected = math.log(math.fsum(math.exp(each) for each in below))
+    assert native.log_sum_exp(row) == pytest.approx(expected, abs=1e-14, rel=1e-14)
+
+
+@pytest.mark.parametrize("row", [[], [np.nan], [-np.inf], [np.inf, 1], [1, np.nan]])
+def test_the_sum_of_exponentials_of_what_is_no_distribution_is_refused(row: list[float]) -> None:
+    with pytest.raises(ValueError, match="log_sum_exp"):
+        native.log_sum_exp(np.array(row, np.float32))

@@ -4,9 +4,12 @@
 #include <cmath>
 #include <vector>
 
+#include "../exp.h"
+#include "../log.h"
 #include "../philox.h"
 #include "binder.h"
 #include "choose.h"
+#include "clones.h"
 #include "ops.h"
 #include "race.h"
 #include "refuse.h"
@@ -67,10 +70,47 @@ void likeliest(nb::object row, nb::object out) {
   }
 }
 
+constexpr i64 kSums = 8;  // added up side by side, and in their order at the end: whatever the width of vectors
+
+// The sum of exp(value - highest). What is below 2^-1009 of the largest counts as 0.
+OUTRIDER_CLONES double sum_of_exps(const float* values, i64 size, double highest) {
+  double sums[kSums] = {};
+  const i64 whole = size - size % kSums;
+  for (i64 i = 0; i < whole; i += kSums) {
+    for (i64 lane = 0; lane < kSums; ++lane) {
+      const double below = static_cast<double>(values[i + lane]) - highest;
+      const double part = shared_exp(below < -700.0 ? -700.0 : below);
+      sums[lane] += below < -700.0 ? 0.0 : part;
+    }
+  }
+  for (i64 i = whole; i < size; ++i) {
+    const double below = static_cast<double>(values[i]) - highest;
+    if (below >= -700.0) sums[i - whole] += shared_exp(below);
+  }
+  double sum = 0.0;
+  for (i64 lane = 0; lane < kSums; ++lane) sum += sums[lane];
+  return sum;
+}
+
+double log_sum_exp(nb::object row) {
+  Binder binder("log_sum_exp");
+  const float* values = binder.input<float>("row", row, {"V"});
+  const i64 size = binder.size_of("V");
+  float highest = -INFINITY;
+  bool whole = true;
+  for (i64 i = 0; i < size; ++i) {
+    whole = whole && !std::isnan(values[i]);
+    highest = values[i] > highest ? values[i] : highest;
+  }
+  if (!whole || !std::isfinite(highest)) refuse("log_sum_exp", "the row is empty, holds NaN or inf, or is all -inf.");
+  return shared_log(sum_of_exps(values, size, highest));
+}
+
 }  // namespace
 
 void register_choice_parts(nb::module_& module) {
   module.def("weights", &weights, nb::arg("logits"), nb::arg("temperature"), nb::arg("out"));
+  module.def("log_sum_exp", &log_sum_exp, nb::arg("row"));
   module.def("likeliest", &likeliest, nb::arg("row"), nb::arg("out"));
   module.def("race", &winner, nb::arg("weights"), nb::arg("seed"), nb::arg("stream"), nb::arg("position"),
              nb::arg("purpose"));
