@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ from runtime import Runtime
 from runtime.__main__ import main
 from runtime.batch import OutriderPredictor
 from runtime.batch.answering import Answering
+from runtime.batch.body import asked_of
 from runtime.batch.folder import block_bounds
 from runtime.batch.loading import load_for_batches
-from runtime.batch.requests import BatchRequest, id_order, working_order
+from runtime.batch.predictor import _request, _rows
+from runtime.batch.reading import read_requests, rows_of_table
+from runtime.batch.requests import BatchRequest, id_order, parse, working_order
+from runtime.server.asked import CompletionAsked
 from runtime.server.stamps import DerivedStamps
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.test_tools import ASK, HERMES, TOOLS
@@ -377,8 +382,18 @@ def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_pl
     assert found["text"][2] == found["finish_reason"][2] == ""
     with pytest.raises(RequestError, match="'promt'"):
         predictor({"promt": np.array(["x"]), "prompt": np.array(["x"])})
+    with pytest.raises(RequestError, match="Row 1 of the batch is no JSON"):
+        predictor({"prompt": np.array(["x", "x"]), "temperature": np.array([1.0, np.inf])})
     with pytest.raises(RequestError, match="does not see"):
         OutriderPredictor("no/where")
+
+
+@pytest.mark.parametrize("beside", [0.5, np.nan], ids=["a number", "a NaN"])
+def test_a_row_of_the_predictor_does_not_depend_on_others(beside: float) -> None:
+    columns = {"prompt": np.array(["a", "b"], object), "temperature": np.array([1.0, beside])}
+    alone = _request(_rows({name: column[:1] for name, column in columns.items()})[0], 0)
+    assert _request(_rows(columns)[0], 0) == alone
+    assert _request(rows_of_table(pa.table(columns))[0], 0) == alone
 
 
 def test_batches_need_no_extra(branch_plan: Path, requests: Path, tmp_path: Path) -> None:
@@ -405,6 +420,48 @@ sys.exit(main(sys.argv[1:]))
 def test_numbers_inside_ids_compare_as_numbers() -> None:
     ids = ["b", "a-10-x", "a-2-y", "a-2", "a-02", "10", "9", "a", "a-" + "9" * 5000]
     assert sorted(ids, key=id_order) == ["9", "10", "a", "a-02", "a-2", "a-2-y", "a-10-x", "a-" + "9" * 5000, "b"]
+
+
+def test_an_id_that_goes_on_with_a_number_stands_behind() -> None:
+    assert sorted(["job1", "job", "job-1", "job10", "job2"], key=id_order) == ["job", "job1", "job2", "job10", "job-1"]
+    lines = [BatchRequest(each, json.dumps({"custom_id": each, "prompt": "x"})) for each in ("job1", "job")]
+    assert [each.custom_id for each in working_order(lines)] == ["job", "job1"]
+
+
+def test_missing_and_whole_floats_of_a_table_are_left_out_and_ints(tmp_path: Path) -> None:
+    path, nan = tmp_path / "requests.parquet", float("nan")
+    floats = {"max_tokens": [2.0, None, 3.0], "temperature": [nan, 1.0, 0.5]}
+    pq.write_table(pa.table({"custom_id": ["a", "b", "c"], "prompt": ["x"] * 3} | floats), path)
+    asked = [asked_of(each.text, "toy") for each in working_order(read_requests(path))]
+    assert [each.max_tokens for each in asked if isinstance(each, CompletionAsked)] == [2, 16, 3]
+    assert [each.temperature for each in asked] == [1.0, 1.0, 0.5]
+    pq.write_table(pa.table({"custom_id": ["a"], "prompt": ["x"], "temperature": [float("inf")]}), path)
+    with pytest.raises(RequestError, match="row 1 is no JSON"):
+        read_requests(path)
+
+
+@pytest.mark.parametrize("calls", [0, 500])
+def test_how_deep_json_may_be_does_not_depend_on_who_reads_it(calls: int) -> None:
+    def calling(more: int, depth: int) -> Any:
+        return calling(more - 1, depth) if more else parse("[" * depth + "]" * depth)
+
+    assert calling(calls, 256)
+    for depth in (257, 700, 990, 100_000):
+        with pytest.raises(ValueError, match="nested too deeply: more than 256"):
+            calling(calls, depth)
+    assert parse(json.dumps([[]] * 1000)) == [[]] * 1000  # many, and not deep
+
+
+def test_reading_keeps_texts_and_not_what_they_were_parsed_to(tmp_path: Path) -> None:
+    lines = write(tmp_path / "requests.jsonl", ({"custom_id": str(n), "prompt": [7] * 1000} for n in range(2000)))
+    tracemalloc.start()
+    try:
+        kept = read_requests(lines)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(kept) == 2000
+    assert most < 2 * lines.stat().st_size
 
 
 def test_requests_that_begin_alike_are_computed_together() -> None:
