@@ -107,13 +107,16 @@ def as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_json(each) for key, each in value.items() if not _missing(each)}
     if isinstance(value, list):
-        return [as_json(each) for each in value]
+        return [None if _missing(each) else as_json(each) for each in value]
     return int(value) if isinstance(value, float) and abs(value) < _WHOLE and value.is_integer() else value
 
 
 def json_of(row: Mapping[str, Any]) -> str:
-    """A row of a table as text. Raises TypeError and ValueError for what JSON has not: bytes, dates, infinities."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False)
+    """A row of a table as text that `parse` takes. Raises TypeError and ValueError for bytes, dates, infinities, and
+    what is nested too deeply."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    parse(text)
+    return text
 
 
 def _missing(value: Any) -> bool:

@@ -388,6 +388,16 @@ def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_pl
         OutriderPredictor("no/where")
 
 
+def test_what_is_no_json_in_a_row_of_the_predictor_is_told_by_its_place() -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    for prompt in (deep, float("inf"), b"x"):
+        with pytest.raises(RequestError, match="Row 4 of the batch is no JSON"):
+            _request({"prompt": prompt}, 4)
+    assert json.loads(_request(_rows({"prompt": np.array([[1.0, np.nan]])})[0], 0).text) == {"prompt": [1, None]}
+
+
 @pytest.mark.parametrize("beside", [0.5, np.nan], ids=["a number", "a NaN"])
 def test_a_row_of_the_predictor_does_not_depend_on_others(beside: float) -> None:
     columns = {"prompt": np.array(["a", "b"], object), "temperature": np.array([1.0, beside])}
