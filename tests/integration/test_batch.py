@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from runtime.__main__ import main
 from runtime.batch import OutriderPredictor
 from runtime.batch.answering import Answering
 from runtime.batch.body import asked_of
-from runtime.batch.folder import block_bounds
+from runtime.batch.command import _on_ray
+from runtime.batch.folder import BatchFolder, BatchState, block_bounds
 from runtime.batch.loading import load_for_batches
 from runtime.batch.predictor import _request, _rows
 from runtime.batch.reading import read_requests, rows_of_table
@@ -306,6 +309,46 @@ def test_one_run_at_a_time_writes_a_folder(
     (tmp_path / "out" / "parts").mkdir(parents=True)
     with locked(tmp_path / "out" / "lock"):
         assert "Another run writes" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out")
+
+
+def a_state(**own: Any) -> BatchState:
+    return replace(BatchState("plan", "requests", "toy", 0, "onnxruntime-cpu", {}, 1, 16), **own)
+
+
+def test_a_folder_whose_first_run_was_killed_early_is_begun_again(tmp_path: Path) -> None:
+    folder = BatchFolder(tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.batch.folder.locked", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), folder.begun(a_state()):
+            pass
+    with folder.begun(a_state()) as state:
+        assert state == a_state()
+
+
+def test_another_release_of_outrider_does_not_go_on(tmp_path: Path) -> None:
+    folder = BatchFolder(tmp_path / "out")
+    with folder.begun(a_state(release="0.0.1")):
+        pass
+    with pytest.raises(RequestError, match=r"Outrider 0\.0\.1 wrote them"), folder.begun(a_state()):
+        pass
+
+
+def test_backends_of_gpus_are_refused_on_a_cluster(tmp_path: Path) -> None:
+    state = a_state(backend="onnxruntime-cuda")
+    with pytest.raises(RequestError, match="actors ask Ray for CPUs alone"):
+        next(_on_ray(Namespace(), BatchFolder(tmp_path), state, {}))
+
+
+def test_a_plan_that_was_replaced_meanwhile_is_refused(
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Replaced between the look at its manifest and its load."""
+    monkeypatch.setattr(
+        "runtime.cli.arguments.load", lambda arguments, *_: load_for_batches(toy_plan, threads=1, share_memory=False)
+    )
+    assert "is another plan on" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--quiet")
+    assert not list((tmp_path / "out" / "parts").iterdir())
 
 
 def test_parts_that_were_changed_are_refused(
