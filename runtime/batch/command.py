@@ -90,7 +90,6 @@ def _batch(arguments: argparse.Namespace) -> int:
     began, folder, ordered = perf_counter(), BatchFolder(arguments.out), working_order(requests)
     try:
         with folder.begun(_state(arguments, ordered)) as state:
-            _check_kernels(arguments.plan, state)
             blocks = [ordered[start:stop] for start, stop in block_bounds(state.count, state.block_size)]
             there = set(range(len(blocks))) if folder.results.exists() else folder.written()
             missing = {number: block for number, block in enumerate(blocks) if number not in there}
@@ -184,19 +183,12 @@ def _created() -> int:
     return int(given)
 
 
-def _check_kernels(plan: Path, state: BatchState) -> None:
-    from plans.plan import open_plan
-    from runtime.batch.processors import foreign_kernels, told_foreign
-
-    if foreign := foreign_kernels(open_plan(plan, verify=False).manifest, state.backend, state.kernels):
-        raise RequestError(told_foreign(foreign))
-
-
 def _in_process(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
 ) -> Generator[Done, None, None]:
     from runtime.batch.answering import MOST_WAITING, Answering
     from runtime.batch.local import Done, run_blocks
+    from runtime.batch.processors import check_loaded
     from runtime.cli.arguments import load
     from runtime.prefix_cache.cache import PrefixCacheConfig
     from runtime.scheduler import SchedulerConfig
@@ -204,6 +196,7 @@ def _in_process(
     cache = None if arguments.no_prefix_cache else PrefixCacheConfig(arguments.cache_tokens, arguments.cache_bytes)
     runtime = load(arguments, cache, SchedulerConfig(arguments.max_running, max_waiting=MOST_WAITING))
     try:
+        check_loaded(runtime, arguments.plan, state)
         answering, began = Answering(runtime, state.model, state.created), time()
         with closing(run_blocks(answering, folder, blocks)) as answers:
             for answered in answers:
@@ -215,6 +208,13 @@ def _in_process(
 def _on_ray(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
 ) -> Generator[Done, None, None]:
+    from runtime.backends import on_processor
+
+    if not on_processor(state.backend):
+        raise RequestError(
+            f"The backend {state.backend} is not the CPU's, and actors ask Ray for CPUs alone; run without --ray, or "
+            "with --backend of the CPU."
+        )
     from runtime.batch.ray_run import Actors, cluster, run_on_ray
 
     cpus = arguments.cpus_per_actor or arguments.threads or 1

@@ -15,7 +15,9 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from runtime.batch.requests import BatchRequest, id_order
 from runtime.file_lock import locked
 from runtime.whole_file import written_whole
 
-VERSION = 1
+VERSION = 2
+"""Of batch.json, raised when what is in it, or how blocks are made, changes."""
 _STATE, _PARTS, _RESULTS, _LOCK = "batch.json", "parts", "results.jsonl", "lock"
 _LEAST = 16  # requests of a block
 _MOST_BLOCKS = 4096
@@ -35,7 +38,8 @@ class BatchState:
     """What the results of a batch depend on, and what its blocks were made by.
 
     `requests` is the digest of all of them, `plan` the plan's identity, `kernels` what `kernels_here` says of the
-    machine that began; `count` requests come in blocks of at most `block_size`.
+    machine that began; `count` requests come in blocks of at most `block_size`. `release` is Outrider's version: others
+    may answer otherwise.
     """
 
     plan: str
@@ -47,11 +51,13 @@ class BatchState:
     count: int
     block_size: int
     version: int = VERSION
+    release: str = field(default_factory=partial(metadata.version, "outrider"))
 
     def differences(self, other: BatchState) -> list[str]:
         """What `other` has differently, in words; blocks may be."""
         said = {
-            "version": "another version of Outrider wrote them",
+            "version": "a version of Outrider with another form of batches wrote them",
+            "release": f"Outrider {self.release} wrote them, and this one is {other.release}",
             "plan": f"they are of the plan {self.plan[:12]}, and this one is {other.plan[:12]}",
             "requests": "the requests are others",
             "model": f"they name the model {self.model!r}, and now it is {other.model!r}",
@@ -100,9 +106,10 @@ class BatchFolder:
             raise RequestError(f"{self.path} is no folder; choose another one.")
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
             raise RequestError(f"{self.path} is not empty, and holds no batch; choose another folder.")
-        self._parts.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         try:
             with locked(self.path / _LOCK, wait=False):
+                self._parts.mkdir(exist_ok=True)  # the lock is there first: a folder without it is not ours
                 self._clear()
                 yield self._agreed(state)
         except BlockingIOError:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -18,7 +16,7 @@ from plans.errors import RequestError
 from runtime.batch.answering import Answered, Answering
 from runtime.batch.body import check_columns
 from runtime.batch.loading import LoadOptions, load_for_batches
-from runtime.batch.reading import rows_of_table, without_nulls
+from runtime.batch.reading import as_json, json_of, rows_of_table
 from runtime.batch.requests import BatchRequest, why_not_an_id
 
 if TYPE_CHECKING:
@@ -94,7 +92,10 @@ def check_visible(folder: Path, file: str) -> None:
 
 
 def _request(row: Mapping[str, Any], place: int) -> BatchRequest:
-    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text = json_of(row)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"Row {place} of the batch is no JSON ({error}).") from None
     if "custom_id" not in row:
         return BatchRequest(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32], text)
     if wrong := why_not_an_id(row["custom_id"]):
@@ -103,28 +104,20 @@ def _request(row: Mapping[str, Any], place: int) -> BatchRequest:
 
 
 def _rows(columns: Mapping[str, NDArray[Any]]) -> list[dict[str, Any]]:
-    values = {name: _values(column) for name, column in columns.items()}
+    values = {name: [_plain(value) for value in column] for name, column in columns.items()}
     count = len(next(iter(values.values()))) if values else 0
-    return [without_nulls({name: column[place] for name, column in values.items()}) for place in range(count)]
-
-
-def _values(column: NDArray[Any]) -> list[Any]:
-    """A column's values as JSON has them; whole numbers that became floats because some are missing are whole again."""
-    values = [_plain(value) for value in column]
-    floats = [value for value in values if isinstance(value, float)]
-    if None in values and floats and all(value.is_integer() for value in floats):
-        return [int(value) if isinstance(value, float) else value for value in values]
-    return values
+    return [as_json({name: column[place] for name, column in values.items()}) for place in range(count)]
 
 
 def _plain(value: Any) -> Any:
+    """A value of NumPy's as Python has it."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return value
 
 
 def _array(values: list[Any]) -> NDArray[Any]:

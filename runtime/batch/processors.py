@@ -1,13 +1,18 @@
-"""Whether the results of a plan depend on the kind of processor."""
+"""Whether a loaded plan gives the results of a batch that was begun, perhaps on another kind of processor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
+from socket import gethostname
 
 from plans import names
+from plans.errors import RequestError
 from plans.manifest import Manifest
 from runtime.backends import on_processor
+from runtime.batch.folder import BatchState
 from runtime.exactness import kernels_here
+from runtime.runtime import Runtime
 
 _OURS = {
     "BranchAttention", "GatedUnit", "MixtureOfExperts", "QuantGather", "QuantMatMul", "QuantMixtureOfExperts",
@@ -33,8 +38,14 @@ def foreign_kernels(manifest: Manifest, backend: str, begun: Mapping[str, str]) 
     )
 
 
-def told_foreign(foreign: str) -> str:
-    return (
-        f"This node has {foreign}, and ONNX Runtime multiplies floats otherwise there, so that results could differ: "
-        "use nodes of one kind, or a plan with weights of int8 or int4, which have the same bits everywhere."
-    )
+def check_loaded(runtime: Runtime, plan: str | PathLike[str], state: BatchState) -> None:
+    """Raise RequestError where the plan that was loaded, or this machine, would give other results than `state`."""
+    if runtime.manifest.identity != state.plan:
+        raise RequestError(
+            f"{plan} is another plan on {gethostname()} than the batch was begun with; put that one there."
+        )
+    if foreign := foreign_kernels(runtime.manifest, state.backend, state.kernels):
+        raise RequestError(
+            f"{gethostname()} has {foreign}, and ONNX Runtime multiplies floats otherwise there, so that results "
+            "could differ: use nodes of one kind, or a plan with weights of int8 or int4, the same bits everywhere."
+        )

@@ -24,7 +24,7 @@ from runtime.batch.folder import BatchFolder, BatchState
 from runtime.batch.loading import LoadOptions, load_for_batches
 from runtime.batch.local import Done, run_blocks
 from runtime.batch.predictor import check_visible
-from runtime.batch.processors import foreign_kernels, told_foreign
+from runtime.batch.processors import check_loaded
 from runtime.batch.requests import BatchRequest
 
 _TRIES = 4  # of a block whose actor dies
@@ -143,10 +143,7 @@ class _BlockWriter:
             if self._folder.state() != state:
                 raise RequestError(f"{folder} has another batch on this node; pass a folder that all nodes share.")
             runtime = load_for_batches(plan, **load)
-            if runtime.manifest.identity != state.plan:
-                raise RequestError(f"{plan} is another plan on this node; put the same one there.")
-            if foreign := foreign_kernels(runtime.manifest, runtime.backend, state.kernels):
-                raise RequestError(told_foreign(foreign))
+            check_loaded(runtime, plan, state)
             self._answering = Answering(runtime, state.model, state.created)
         except (OutriderError, OSError) as error:
             self._error = error

@@ -6,7 +6,8 @@ What no result line could tell, as it would have no id, is found before anything
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 5  # faults of a file that are told
 _ROWS = 1024  # of parquet, at a time
+_WHOLE = 2**53  # below it a float that is whole is that number and no other
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
@@ -29,10 +31,10 @@ def read_requests(path: Path) -> list[BatchRequest]:
     """
     parquet = path.suffix == ".parquet"
     try:
-        found = list(_rows_of_parquet(path) if parquet else _rows_of_lines(path))
+        rows = _rows_of_parquet(path) if parquet else _rows_of_lines(path)
+        requests, faults = _checked(rows, "row" if parquet else "line")
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}.") from None
-    requests, faults = _checked(found, "row" if parquet else "line")
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise RequestError(
@@ -89,17 +91,33 @@ def _rows_of_parquet(path: Path) -> Iterator[tuple[int, str, Any]]:
         for row in rows_of_table(batch):
             place += 1
             try:
-                yield place, json.dumps(row, ensure_ascii=False), row
-            except TypeError as error:  # a date, or bytes
+                yield place, json_of(row), row
+            except (TypeError, ValueError) as error:  # a date, or bytes; an infinity
                 yield place, "", str(error)
 
 
 def rows_of_table(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a table without what is null: a column, or a field of a struct, cannot be left out otherwise."""
-    return [without_nulls(row) for row in table.to_pylist()]
+    """The rows of a table, as `as_json` has them."""
+    return [as_json(row) for row in table.to_pylist()]
 
 
-def without_nulls(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """A value of a table without nulls and NaNs in objects: a column cannot leave them out otherwise. A float that
+    is a whole number is an int, as a column with nulls may have had to be floats. It depends on no other row."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: as_json(each) for key, each in value.items() if not _missing(each)}
+    if isinstance(value, list):
+        return [None if _missing(each) else as_json(each) for each in value]
+    return int(value) if isinstance(value, float) and abs(value) < _WHOLE and value.is_integer() else value
+
+
+def json_of(row: Mapping[str, Any]) -> str:
+    """A row of a table as text that `parse` takes. Raises TypeError and ValueError for bytes, dates, infinities, and
+    what is nested too deeply."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    parse(text)
+    return text
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and isnan(value))

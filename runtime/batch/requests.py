@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _DIGITS = re.compile(r"([0-9]+)")
+_DEEPEST = 256  # far from where Python stops, which depends on how deep the caller is in calls
+_TOO_DEEP = f"it is nested too deeply: more than {_DEEPEST} levels"
 _BEGINNING = 4096  # characters by which requests are put beside those that begin alike
 
 
@@ -22,11 +24,25 @@ class BatchRequest:
 
 
 def parse(text: str) -> Any:
-    """JSON as it is defined: no NaN, no infinities. Raises ValueError."""
+    """JSON as it is defined: no NaN, no infinities; and at most 256 levels deep, whoever calls. Raises ValueError."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None
+    if text.count("[") + text.count("{") > _DEEPEST and _levels_exceed(found, _DEEPEST):
+        raise ValueError(_TOO_DEEP)
+    return found
+
+
+def _levels_exceed(value: Any, most: int) -> bool:
+    """Whether lists and objects stand in one another more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def _refuse_constant(name: str) -> None:
@@ -52,7 +68,7 @@ def id_order(custom_id: str) -> tuple[object, ...]:
     for place in range(1, len(parts), 2):
         digits = str(parts[place]).lstrip("0")
         parts[place] = (len(digits), digits)
-    return (*parts, custom_id)
+    return tuple(parts), custom_id  # the id apart: of a1 it would stand where a has a number
 
 
 def working_order(requests: Iterable[BatchRequest]) -> list[BatchRequest]:

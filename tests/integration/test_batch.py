@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,14 @@ from runtime import Runtime
 from runtime.__main__ import main
 from runtime.batch import OutriderPredictor
 from runtime.batch.answering import Answering
-from runtime.batch.folder import block_bounds
+from runtime.batch.body import asked_of
+from runtime.batch.command import _on_ray
+from runtime.batch.folder import BatchFolder, BatchState, block_bounds
 from runtime.batch.loading import load_for_batches
-from runtime.batch.requests import BatchRequest, id_order, working_order
+from runtime.batch.predictor import _request, _rows
+from runtime.batch.reading import read_requests, rows_of_table
+from runtime.batch.requests import BatchRequest, id_order, parse, working_order
+from runtime.server.asked import CompletionAsked
 from runtime.server.stamps import DerivedStamps
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.test_tools import ASK, HERMES, TOOLS
@@ -303,6 +311,46 @@ def test_one_run_at_a_time_writes_a_folder(
         assert "Another run writes" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out")
 
 
+def a_state(**own: Any) -> BatchState:
+    return replace(BatchState("plan", "requests", "toy", 0, "onnxruntime-cpu", {}, 1, 16), **own)
+
+
+def test_a_folder_whose_first_run_was_killed_early_is_begun_again(tmp_path: Path) -> None:
+    folder = BatchFolder(tmp_path / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.batch.folder.locked", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), folder.begun(a_state()):
+            pass
+    with folder.begun(a_state()) as state:
+        assert state == a_state()
+
+
+def test_another_release_of_outrider_does_not_go_on(tmp_path: Path) -> None:
+    folder = BatchFolder(tmp_path / "out")
+    with folder.begun(a_state(release="0.0.1")):
+        pass
+    with pytest.raises(RequestError, match=r"Outrider 0\.0\.1 wrote them"), folder.begun(a_state()):
+        pass
+
+
+def test_backends_of_gpus_are_refused_on_a_cluster(tmp_path: Path) -> None:
+    state = a_state(backend="onnxruntime-cuda")
+    with pytest.raises(RequestError, match="actors ask Ray for CPUs alone"):
+        next(_on_ray(Namespace(), BatchFolder(tmp_path), state, {}))
+
+
+def test_a_plan_that_was_replaced_meanwhile_is_refused(
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Replaced between the look at its manifest and its load."""
+    monkeypatch.setattr(
+        "runtime.cli.arguments.load", lambda arguments, *_: load_for_batches(toy_plan, threads=1, share_memory=False)
+    )
+    assert "is another plan on" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--quiet")
+    assert not list((tmp_path / "out" / "parts").iterdir())
+
+
 def test_parts_that_were_changed_are_refused(
     branch_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,8 +425,28 @@ def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_pl
     assert found["text"][2] == found["finish_reason"][2] == ""
     with pytest.raises(RequestError, match="'promt'"):
         predictor({"promt": np.array(["x"]), "prompt": np.array(["x"])})
+    with pytest.raises(RequestError, match="Row 1 of the batch is no JSON"):
+        predictor({"prompt": np.array(["x", "x"]), "temperature": np.array([1.0, np.inf])})
     with pytest.raises(RequestError, match="does not see"):
         OutriderPredictor("no/where")
+
+
+def test_what_is_no_json_in_a_row_of_the_predictor_is_told_by_its_place() -> None:
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    for prompt in (deep, float("inf"), b"x"):
+        with pytest.raises(RequestError, match="Row 4 of the batch is no JSON"):
+            _request({"prompt": prompt}, 4)
+    assert json.loads(_request(_rows({"prompt": np.array([[1.0, np.nan]])})[0], 0).text) == {"prompt": [1, None]}
+
+
+@pytest.mark.parametrize("beside", [0.5, np.nan], ids=["a number", "a NaN"])
+def test_a_row_of_the_predictor_does_not_depend_on_others(beside: float) -> None:
+    columns = {"prompt": np.array(["a", "b"], object), "temperature": np.array([1.0, beside])}
+    alone = _request(_rows({name: column[:1] for name, column in columns.items()})[0], 0)
+    assert _request(_rows(columns)[0], 0) == alone
+    assert _request(rows_of_table(pa.table(columns))[0], 0) == alone
 
 
 def test_batches_need_no_extra(branch_plan: Path, requests: Path, tmp_path: Path) -> None:
@@ -405,6 +473,48 @@ sys.exit(main(sys.argv[1:]))
 def test_numbers_inside_ids_compare_as_numbers() -> None:
     ids = ["b", "a-10-x", "a-2-y", "a-2", "a-02", "10", "9", "a", "a-" + "9" * 5000]
     assert sorted(ids, key=id_order) == ["9", "10", "a", "a-02", "a-2", "a-2-y", "a-10-x", "a-" + "9" * 5000, "b"]
+
+
+def test_an_id_that_goes_on_with_a_number_stands_behind() -> None:
+    assert sorted(["job1", "job", "job-1", "job10", "job2"], key=id_order) == ["job", "job1", "job2", "job10", "job-1"]
+    lines = [BatchRequest(each, json.dumps({"custom_id": each, "prompt": "x"})) for each in ("job1", "job")]
+    assert [each.custom_id for each in working_order(lines)] == ["job", "job1"]
+
+
+def test_missing_and_whole_floats_of_a_table_are_left_out_and_ints(tmp_path: Path) -> None:
+    path, nan = tmp_path / "requests.parquet", float("nan")
+    floats = {"max_tokens": [2.0, None, 3.0], "temperature": [nan, 1.0, 0.5]}
+    pq.write_table(pa.table({"custom_id": ["a", "b", "c"], "prompt": ["x"] * 3} | floats), path)
+    asked = [asked_of(each.text, "toy") for each in working_order(read_requests(path))]
+    assert [each.max_tokens for each in asked if isinstance(each, CompletionAsked)] == [2, 16, 3]
+    assert [each.temperature for each in asked] == [1.0, 1.0, 0.5]
+    pq.write_table(pa.table({"custom_id": ["a"], "prompt": ["x"], "temperature": [float("inf")]}), path)
+    with pytest.raises(RequestError, match="row 1 is no JSON"):
+        read_requests(path)
+
+
+@pytest.mark.parametrize("calls", [0, 500])
+def test_how_deep_json_may_be_does_not_depend_on_who_reads_it(calls: int) -> None:
+    def calling(more: int, depth: int) -> Any:
+        return calling(more - 1, depth) if more else parse("[" * depth + "]" * depth)
+
+    assert calling(calls, 256)
+    for depth in (257, 700, 990, 100_000):
+        with pytest.raises(ValueError, match="nested too deeply: more than 256"):
+            calling(calls, depth)
+    assert parse(json.dumps([[]] * 1000)) == [[]] * 1000  # many, and not deep
+
+
+def test_reading_keeps_texts_and_not_what_they_were_parsed_to(tmp_path: Path) -> None:
+    lines = write(tmp_path / "requests.jsonl", ({"custom_id": str(n), "prompt": [7] * 1000} for n in range(2000)))
+    tracemalloc.start()
+    try:
+        kept = read_requests(lines)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(kept) == 2000
+    assert most < 2 * lines.stat().st_size
 
 
 def test_requests_that_begin_alike_are_computed_together() -> None:

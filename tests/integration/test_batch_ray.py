@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -152,6 +153,35 @@ def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, 
             PlanError, match="4 actors died while they computed block 0, which begins with request 'request-"
         ):
             list(run_on_ray(branch_plan, folder, state, {0: blocks[0]}, count, 1, {"threads": 1}))
+
+
+@pytest.mark.long
+def test_a_block_of_which_every_actor_is_killed_ends_the_run(
+    address: str, branch_plan: Path, requests: Path, tmp_path: Path
+) -> None:
+    """An actor is killed whenever one has begun the block."""
+    state, blocks = begun(branch_plan, requests, 48)
+    folder, ended, killed = BatchFolder(tmp_path / "out"), Event(), list[int]()
+    tries = tmp_path / "out" / "parts" / "000000.tries"
+
+    def kill() -> None:
+        while not ended.wait(0.002):
+            if tries.exists() and len(killed) < min(4, tries.stat().st_size):
+                killed.append(an_actor(os.environ["RAY_TMPDIR"]))
+                os.kill(killed[-1], signal.SIGKILL)
+
+    with folder.begun(state), cluster(address, Actors(1, 1)) as count:
+        killer = Thread(target=kill)
+        killer.start()
+        try:
+            with pytest.raises(PlanError, match="4 actors died while they computed block 0"):
+                list(run_on_ray(branch_plan, folder, state, blocks, count, 1, {"threads": 1, "max_running": 1}))
+        finally:
+            ended.set()
+            killer.join()
+        assert len(set(killed)) == 4
+        assert tries.stat().st_size == 5
+        assert not folder.written()
 
 
 def test_a_node_that_does_not_see_the_plan_is_named(
