@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -14,14 +14,18 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
-def run_process(job: dict[str, Any], isa: str | None) -> Iterator[dict[str, Any]]:
+def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the answer to every condition of a job (see `worker`), run in a process of its own.
+
+    Our kernels use `isa`, and NumPy's do `without` these features of the processor.
 
     A process that ends before its time gives its last words as `error` in place of the condition it ended in.
     """
     environment = dict(os.environ)
     if isa is not None:
         environment["OUTRIDER_ISA"] = isa
+    if without:
+        environment["NPY_DISABLE_CPU_FEATURES"] = " ".join(without)
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "tools.exactness.worker"],
