@@ -2,8 +2,8 @@
 
 It answers with a hash of what is asked.
 With `--company`, an answer that others shared the server with has another last word: each waits for company, until
-another request comes or a time is over. With `--fails` there are no answers, with `--refuses-penalties` none to a request with a
-penalty. With `--ours` it says that it is Outrider's.
+another request comes or a time is over. With `--fails` there are no answers, with `--refuses-penalties` none to a
+request with a penalty. With `--ours` it says that it is Outrider's.
 """
 
 from __future__ import annotations

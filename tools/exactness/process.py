@@ -21,16 +21,11 @@ def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = (
 
     A process that ends before its time gives its last words as `error` in place of the condition it ended in.
     """
-    environment = dict(os.environ)
-    if isa is not None:
-        environment["OUTRIDER_ISA"] = isa
-    if without:
-        environment["NPY_DISABLE_CPU_FEATURES"] = " ".join(without)
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "tools.exactness.worker"],
             cwd=REPOSITORY,
-            env=environment,
+            env=environment(isa, without),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -54,3 +49,13 @@ def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = (
         finally:
             process.kill()
             process.communicate()
+
+
+def environment(isa: str | None, without: Sequence[str]) -> dict[str, str]:
+    """The variables of a process with other instructions (see `run_process`)."""
+    found = dict(os.environ)
+    if isa is not None:
+        found["OUTRIDER_ISA"] = isa
+    if without:
+        found["NPY_DISABLE_CPU_FEATURES"] = " ".join(without)
+    return found

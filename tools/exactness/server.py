@@ -40,7 +40,7 @@ class Server:
         self._said: IO[str] | None = None
         self.owner, self.model, self.tells_logprobs = "", model or "", False
         self.costs: list[dict[str, int]] = []
-        """Of each answer that was not streamed: tokens of drafts `accepted`, and of the prompt `reused`, as it tells."""
+        """Of each answer that was not streamed, as it tells: tokens of drafts `accepted`, of the prompt `reused`."""
 
     def __enter__(self) -> Server:
         try:

@@ -59,7 +59,7 @@ class Run:
 
 
 def outcome_of(found: Generation, asked: Asked) -> Outcome:
-    """Return what there is to compare of a generation: log-probabilities of all tokens that it gave, where asked for."""
+    """Return what there is to compare of a generation; log-probabilities where they were asked for."""
     logprobs = tuple(Logprob(each.token_id, each.logprob, tuple(each.top)) for each in found.logprobs)
     told = logprobs if "logprobs" in asked.options else None
     reason, behind = found.finish_reason.value, found.stats.resumed_tokens

@@ -49,7 +49,7 @@ class Bundle:
             for each in self.components
             if not each.has_licence_text
         ] + [
-            f"{each.name} {each.version} has other packages compiled into it and no list of them (sboms/) was found here; "
+            f"{each.name} {each.version} has other packages compiled into it and no list of them was found here; "
             "add their names and licences to licences/ before you pass it on"
             for each in self.components
             if each.name in RUST and each.inside is None

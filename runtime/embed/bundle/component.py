@@ -39,8 +39,8 @@ class Component:
     """A distribution, Python, or a library of the system. `licence` is "unknown" where nothing says it.
 
     `files` are those in the bundle, relative to it, and `bytes` how large they are; `texts` are the licence's own, by
-    the names that they get there. `inside` are the packages that were compiled into its shared objects: the name, version
-    and licence of each; None where they are not known.
+    the names that they get there. `inside` are the packages that were compiled into its shared objects: the name,
+    version and licence of each; None where they are not known.
     """
 
     name: str
