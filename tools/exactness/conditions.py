@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
 
 from plans.machine import available_cores
 from plans.manifest import GraphDrafter, Manifest, NgramDrafter, rejects

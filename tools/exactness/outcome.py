@@ -173,4 +173,4 @@ def _token(token: Token | None) -> str:
 
 
 def _there(logprob: Logprob | None) -> str:
-    return "none" if logprob is None else f"{logprob.logprob:.9g}"
+    return "none" if logprob is None else f"{logprob.logprob:.17g}"
