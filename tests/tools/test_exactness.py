@@ -7,22 +7,31 @@ import platform
 import re
 import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plans.plan import open_plan
+from plans.tokenizer import Tokenizer
 from runtime import PrefixCacheConfig, Runtime
 from tests.conftest import HELD_OUT, REPOSITORY
 from tests.inexact import make_target_inexact
 from tests.integration.served import listening
 from tools.exactness import __main__ as exactness
 from tools.exactness import measure
+from tools.exactness.asked import Asked
 from tools.exactness.conditions import INSTRUCTION_SETS, REFERENCE, Condition, Process, processes, usable_drafters
 from tools.exactness.outcome import Logprob, Outcome, compare, divergence
-from tools.exactness.process import run_process
+from tools.exactness.process import environment, run_process
+from tools.exactness.requests import plan_requests
+from tools.exactness.server import Server
+from tools.exactness.ways import outcome_of
 from tools.exactness.worker import run_job
 
 PROMPTS = ("--prompts", str(HELD_OUT))
@@ -72,12 +81,12 @@ def test_every_condition_of_a_plan_without_branches_and_of_one_with_everything(
     assert [each.what for each in left_out] == [
         f"drafter {name}" for name in ("classical", "classical-egag", "classical-block", "classical-head")
     ]
-    whole = [c for process in processes(everything.manifest, kept) for c in process.conditions]
+    whole = [c for each in processes(everything.manifest, kept) for c in each.conditions]
     assert len({(c.group, c.name) for c in whole}) == len(whole)
     assert {c.mode for c in whole} == {None, "in-one-sequence", "batching"}
     assert {c.group for c in whole} >= {"partial KV", "branches", "company", "interrupted"}
     assert any(c.options.get("gamma_max") for c in whole)
-    alone = [c for process in processes(toy.manifest, []) for c in process.conditions]
+    alone = [c for each in processes(toy.manifest, []) for c in each.conditions]
     assert {c.mode for c in alone} == {None}
     assert {c.drafter for c in alone} == {"none"}
 
@@ -94,7 +103,7 @@ def in_this_process(
 ) -> None:
     """Run these conditions alone, in this process; with options of their own where some are planted."""
 
-    def run(job: dict[str, Any], isa: str | None) -> Iterator[dict[str, Any]]:
+    def run(job: dict[str, Any], isa: str | None, without: Sequence[str]) -> Iterator[dict[str, Any]]:
         for condition in job["conditions"]:
             more = (planted or {}).get(condition["name"], {})
             asked = [each | {"options": each["options"] | more} for each in job["asked"]]
@@ -150,7 +159,7 @@ def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_o
 ) -> None:
     two = (Condition("threads", "one", "alone"), Condition("threads", "other", "alone"))
 
-    def run(job: dict[str, Any], isa: str | None) -> Iterator[dict[str, Any]]:
+    def run(job: dict[str, Any], isa: str | None, without: Sequence[str]) -> Iterator[dict[str, Any]]:
         if job["conditions"] == [REFERENCE.conditions[0].to_json()]:
             yield from run_job(job)
         elif isa == "gone":
@@ -173,6 +182,42 @@ def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_o
     assert [each["what"] for each in found["left_out"]] == [f"OUTRIDER_ISA={lacking}"]
 
 
+def test_every_way_meets_both_choices_of_logprobs_every_drafter_and_both_cuts(toy_plan: Path) -> None:
+    tokenizer = Tokenizer.load(toy_plan / "tokenizer", open_plan(toy_plan).manifest.text.special_tokens)
+    asked = plan_requests(["import os\n", "def main():\n", "return 1\n", "class A:\n"], tokenizer, 160, 32, 8, 8)
+    chosen = ["logprobs" in each.options for each in measure._half_with_logprobs(asked)]
+    assert {(each.way, told) for each, told in zip(asked, chosen, strict=True)} == set(product(range(8), (False, True)))
+    assert {(each.way, each.in_half(4)) for each in asked} == set(product(range(8), (False, True)))
+    for count in (2, 3, 4):
+        met = {(each.way, each.turn % count) for each in asked}
+        assert met == set(product(range(8), range(count)))
+        told_by = {(each.turn % count, told) for each, told in zip(asked, chosen, strict=True)}
+        assert told_by == set(product(range(count), (False, True)))
+
+
+def test_log_probabilities_that_an_engine_loses_are_missed(toy: Runtime) -> None:
+    options = {"max_new_tokens": 4, "logprobs": 2, "drafter": "none"}
+    asked, found = Asked("r", [1, 2], options), toy.generate([1, 2], ignore_eos=True, **options)
+    whole = outcome_of(found, asked)
+    assert whole.logprobs is not None
+    assert len(whole.logprobs) == len(whole.tokens) == 4
+    for kept in (found.logprobs[3:], []):
+        parted = divergence("r", whole, outcome_of(replace(found, logprobs=kept), asked))
+        assert parted is not None
+        assert parted.what == "log-probabilities"
+
+
+def test_numpy_does_without_what_a_process_disables(toy: Runtime) -> None:
+    features = {name for each in processes(toy.manifest, [], quick=True) for name in each.without}
+    if not features:
+        pytest.skip("NumPy has no kernels here beyond those that it always runs")
+    program = "from numpy._core._multiarray_umath import __cpu_features__ as f; print(*(n for n in f if f[n]))"
+    command, variables = [sys.executable, "-W", "error", "-c", program], environment(None, sorted(features))
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip()
+    assert not features & set(done.stdout.split())
+
+
 def test_the_instruction_sets_are_those_of_the_kernels() -> None:
     source = (REPOSITORY / "plugins" / "csrc" / "onnxruntime" / "isa.cc").read_text(encoding="utf-8")
     listed = re.search(r"kNames\[\] = \{(.*?)\}", source)
@@ -187,7 +232,11 @@ def test_outcomes_part_in_tokens_then_texts_then_reasons_then_logprobs() -> None
     logprobs = (Logprob(5, -0.5, ((5, -0.5), (6, -1.0))), Logprob(7, -0.25, ((7, -0.25), (8, -0.375))))
     whole = Outcome((5, 7), "ab", "length", logprobs)
     assert divergence("r", whole, whole) is None
-    assert divergence("r", whole, Outcome((5, 7), "ab", "length")) is None  # without log-probabilities
+    assert divergence("r", whole, Outcome((5, 7), "ab", "length")) is None  # not asked for log-probabilities
+    for told, place in (((), 0), (logprobs[1:], 0)):  # asked for, and lost: all, or the first
+        lost = divergence("r", whole, Outcome((5, 7), "ab", "length", told))
+        assert lost is not None
+        assert (lost.what, lost.index) == ("log-probabilities", place)
     assert divergence("r", whole, Outcome((5, 7), "ab", "length", logprobs[1:], 1)) is None  # gone on behind one token
     parted = divergence("r", whole, Outcome((5, 8), "ac", "length", logprobs))
     assert parted is not None
@@ -226,6 +275,10 @@ def test_our_server_has_no_divergence(branch_plan: Path, capsys: pytest.CaptureF
         found = report(capsys, 0, *PROMPTS, "--against", address, *bodies, *sizes)
     assert found["ours"]
     assert found["diverged"] == found["failed_at_first"] == 0
+    rows = {(row["group"], row["condition"]): row["witness"] for row in found["rows"]}
+    assert rows["drafting head", "alone"]["accepted"] > 0  # each was what it says
+    assert rows["alone", "again, in the same order"]["accepted"] == 0
+    assert rows["warm prompt", "each twice in a row, the second"]["reused"] > 0
     assert [row["group"] for row in found["rows"]] == [
         "alone", "alone", "alone", "warm prompt", "warm prompt", "company", "company", *["drafting head"] * 3
     ]  # fmt: skip
@@ -261,6 +314,33 @@ def test_a_server_that_answers_nothing_is_refused(capsys: pytest.CaptureFixture[
     start = f"{sys.executable} {FAKE} {port} --fails"
     assert exactness.main([*PROMPTS, "--against", address, "--start", start, "--requests", "2"]) == 2
     assert f"{address}/v1 answers no request: status 500" in capsys.readouterr().err
+
+
+def test_a_server_of_ours_that_refuses_some_requests_is_at_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    start = f"{sys.executable} {FAKE} {port} --ours --refuses-penalties"
+    arguments = (*PROMPTS, "--against", f"http://127.0.0.1:{port}", "--start", start, "--requests", "5", "--quick")
+    assert exactness.main(list(arguments)) == 1
+    assert "of the first answers, 1 of 5 were errors" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_drafting_body_is_in_addition_to_the_body(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, ask = list[dict[str, Any]](), Server.ask
+
+    def noting(self: Server, asked: Asked, more: dict[str, Any], *, stream: bool = False) -> Outcome:
+        sent.append(more)
+        return ask(self, asked, more, stream=stream)
+
+    monkeypatch.setattr(Server, "ask", noting)
+    port = free_port()
+    start = f"{sys.executable} {FAKE} {port}"
+    bodies = ("--body", '{"user": "x"}', "--drafting-body", '{"drafter": "d"}')
+    sizes = ("--requests", "1", "--quick")
+    report(capsys, 0, *PROMPTS, "--against", f"http://127.0.0.1:{port}", "--start", start, *bodies, *sizes)
+    assert {"user": "x", "drafter": "d"} in sent
+    assert all(more["user"] == "x" for more in sent)
 
 
 def test_what_cannot_be_compared_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     options.requests, options.new = options.requests or count, options.new or new
     report = {**describe_run(), **(measure(options) if options.against is None else measure_server(options))}
     print_report(report, options.json, print_groups if options.groups else print_table)
-    return int(report["ours"] and report["diverged"] > 0)
+    return int(report["ours"] and bool(report["diverged"] or report.get("failed_at_first")))
 
 
 def _check_server_options(options: argparse.Namespace) -> None:

@@ -65,6 +65,7 @@ class Row:
 
     group: str
     name: str
+    server: Server
     run: Callable[[], list[Outcome]]
     streams: bool = False
 
@@ -80,7 +81,7 @@ def measure_server(options: argparse.Namespace) -> dict[str, Any]:
         if options.against_drafting is not None:
             second = Server(options.against_drafting, options.start_drafting, options.model)
             stack.enter_context(second)
-        drafting = [Side(second, body) for body in options.drafting_body or ()]
+        drafting = [Side(second, {**(options.body or {}), **body}) for body in options.drafting_body or ()]
         if options.against_drafting is not None and not drafting:
             drafting = [Side(second, options.body or {})]
         rows = list(_rows(first, drafting, asked, options.at_once, options.quick))
@@ -108,9 +109,12 @@ def _compared(first: Side, rows: Sequence[Row], asked: Sequence[Asked]) -> dict[
         names = [each.name for each in asked]
         for row in rows:
             progress(1 + len(found), 1 + len(rows), f"{row.group}: {row.name}")
+            row.server.costs.clear()
             outcomes = row.run()
+            ours = row.server.owner == OURS and not row.streams
             told = all(outcome.logprobs for outcome in (*expected, *outcomes) if outcome.text)
-            figures = {"witness": None, "without_logprobs": row.streams or not told}
+            witness = _summed(row.server.costs) if ours else None
+            figures = {"witness": witness, "without_logprobs": row.streams or not told}
             found.append(
                 {"group": row.group, "condition": row.name, **shown(compare(names, expected, outcomes)), **figures}
             )
@@ -122,23 +126,34 @@ def _compared(first: Side, rows: Sequence[Row], asked: Sequence[Asked]) -> dict[
     }
 
 
+def _summed(costs: Sequence[dict[str, int]]) -> dict[str, int]:
+    """What the answers of a row tell that shows that it was what it says."""
+    return {name: sum(each[name] for each in costs) for name in ("accepted", "reused")}
+
+
 def _rows(first: Side, drafting: Sequence[Side], asked: Sequence[Asked], at_once: int, quick: bool) -> Iterator[Row]:
-    yield Row("alone", "again, in the same order", lambda: first.alone(asked))
+    yield Row("alone", "again, in the same order", first.server, lambda: first.alone(asked))
     if not quick:
-        yield Row("alone", "again, in reverse order", lambda: first.alone(asked[::-1])[::-1])
-        yield Row("alone", "streamed", lambda: first.alone(asked, stream=True), streams=True)
-    yield Row("warm prompt", "each twice in a row, the second", lambda: first.behind(asked, _itself))
-    yield Row("warm prompt", "behind one that begins alike", lambda: first.behind(asked, _beginning))
-    yield Row("company", f"{at_once} at once", lambda: first.company(asked, at_once))
+        yield Row("alone", "again, in reverse order", first.server, lambda: first.alone(asked[::-1])[::-1])
+        yield Row("alone", "streamed", first.server, lambda: first.alone(asked, stream=True), streams=True)
+    yield Row("warm prompt", "each twice in a row, the second", first.server, lambda: first.behind(asked, _itself))
+    yield Row("warm prompt", "behind one that begins alike", first.server, lambda: first.behind(asked, _beginning))
+    yield Row("company", f"{at_once} at once", first.server, lambda: first.company(asked, at_once))
     if not quick:
         yield Row(
-            "company", f"{at_once} at once, other order and times", lambda: first.company(asked, at_once, order=1)
+            "company",
+            f"{at_once} at once, other order and times",
+            first.server,
+            lambda: first.company(asked, at_once, order=1),
         )
     if first.server.restarts:
-        yield Row("restart", "alone, in the same order", lambda: _restarted(first).alone(asked))
+        yield Row("restart", "alone, in the same order", first.server, lambda: _restarted(first).alone(asked))
         if not quick:
             yield Row(
-                "restart", f"{at_once} at once from the first on", lambda: _restarted(first).company(asked, at_once)
+                "restart",
+                f"{at_once} at once from the first on",
+                first.server,
+                lambda: _restarted(first).company(asked, at_once),
             )
     for side in drafting:
         yield from _drafting_rows(side, asked, at_once, quick)
@@ -146,10 +161,10 @@ def _rows(first: Side, drafting: Sequence[Side], asked: Sequence[Asked], at_once
 
 def _drafting_rows(side: Side, asked: Sequence[Asked], at_once: int, quick: bool) -> Iterator[Row]:
     group = f"drafting {side.body['drafter']}" if "drafter" in side.body else "drafting"
-    yield Row(group, "alone", lambda: side.alone(asked))
+    yield Row(group, "alone", side.server, lambda: side.alone(asked))
     if not quick:
-        yield Row(group, "alone, again", lambda: side.alone(asked))
-    yield Row(group, f"{at_once} at once", lambda: side.company(asked, at_once))
+        yield Row(group, "alone, again", side.server, lambda: side.alone(asked))
+    yield Row(group, f"{at_once} at once", side.server, lambda: side.company(asked, at_once))
 
 
 def _restarted(side: Side) -> Side:

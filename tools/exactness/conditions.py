@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
+
 from plans.machine import available_cores
 from plans.manifest import GraphDrafter, Manifest, NgramDrafter, rejects
 from runtime.branch_request import MODES, Mode
@@ -48,11 +50,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class Process:
-    """Conditions that run in a process of their own, on `threads` and with `isa` (None: the best that there is)."""
+    """Conditions that run in a process of their own, on `threads` and with `isa` (None: the best that there is).
+
+    NumPy's own kernels do `without` these features of the processor.
+    """
 
     conditions: tuple[Condition, ...]
     threads: int = 1
     isa: str | None = None
+    without: tuple[str, ...] = ()
 
 
 REFERENCE = Process((Condition("reference", "plain decoding, alone, cold, 1 thread", "alone"),))
@@ -118,7 +124,14 @@ def processes(
         found += [Process(_on(f"{count} threads", "threads", some, quick), threads=count) for count in _threads()]
         sets = ("plain",) if quick else INSTRUCTION_SETS
         found += [Process(_on(isa, "instructions", some, quick), isa=isa) for isa in sets]
+        if features := _numpy_features():
+            found.append(Process(_on("NumPy's least", "instructions", some, quick), without=features))
     return found
+
+
+def _numpy_features() -> tuple[str, ...]:
+    """Features of this processor for which NumPy has kernels beyond those that it always runs."""
+    return tuple(name for name in __cpu_dispatch__ if __cpu_features__.get(name))
 
 
 def _threads() -> list[int]:
@@ -202,7 +215,14 @@ def _interrupted(some: str, quick: bool) -> list[Condition]:
     if not quick:
         found += [
             Condition("interrupted", f"cancelled and gone on in company, {some}", "cancelled", some, order=5),
-            Condition("interrupted", f"the same with a prefix cache, {some}", "cancelled", some, cache="warm", order=6),
+            Condition(
+                "interrupted",
+                f"the same, the prompts in a prefix cache, {some}",
+                "cancelled",
+                some,
+                cache="warm",
+                order=6,
+            ),
         ]
     return found
 

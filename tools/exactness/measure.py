@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -97,12 +97,12 @@ def _without_partial_kv(asked: Asked, manifest: Manifest) -> Asked:
     """Where the plan's default is partial KV, the requests ask for full KV, until a condition says otherwise."""
     if manifest.partial_kv is None:
         return asked
-    return Asked(asked.name, asked.prompt, {**asked.options, "partial_kv": "off"})
+    return replace(asked, options={**asked.options, "partial_kv": "off"})
 
 
 def _reference(job: dict[str, Any], asked: Sequence[Asked]) -> list[Outcome]:
     """What every request comes to alone; log-probabilities of all of them tell how near a choice was."""
-    whole = [Asked(each.name, each.prompt, {**each.options, "logprobs": TOP_LOGPROBS}) for each in asked]
+    whole = [replace(each, options={**each.options, "logprobs": TOP_LOGPROBS}) for each in asked]
     ((_, answer),) = _answers(job, whole, REFERENCE)
     if "error" in answer:
         raise OutriderError(f"the requests cannot be made of the plan: {answer['error']}")
@@ -118,18 +118,15 @@ def _answers(
         "threads": process.threads,
         "conditions": [condition.to_json() for condition in process.conditions],
     }
-    answers, answer = run_process(whole, process.isa), dict[str, Any]()
+    answers, answer = run_process(whole, process.isa, process.without), dict[str, Any]()
     for condition in process.conditions:
         answer = next(answers, answer)
         yield condition, answer
 
 
 def _half_with_logprobs(asked: Sequence[Asked]) -> list[Asked]:
-    """Every second request asks for log-probabilities: what is asked for must not matter either."""
-    return [
-        Asked(each.name, each.prompt, {"logprobs": 2, **each.options} if index % 2 else each.options)
-        for index, each in enumerate(asked)
-    ]
+    """Half of the requests ask for log-probabilities: what is asked for must not matter either."""
+    return [replace(each, options={"logprobs": 2, **each.options}) if each.in_half(2) else each for each in asked]
 
 
 def _row(

@@ -25,12 +25,12 @@ class Logprob:
 @dataclass(frozen=True)
 class Outcome:
     """What a request came to. `tokens` may be empty where a server tells none; `logprobs` are of the tokens from index
-    `logprobs_from` on, and empty where none were asked for. With an `error`, nothing else counts."""
+    `logprobs_from` on, and None where none were asked for. With an `error`, nothing else counts."""
 
     tokens: tuple[Token, ...] = ()
     text: str = ""
     finish: str = ""
-    logprobs: tuple[Logprob, ...] = ()
+    logprobs: tuple[Logprob, ...] | None = None
     logprobs_from: int = 0
     error: str = ""
 
@@ -40,10 +40,11 @@ class Outcome:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Outcome:
         """Read what `to_json` gave, which JSON may have made lists of."""
-        logprobs = tuple(
+        told = value["logprobs"]
+        logprobs = None if told is None else tuple(
             Logprob(each["token"], each["logprob"], tuple((token, logprob) for token, logprob in each["top"]))
-            for each in value["logprobs"]
-        )
+            for each in told
+        )  # fmt: skip
         return cls(**value | {"tokens": tuple(value["tokens"]), "logprobs": logprobs})
 
 
@@ -139,11 +140,12 @@ def divergence(request: str, expected: Outcome, found: Outcome) -> Divergence | 
 
 
 def _logprobs_part(request: str, expected: Outcome, found: Outcome) -> Divergence | None:
-    """Compare the log-probabilities that both have, the most probable others as far as both list some."""
-    if not expected.logprobs or not found.logprobs:
+    """Compare the log-probabilities that both asked for, the most probable others as far as both list some."""
+    if expected.logprobs is None or found.logprobs is None:
         return None
     begin = max(expected.logprobs_from, found.logprobs_from)
-    ours, theirs = (each.logprobs[begin - each.logprobs_from :] for each in (expected, found))
+    ours = expected.logprobs[begin - expected.logprobs_from :]
+    theirs = found.logprobs[begin - found.logprobs_from :]
     for index, (one, other) in enumerate(zip_longest(ours, theirs), begin):
         if one is None or other is None:
             return Divergence("log-probabilities", index, _there(one), _there(other), None, request)
@@ -159,7 +161,7 @@ def _logprobs_part(request: str, expected: Outcome, found: Outcome) -> Divergenc
 
 def _margin(expected: Outcome, index: int, found: Token | None) -> float | None:
     place = index - expected.logprobs_from
-    if found is None or not 0 <= place < len(expected.logprobs):
+    if found is None or expected.logprobs is None or not 0 <= place < len(expected.logprobs):
         return None
     there = expected.logprobs[place]
     others = dict(there.top)
@@ -171,4 +173,4 @@ def _token(token: Token | None) -> str:
 
 
 def _there(logprob: Logprob | None) -> str:
-    return "none" if logprob is None else f"{logprob.logprob:.9g}"
+    return "none" if logprob is None else f"{logprob.logprob:.17g}"

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -14,19 +14,18 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
-def run_process(job: dict[str, Any], isa: str | None) -> Iterator[dict[str, Any]]:
+def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the answer to every condition of a job (see `worker`), run in a process of its own.
+
+    Our kernels use `isa`, and NumPy's do `without` these features of the processor.
 
     A process that ends before its time gives its last words as `error` in place of the condition it ended in.
     """
-    environment = dict(os.environ)
-    if isa is not None:
-        environment["OUTRIDER_ISA"] = isa
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "tools.exactness.worker"],
             cwd=REPOSITORY,
-            env=environment,
+            env=environment(isa, without),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -50,3 +49,13 @@ def run_process(job: dict[str, Any], isa: str | None) -> Iterator[dict[str, Any]
         finally:
             process.kill()
             process.communicate()
+
+
+def environment(isa: str | None, without: Sequence[str]) -> dict[str, str]:
+    """The variables of a process with other instructions (see `run_process`)."""
+    found = dict(os.environ)
+    if isa is not None:
+        found["OUTRIDER_ISA"] = isa
+    if without:
+        found["NPY_DISABLE_CPU_FEATURES"] = " ".join(without)
+    return found

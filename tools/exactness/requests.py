@@ -64,6 +64,8 @@ def plan_requests(
             f"prompt {place % len(usable)}, {way}",
             usable[place % len(usable)],
             {"max_new_tokens": new, "seed": _FIRST_SEED + index, **options},
+            way=index % len(WAYS),
+            place=place,
         )
         for index, (place, (way, options)) in enumerate(islice(pairs, count))
     ]

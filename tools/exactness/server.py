@@ -39,6 +39,8 @@ class Server:
         self._process: subprocess.Popen[str] | None = None
         self._said: IO[str] | None = None
         self.owner, self.model, self.tells_logprobs = "", model or "", False
+        self.costs: list[dict[str, int]] = []
+        """Of each answer that was not streamed, as it tells: tokens of drafts `accepted`, of the prompt `reused`."""
 
     def __enter__(self) -> Server:
         try:
@@ -121,8 +123,10 @@ class Server:
     def _ask_plainly(self, body: dict[str, Any]) -> Outcome:
         try:
             with self._post("/completions", body) as answer:
-                return _read(json.loads(answer.read()))
-        except (OSError, ValueError, KeyError, IndexError) as error:
+                said = json.loads(answer.read())
+            self.costs.append(_costs(said))
+            return _read(said, "logprobs" in body)
+        except (OSError, ValueError, KeyError, IndexError, AttributeError) as error:
             return Outcome(error=_reason(error))
 
     def _ask_streaming(self, body: dict[str, Any]) -> Outcome:
@@ -169,8 +173,8 @@ class Server:
         return said[-1] if said else "it said nothing"
 
 
-def _read(answer: dict[str, Any]) -> Outcome:
-    """Return what an answer of /v1/completions holds."""
+def _read(answer: dict[str, Any], with_logprobs: bool) -> Outcome:
+    """Return what an answer of /v1/completions holds, that was asked for `with_logprobs` or without."""
     choice = answer["choices"][0]
     told = choice.get("logprobs") or {}
     tops = told.get("top_logprobs") or []
@@ -181,7 +185,15 @@ def _read(answer: dict[str, Any]) -> Outcome:
         top = sorted((tops[place] or {}).items(), key=lambda pair: -pair[1]) if place < len(tops) else []
         logprobs.append(Logprob(token, float("nan") if value is None else float(value), tuple(top)))
     whole = len(logprobs) == len(tokens) and all(each.logprob == each.logprob for each in logprobs)
-    return Outcome(tokens, choice["text"], str(choice.get("finish_reason")), tuple(logprobs) if whole else ())
+    kept = (tuple(logprobs) if whole else ()) if with_logprobs else None
+    return Outcome(tokens, choice["text"], str(choice.get("finish_reason")), kept)
+
+
+def _costs(answer: dict[str, Any]) -> dict[str, int]:
+    """What an answer tells of how it came about; 0 for what it does not tell."""
+    drafts = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+    prompt = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return {"accepted": drafts.get("num_accepted_draft_tokens") or 0, "reused": prompt.get("cached_tokens") or 0}
 
 
 def _reason(error: Exception) -> str:

@@ -60,8 +60,6 @@ def _print(report: dict[str, Any], table: Table, rows: list[dict[str, Any]], con
                 console.print(said, soft_wrap=True, markup=False)
     for each in report["left_out"]:
         console.print(f"left out: {each['what']}: {each['reason']}", soft_wrap=True, markup=False)
-    if report.get("failed_at_first"):
-        console.print(f"of the first answers, {report['failed_at_first']} were errors", soft_wrap=True)
     console.print(_verdict(report), soft_wrap=True)
 
 
@@ -75,12 +73,19 @@ def _seen(witness: dict[str, int] | None) -> str:
     """What shows that a condition was what it says: tokens a pass of the target, and tokens not computed again."""
     if witness is None:
         return "-"
-    found = [f"{witness['tokens'] / max(1, witness['passes']):.1f} a pass"]
-    found += [f"{witness[name]} {name}" for name in ("reused", "resumed") if witness[name]]
-    return ", ".join(found)
+    found = [f"{witness['tokens'] / max(1, witness['passes']):.1f} a pass"] if "passes" in witness else []
+    shown = ("reused", "resumed") if "passes" in witness else ("accepted", "reused")
+    found += [f"{witness[name]} {name}" for name in shown if witness[name]]
+    return ", ".join(found) or "-"
 
 
 def _verdict(report: dict[str, Any]) -> str:
+    failed = report.get("failed_at_first")
+    more = f"; of the first answers, {failed} of {report['requests']} were errors" if failed else ""
+    return _divergences(report) + more
+
+
+def _divergences(report: dict[str, Any]) -> str:
     total = sum(row["requests"] for row in report["rows"])
     if not report["diverged"]:
         return f"no divergence in {len(report['rows'])} conditions, {total} requests"

@@ -42,35 +42,36 @@ class Run:
     drafters: Sequence[str]
     witness: Witness = field(default_factory=Witness)
 
-    def options(self, index: int, asked: Asked, shift: int = 0) -> dict[str, Any]:
-        """Options of request `index`: with its drafter, or the one `shift` places behind that."""
+    def options(self, asked: Asked, shift: int = 0) -> dict[str, Any]:
+        """Options of a request: with its drafter, or the one `shift` places behind that."""
         drafter = self.condition.drafter
         if drafter == "mixed":
-            drafter = self.drafters[(index + shift) % len(self.drafters)]
+            drafter = self.drafters[(asked.turn + shift) % len(self.drafters)]
         own = {"drafter": drafter, "auto_disable": False, **asked.options, **self.condition.options}
         if "partial_kv" in own and _has_rules(asked.options):
             del own["partial_kv"]
         return own
 
-    def outcome(self, found: Generation) -> Outcome:
+    def outcome(self, found: Generation, asked: Asked) -> Outcome:
         """Take a generation down, and count it."""
         self.witness.see(found)
-        return outcome_of(found)
+        return outcome_of(found, asked)
 
 
-def outcome_of(found: Generation) -> Outcome:
-    """Return what there is to compare of a generation."""
+def outcome_of(found: Generation, asked: Asked) -> Outcome:
+    """Return what there is to compare of a generation; log-probabilities where they were asked for."""
     logprobs = tuple(Logprob(each.token_id, each.logprob, tuple(each.top)) for each in found.logprobs)
-    ids = tuple(found.token_ids)
-    return Outcome(ids, found.text, found.finish_reason.value, logprobs, len(ids) - len(logprobs) if logprobs else 0)
+    told = logprobs if "logprobs" in asked.options else None
+    reason, behind = found.finish_reason.value, found.stats.resumed_tokens
+    return Outcome(tuple(found.token_ids), found.text, reason, told, behind)
 
 
 def alone(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
     """One request after another, each on a sequence of its own."""
     found = []
-    for index, each in enumerate(asked):
+    for each in asked:
         _prepare(run, each)
-        found.append(run.outcome(_count(run, run.runtime.generate(each.prompt, **run.options(index, each)))))
+        found.append(run.outcome(_count(run, run.runtime.generate(each.prompt, **run.options(each))), each))
     return found
 
 
@@ -88,7 +89,7 @@ def _prepare(run: Run, asked: Asked) -> None:
     cache.clear()
     # Also where nothing is shared: an idle engine still has the sequence before, which may begin alike.
     other = _other_than(asked.prompt[shared])
-    drafter = run.options(0, asked)["drafter"]
+    drafter = run.options(asked)["drafter"]
     run.runtime.generate([*asked.prompt[:shared], other], max_new_tokens=2, ignore_eos=True, drafter=drafter)
     if not shared:
         cache.clear()
@@ -103,14 +104,14 @@ def session(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
     continued otherwise before."""
     found = []
     with run.runtime.session() as open_session:
-        for index, each in enumerate(asked):
-            own, middle = run.options(index, each), len(each.prompt) // 2
-            cut = middle if index % 2 else len(each.prompt) - 1
-            begun = each.prompt[: cut if index % 2 else None]
+        for each in asked:
+            own, in_parts = run.options(each), each.in_half(4)
+            cut = len(each.prompt) // 2 if in_parts else len(each.prompt) - 1
+            begun = each.prompt[: cut if in_parts else None]
             open_session.reset()
             open_session.generate(begun, max_new_tokens=6, ignore_eos=True, temperature=1.0, drafter=own["drafter"])
             open_session.truncate(cut)
-            found.append(run.outcome(_count(run, open_session.generate(each.prompt[cut:], **own))))
+            found.append(run.outcome(_count(run, open_session.generate(each.prompt[cut:], **own)), each))
     return found
 
 
@@ -123,14 +124,12 @@ def branches(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
     assert run.condition.mode is not None
     for prompt, places in by_prompt.items():
         half = len(prompt) // 2
-        beginnings = [
-            {"prompt": list(prompt[half:]), "stream_id": 0, **run.options(index, asked[index])} for index in places
-        ]
+        beginnings = [{"prompt": list(prompt[half:]), "stream_id": 0, **run.options(asked[index])} for index in places]
         stream = run.runtime.stream_branches(
             list(prompt[:half]), beginnings, mode=run.condition.mode, max_parallel=run.condition.at_once
         )
         for index, result in zip(places, stream.results, strict=True):
-            found[index] = run.outcome(result)
+            found[index] = run.outcome(result, asked[index])
         run.witness.passes += stream.stats.rounds
     return [found[index] for index in range(len(asked))]
 
@@ -138,19 +137,24 @@ def branches(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
 def company(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
     """All requests submitted, to share passes."""
     before = run.runtime.scheduler_stats.rounds
-    if run.condition.cache == "warm":
-        for index, each in enumerate(asked):
-            drafter = run.options(index, each)["drafter"]
-            run.runtime.generate(each.prompt, max_new_tokens=2, ignore_eos=True, drafter=drafter)
+    _warm(run, asked)
     order, draw = _order(run, len(asked))
     handles: dict[int, Handle] = {}
     for index in order:
-        handles[index] = run.runtime.submit(asked[index].prompt, **run.options(index, asked[index]))
+        handles[index] = run.runtime.submit(asked[index].prompt, **run.options(asked[index]))
         if draw is not None:
             _wait_for(handles[index], draw.randrange(8))
-    found = [run.outcome(handles[index].result()) for index in range(len(asked))]
+    found = [run.outcome(handles[index].result(), asked[index]) for index in range(len(asked))]
     run.witness.passes += run.runtime.scheduler_stats.rounds - before
     return found
+
+
+def _warm(run: Run, asked: Sequence[Asked]) -> None:
+    """Put the prompts into the prefix cache, where the condition wants them there."""
+    if run.condition.cache == "warm":
+        for each in asked:
+            drafter = run.options(each)["drafter"]
+            run.runtime.generate(each.prompt, max_new_tokens=2, ignore_eos=True, drafter=drafter)
 
 
 def _order(run: Run, count: int) -> tuple[Iterable[int], random.Random | None]:
@@ -175,37 +179,38 @@ def interrupted(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
     """Each left in the middle of its stream, and gone on behind what it had given, with another drafter."""
     found = []
     for index, each in enumerate(asked):
-        stream = run.runtime.stream(each.prompt, **run.options(index, each))
+        stream = run.runtime.stream(each.prompt, **run.options(each))
         given, whole = list[int](), None
         for span in stream:
             given, whole = [*given, *span.token_ids], span.result
             if len(given) > index % 7:
                 break
         stream.close()
-        found.append(run.outcome(_count(run, whole or _go_on(run, index, each, given).result())))
+        found.append(run.outcome(_count(run, whole or _go_on(run, each, given).result()), each))
     return found
 
 
 def cancelled(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
     """All submitted, each cancelled after some tokens, and all gone on together, with other drafters."""
     before = run.runtime.scheduler_stats.rounds
+    _warm(run, asked)
     order, draw = _order(run, len(asked))
     assert draw is not None
-    handles = {index: run.runtime.submit(asked[index].prompt, **run.options(index, asked[index])) for index in order}
+    handles = {index: run.runtime.submit(asked[index].prompt, **run.options(asked[index])) for index in order}
     for handle in handles.values():
         _wait_for(handle, 1 + draw.randrange(9))
         handle.cancel()
     first = {index: handle.result() for index, handle in handles.items()}
     for index, result in first.items():
         if result.finish_reason is FinishReason.CANCELLED:
-            handles[index] = _go_on(run, index, asked[index], result.token_ids)
-    found = [run.outcome(handles[index].result()) for index in range(len(asked))]
+            handles[index] = _go_on(run, asked[index], result.token_ids)
+    found = [run.outcome(handles[index].result(), asked[index]) for index in range(len(asked))]
     run.witness.passes += run.runtime.scheduler_stats.rounds - before
     return found
 
 
-def _go_on(run: Run, index: int, asked: Asked, given: list[int]) -> Handle:
-    return run.runtime.submit(asked.prompt, **run.options(index, asked, shift=1), generated=given)
+def _go_on(run: Run, asked: Asked, given: list[int]) -> Handle:
+    return run.runtime.submit(asked.prompt, **run.options(asked, shift=1), generated=given)
 
 
 def _has_rules(options: dict[str, Any]) -> bool:

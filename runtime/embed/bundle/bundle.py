@@ -18,7 +18,7 @@ from plans.errors import EmbedError
 from plugins.onnxruntime_ops import cpu_library
 from runtime.embed.build import BRIDGE, LIBRARY, Compilers, Home, build_for, python_library
 from runtime.embed.bundle.component import Component, of_distribution, of_library, of_python, write_licences
-from runtime.embed.bundle.contents import FILES, INTERPRETER, LEFT_OUT, OURS, ROOTS
+from runtime.embed.bundle.contents import FILES, INTERPRETER, LEFT_OUT, OURS, ROOTS, RUST
 from runtime.embed.bundle.modules import PYTHON, Module, find_modules
 from runtime.embed.bundle.shared_objects import Tools
 
@@ -47,7 +47,12 @@ class Bundle:
         return [
             f"no licence text of {each.name} {each.version} was found here; add it to licences/ before you pass it on"
             for each in self.components
-            if not each.texts
+            if not each.has_licence_text
+        ] + [
+            f"{each.name} {each.version} has other packages compiled into it and no list of them was found here; "
+            "add their names and licences to licences/ before you pass it on"
+            for each in self.components
+            if each.name in RUST and each.inside is None
         ]
 
     def to_json(self) -> dict[str, object]:

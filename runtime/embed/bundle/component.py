@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 from runtime.embed.bundle.contents import OURS
 from runtime.embed.bundle.modules import PYTHON
@@ -18,6 +20,7 @@ from runtime.embed.bundle.modules import PYTHON
 _LICENCE_FILE = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|ThirdPartyNotices)", re.IGNORECASE)
 _LICENCES = Path("/usr/share/common-licenses")
 _COMMON = re.compile(rf"{_LICENCES}/([A-Za-z]+(?:-[0-9.]*[0-9])?)")
+_LIST = ".cyclonedx.json"
 _APACHE = "Apache-2.0"
 _LIBRARIES = {
     "libstdc++": "GPL-3.0-or-later WITH GCC-exception-3.1",
@@ -36,15 +39,22 @@ class Component:
     """A distribution, Python, or a library of the system. `licence` is "unknown" where nothing says it.
 
     `files` are those in the bundle, relative to it, and `bytes` how large they are; `texts` are the licence's own, by
-    the names that they get there.
+    the names that they get there. `inside` are the packages that were compiled into its shared objects: the name,
+    version and licence of each; None where they are not known.
     """
 
     name: str
     version: str
     licence: str
     texts: Mapping[str, Path]
+    inside: list[dict[str, str]] | None = None
     files: list[str] = field(default_factory=list)
     bytes: int = 0
+
+    @property
+    def has_licence_text(self) -> bool:
+        """Whether there is one of its own, beside a list of what is inside."""
+        return any(not name.endswith(_LIST) for name in self.texts)
 
     def to_json(self) -> dict[str, object]:
         """The entry of `bundle.json`."""
@@ -54,6 +64,7 @@ class Component:
             "licence": self.licence,
             "licence_files": [f"licences/{self.name}/{name}" for name in sorted(self.texts)],
             "bytes": self.bytes,
+            "inside": self.inside,
             "files": sorted(self.files),
         }
 
@@ -62,18 +73,40 @@ def of_distribution(name: str) -> Component:
     """An installed Python package."""
     found = distribution(name)
     metadata = found.metadata
-    texts = {}
+    texts, lists = {}, list[Path]()
     for file in found.files or ():
         path = Path(str(found.locate_file(file)))
         if _LICENCE_FILE.search(file.name) and file.suffix not in (".py", ".pyc") and path.is_file():
             below = file.parts[file.parts.index("licenses") + 1 :] if "licenses" in file.parts else file.parts[-1:]
             texts["-".join(below)] = path
+        elif "sboms" in file.parts and file.name.endswith(_LIST) and path.is_file():
+            lists.append(path)
     classified = [value.rpartition(" :: ")[2] for value in metadata.get_all("Classifier") or () if "License" in value]
     named = [metadata[key] for key in ("License-Expression", "License") if key in metadata]
     licence = ", ".join(named[:1] if "License-Expression" in metadata else classified or named) or "unknown"
     if not texts and "Apache" in licence:
         texts["LICENSE"] = _apache_text()
-    return Component(name, found.version, licence, texts)
+    texts |= {path.name: path for path in lists}
+    inside = [each for path in lists for each in _inside(path)] if lists else None
+    return Component(name, found.version, licence, texts, inside)
+
+
+def _inside(path: Path) -> list[dict[str, str]]:
+    """The packages that a list in CycloneDX's format names, but for those that only building or testing took."""
+    return [
+        {
+            "name": each["name"],
+            "version": str(each.get("version", "")),
+            "licence": ", ".join(map(_licence, each.get("licenses", ()))) or "unknown",
+        }
+        for each in json.loads(path.read_text(encoding="utf-8")).get("components", ())
+        if each.get("scope") != "excluded"
+    ]
+
+
+def _licence(listed: Mapping[str, Any]) -> str:
+    licence = listed.get("license", {})
+    return str(listed.get("expression") or licence.get("id") or licence.get("name") or "unknown")
 
 
 def of_python() -> Component:

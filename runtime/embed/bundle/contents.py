@@ -16,6 +16,9 @@ DISTRIBUTIONS = (
 )  # fmt: skip
 """Packages whose modules are taken where they are imported. An import of any other one is optional, and stays out."""
 
+RUST = ("llguidance", "pydantic-core", "tokenizers")
+"""Packages into whose shared objects many others were compiled, which have licences of their own."""
+
 OURS = ("outrider", ("plans", "plugins", "runtime"))
 """Our own distribution, and its packages that the runtime consists of."""
 

@@ -17,7 +17,8 @@ import pytest
 from plans.errors import EmbedError
 from runtime import Runtime
 from runtime.embed.bundle import modules as bundle_modules
-from runtime.embed.bundle.bundle import LIST, MODULES, PRIVATE, bundle
+from runtime.embed.bundle.bundle import LIST, MODULES, PRIVATE, Bundle, bundle
+from runtime.embed.bundle.component import Component, of_distribution
 from runtime.embed.bundle.contents import HIDDEN, SYSTEM
 from runtime.embed.bundle.modules import find_modules
 from runtime.embed.bundle.shared_objects import Tools
@@ -396,6 +397,32 @@ def test_a_bundle_that_does_not_start_is_not_made(tmp_path: Path, monkeypatch: p
     with pytest.raises(EmbedError, match=r"(?s)the bundle does not start: .*tokenizers"):
         bundle(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_packages_within_packages_are_listed_or_warned_of(tmp_path: Path) -> None:
+    crates = {"name": "aho", "version": "1.2", "licenses": [{"license": {"id": "MIT"}}]}
+    named = {"name": "base", "version": "3", "licenses": [{"expression": "MIT OR Apache-2.0"}]}
+    silent, tests = {"name": "mute"}, {"name": "testing", "scope": "excluded"}
+    info = tmp_path / "crusty-1.0.dist-info"
+    (info / "sboms").mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: crusty\nVersion: 1.0\nLicense-Expression: MIT\n")
+    (info / "sboms" / "crusty.cyclonedx.json").write_text(json.dumps({"components": [crates, named, silent, tests]}))
+    (info / "RECORD").write_text("crusty-1.0.dist-info/sboms/crusty.cyclonedx.json,,\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        found = of_distribution("crusty")
+    assert found.inside == [
+        {"name": "aho", "version": "1.2", "licence": "MIT"},
+        {"name": "base", "version": "3", "licence": "MIT OR Apache-2.0"},
+        {"name": "mute", "version": "", "licence": "unknown"},
+    ]
+    assert found.to_json()["inside"] == found.inside
+    assert found.to_json()["licence_files"] == ["licences/crusty/crusty.cyclonedx.json"]
+    assert not found.has_licence_text
+    unlisted = Component("llguidance", "1", "MIT", {"LICENSE": tmp_path})
+    listed = Component("tokenizers", "1", "MIT", {"LICENSE": tmp_path}, found.inside)
+    (warning,) = Bundle(tmp_path, 1, [unlisted, listed], "2.36", "x86_64").warnings
+    assert warning.startswith("llguidance 1 has other packages compiled into it and no list of them")
 
 
 def test_imports_are_found_wherever_they_stand() -> None:
