@@ -44,7 +44,7 @@ class Tracing:
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "outrider",
             "http.request.method": record.method,
-            "url.path": record.path,
+            "url.path": str(request.scope["path"]),
             "url.scheme": request.url.scheme,
             "http.route": record.path,
             "outrider.request.id": record.request_id,
