@@ -101,7 +101,8 @@ def make_app(
     """The application, for any ASGI server. When it shuts down, requests are finished for some seconds, then cancelled.
 
     `runtime` serves already: whoever wants it warm calls `readiness.warm_up` before. `readiness` is for servers that
-    drain before they tell the application to shut down. With `tracing`, requests have spans.
+    drain before they tell the application to shut down. With `tracing`, requests have spans, the last of which are sent
+    when it shuts down.
     """
     metrics, context = Metrics(runtime, config.model), runtime.manifest.target.context
     readiness = readiness or Readiness()
@@ -117,6 +118,8 @@ def make_app(
         if not await run_in_threadpool(runtime.close, timeout=config.drain_seconds):
             await run_in_threadpool(runtime.close, drain=False, timeout=5.0)
         await endings.close()
+        if tracing is not None:
+            await run_in_threadpool(tracing.flush)
         if config.cache_file is not None:
             try:
                 await run_in_threadpool(runtime.save_prefix_cache, config.cache_file)

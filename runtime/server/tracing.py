@@ -97,10 +97,15 @@ class Tracing:
             self._tracer.start_span(name, context, attributes=attributes, start_time=at).end(until)
             at = until
 
-    def close(self) -> None:
-        """Send what is left of spans, for a few seconds; call it once the server has ended."""
+    def flush(self) -> None:
+        """Send what is left of spans, for a few seconds at most."""
         if isinstance(self._provider, TracerProvider):
             self._provider.force_flush(int(1000 * _FLUSH_SECONDS))
+
+    def close(self) -> None:
+        """The same for good; call it once the server has ended."""
+        self.flush()
+        if isinstance(self._provider, TracerProvider):
             self._provider.shutdown()
 
 

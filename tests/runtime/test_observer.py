@@ -1,4 +1,4 @@
-"""What is told of requests to an application that is mounted somewhere, as behind Ray's `route_prefix`."""
+"""What is told of requests: behind a prefix as without one, and of faults no text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.responses import PlainTextResponse
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
-from runtime.server.observer import Endings, Observer
-from runtime.server.request_log import log_request
+from runtime.server.observer import Endings, Observer, Told
+from runtime.server.request_log import log_fault, log_request
 from runtime.server.tracing import Tracing
+
+
+async def nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def unread(_: Message) -> None:
+    pass
 
 
 @pytest.mark.parametrize("root", ["", "/llm", "/v1", "/a/b/"])
@@ -26,15 +34,9 @@ def test_a_request_behind_a_prefix_is_traced_and_its_probes_are_not_logged(
     tracing = Tracing(provider)
     application = Observer(PlainTextResponse("said"), Endings([tracing.end, log_request]), tracing.begin)
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    async def send(_: Message) -> None:
-        pass
-
     async def ask(method: str, path: str) -> None:
         where = {"path": root.rstrip("/") + path, "root_path": root, "query_string": b"", "scheme": "http"}
-        await application({"type": "http", "method": method, "headers": [], **where}, receive, send)
+        await application({"type": "http", "method": method, "headers": [], **where}, nothing, unread)
 
     with caplog.at_level(logging.DEBUG, "outrider.requests"):
         asyncio.run(ask("POST", "/v1/completions"))
@@ -45,3 +47,20 @@ def test_a_request_behind_a_prefix_is_traced_and_its_probes_are_not_logged(
     assert (said["http.route"], said["url.path"]) == ("/v1/completions", root.rstrip("/") + "/v1/completions")
     assert [line.levelno for line in caplog.records] == [logging.INFO, logging.DEBUG, logging.DEBUG]
     assert caplog.records[0].__dict__["fields"]["path"] == "/v1/completions"
+
+
+@pytest.mark.parametrize("listener", [log_fault, log_request])
+def test_a_fault_is_told_by_place_and_kind_to_any_formatter(listener: Told, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            int("wombat")
+        except ValueError as error:
+            raise ZeroDivisionError("with a wombat") from error
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(Observer(fail, Endings([listener]))(scope, nothing, unread))
+    (record,) = caplog.records
+    said = logging.Formatter().format(record)
+    assert said.endswith("ZeroDivisionError")
+    assert "in fail" in said
+    assert "wombat" not in said.replace('int("wombat")', "").replace('("with a wombat")', "")  # lines of this file
