@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from plans.errors import OutriderError
+from runtime.server.errors import ApiError
 from tools.faults.answers import Answer
 from tools.faults.client import FAILURES, plain, read_all
 from tools.faults.crowd import Crowd, Ways
@@ -127,7 +128,7 @@ def judge_lucky(figures: Figures, oracle: Knows, lucky: Sequence[Lucky]) -> None
             compared += 1
             try:
                 expected = oracle.answer(asked)
-            except (OutriderError, ValidationError) as error:
+            except (ApiError, OutriderError, ValidationError) as error:
                 figures.differ(f"Plain decoding refuses what has an answer: {error}; {each.sent[:200]!r}")
                 continue
             if answer.choices != expected.choices or answer.tokens not in (None, expected.tokens):
