@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPConnection
 from time import monotonic
 from typing import Any, Protocol
@@ -105,8 +106,8 @@ def _send_one(setting: Setting, server: Server, figures: Figures, place: int, lu
 
 
 def _judge(figures: Figures, status: int, body: bytes, what: str) -> None:
-    """What is wrong is refused."""
-    if 400 <= status < 500 and _is_error(body):
+    """What is wrong is refused; a transfer encoding that is not there, by 501, as HTTP has it."""
+    if (400 <= status < 500 or status == HTTPStatus.NOT_IMPLEMENTED) and _is_error(body):
         figures.count("refused")
     else:
         figures.lose(f"Status {status}, {body[:300]!r}: {what}")
