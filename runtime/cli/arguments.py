@@ -32,7 +32,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=at_least_0,
         default=0,
-        help="CPU threads of the target and of large drafters; 0 lets the backend choose",
+        help="CPU threads of the target and of large drafters; 0 lets the backend choose (%(default)s)",
     )
     parser.add_argument(
         "--no-cuda-graphs",

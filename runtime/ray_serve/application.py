@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -25,7 +27,7 @@ _CARE: dict[str, Any] = {
     "health_check_period_s": 5.0,
     "health_check_timeout_s": _ANSWERING,
 }
-_MARGIN = 10.0  # seconds that an ingress has behind its time to drain
+_MARGIN = 15.0  # seconds that an ingress has behind its time to drain, to cut off who is left and send the last spans
 
 
 def build(args: Settings | dict[str, Any]) -> serve.Application:
@@ -45,11 +47,21 @@ def build(args: Settings | dict[str, Any]) -> serve.Application:
         name=INGRESS,
         num_replicas=settings.ingresses,
         max_ongoing_requests=100_000,  # what waits is bounded by `max_waiting`
-        ray_actor_options={"num_cpus": settings.ingress_cpus, "resources": settings.ingress_resources},
+        ray_actor_options={
+            "num_cpus": settings.ingress_cpus,
+            "resources": settings.ingress_resources,
+            "runtime_env": {"env_vars": _of_telemetry(os.environ) if settings.telemetry else {}},
+        },
         graceful_shutdown_timeout_s=settings.drain_seconds + _MARGIN,
         **_CARE,
     )(Ingress)
     return ingress.bind(replica.bind(settings, manifest.identity), settings)
+
+
+def _of_telemetry(environment: Mapping[str, str]) -> dict[str, str]:
+    """OpenTelemetry's variables, for ingresses on other machines; but for headers: they hold keys, Ray shows all."""
+    own = {name: value for name, value in environment.items() if name.startswith("OTEL_")}
+    return {name: value for name, value in own.items() if not name.endswith("_HEADERS")}
 
 
 def _scaling(settings: Settings, target: Geometry) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def _parser(called: str) -> Parser:
         description="Serve the plan as `python -m runtime serve` does, by several replicas on the machines of a Ray "
         "cluster. Requests that share a beginning go to the replica that holds it. A request whose replica dies goes "
         "on at another one, with the same tokens; its client notices nothing. The plan's folder must be at the same "
-        "path on every machine. Without --ray, a cluster of this machine alone is started, and ended with the command. "
-        "Needs the extra `ray`.",
+        "path on every machine. What --log-format writes is in Ray's log files of the ingresses (logs/worker-*.err of "
+        "Ray's folder on their machines). Without --ray, a cluster of this machine alone is started, and ended with "
+        "the command. Needs the extra `ray`.",
         epilog="example: %(prog)s build/branches --replicas 2 --threads 4 --port 8000",
     )
     add_machine(parser)

@@ -32,7 +32,7 @@ from runtime.server.errors import ApiError, client_gone, shutting_down, told
 from runtime.server.metrics import Metrics
 from runtime.server.observer import Endings, Observer, Told
 from runtime.server.readiness import Phase, Readiness
-from runtime.server.record import Record, record_of
+from runtime.server.record import Record, path_of, record_of
 from runtime.server.refusals import refusal
 from runtime.server.request_log import log_fault, log_request
 from runtime.server.served import Served
@@ -101,7 +101,8 @@ def make_app(
     """The application, for any ASGI server. When it shuts down, requests are finished for some seconds, then cancelled.
 
     `runtime` serves already: whoever wants it warm calls `readiness.warm_up` before. `readiness` is for servers that
-    drain before they tell the application to shut down. With `tracing`, requests have spans.
+    drain before they tell the application to shut down. With `tracing`, requests have spans, the last of which are sent
+    when it shuts down.
     """
     metrics, context = Metrics(runtime, config.model), runtime.manifest.target.context
     readiness = readiness or Readiness()
@@ -117,6 +118,8 @@ def make_app(
         if not await run_in_threadpool(runtime.close, timeout=config.drain_seconds):
             await run_in_threadpool(runtime.close, drain=False, timeout=5.0)
         await endings.close()
+        if tracing is not None:
+            await run_in_threadpool(tracing.flush)
         if config.cache_file is not None:
             try:
                 await run_in_threadpool(runtime.save_prefix_cache, config.cache_file)
@@ -141,7 +144,7 @@ def make_app(
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        model = CompletionAsked if _path(request) == _COMPLETIONS else ChatAsked
+        model = CompletionAsked if path_of(request.scope) == _COMPLETIONS else ChatAsked
         return _refused(request, ApiError(400, refusal(error.errors(), error.body, model), "invalid_request_error"))
 
     app.add_middleware(_Guard, config=config, readiness=readiness)
@@ -224,7 +227,7 @@ class _Guard:
         await app(scope, receive, send)
 
     def _refuse(self, request: Request) -> ApiError | None:
-        most, ours = self._config.max_body_bytes, _path(request).startswith("/v1/")
+        most, ours = self._config.max_body_bytes, path_of(request.scope).startswith("/v1/")
         if ours and self._readiness.draining:
             error = shutting_down("the request was not begun")
             error.headers["Connection"] = "close"  # the next one may reach another server
@@ -256,15 +259,9 @@ def _named(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, _sentence(request, error), "invalid_request_error", code, error.headers)
 
 
-def _path(request: Request) -> str:
-    """The path behind that at which the application is mounted, if it is: the one that routes are found by."""
-    path, root = str(request.scope["path"]), str(request.scope.get("root_path", "")).rstrip("/")
-    return path.removeprefix(root) if path.startswith(f"{root}/") else path
-
-
 def _sentence(request: Request, error: HTTPException) -> str:
     """A sentence for errors that the frameworks name in two words."""
-    method, path = request.method, _path(request)
+    method, path = request.method, path_of(request.scope)
     if error.status_code == 404:
         return f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
     if error.status_code == 405:
@@ -295,7 +292,8 @@ class _Serving:
         record = record_of(request)
         record.asked, record.answer_id = asked, answer.id
         async with self._preparing:
-            submitted = await run_in_threadpool(self._submit, record, asked)
+            record.preparing = asyncio.ensure_future(run_in_threadpool(self._submit, record, asked))
+            submitted = await asyncio.shield(record.preparing)
         answer.calling, answer.drafter = submitted.calling, asked.drafter
         record.drafter = answer.drafter_name
         if asked.stream:

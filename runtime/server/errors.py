@@ -31,7 +31,7 @@ def told(error: OutriderError) -> ApiError:
         code = "context_length_exceeded" if "the plan's context is" in str(error) else None
         return ApiError(400, str(error), "invalid_request_error", code)
     if isinstance(error, UnavailableError):
-        return ApiError(503, str(error), "server_error", "unavailable")
+        return ApiError(503, str(error), "server_error", "unavailable", _again(_RESTART_SECONDS))
     return ApiError(500, str(error), "server_error", "server_error")
 
 

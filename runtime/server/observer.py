@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.errors import failed
-from runtime.server.record import Record
+from runtime.server.record import Record, path_of
 from runtime.server.request_ids import HEADER, id_of
 
 _LOG = logging.getLogger("outrider")
@@ -37,13 +37,15 @@ class Endings:
         if record.done:
             self._tell(record)
             return
-        for handle in record.handles:  # nobody reads them any longer
-            handle.cancel()
         task = asyncio.create_task(self._wait(record))
         self._late.add(task)
         task.add_done_callback(self._late.discard)
 
     async def _wait(self, record: Record) -> None:
+        if record.preparing is not None:  # a thread, which may submit the request yet
+            await asyncio.wait([record.preparing])
+        for handle in record.handles:  # nobody reads them any longer
+            handle.cancel()
         await asyncio.gather(*record.handles, return_exceptions=True)
         self._tell(record)
 
@@ -75,7 +77,7 @@ class Observer:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        record = Record(id_of(scope["headers"]), request.method, scope["path"])
+        record = Record(id_of(scope["headers"]), request.method, path_of(scope))
         request.state.record = record
         if self._begun is not None:
             self._begun(record, request)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time_ns
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from runtime.generation import FinishReason, Generation
 from runtime.handle import Handle
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 class Record:
     """A request from its head to its end.
 
-    Filled in as it goes: `client` with the key's number, `asked` once the body is read, `submitted` once it is in the
-    queue, `status` with the answer's head, `ended` with its last byte, or when the client has gone. Times are
-    `perf_counter`'s, in seconds. No text of a prompt or an answer is here but in `asked`, which is not logged.
+    Filled in as it goes: `client` with the key's number, `asked` once the body is read, `preparing` while a thread
+    encodes its prompts, `submitted` once it is in the queue, `status` with the answer's head, `ended` with its last
+    byte, or when the client has gone. `path` is the one that routes are found by. Times are `perf_counter`'s, in
+    seconds. No text of a prompt or an answer is here but in `asked`, which is not logged.
     """
 
     request_id: str
@@ -38,6 +41,7 @@ class Record:
     asked: ChatAsked | CompletionAsked | None = None
     drafter: str | None = None
     answer_id: str | None = None
+    preparing: asyncio.Future[Submitted] | None = None  # goes on, though the answer's task is cancelled
     submitted: Submitted | None = None
     reservation: Reservation | None = None
     headers: dict[str, str] = field(default_factory=dict)  # that the answer gets, whatever it is
@@ -58,7 +62,8 @@ class Record:
     @property
     def done(self) -> bool:
         """Whether nothing of the request runs any longer."""
-        return all(handle.done for handle in self.handles)
+        prepared = self.preparing is None or self.preparing.done()
+        return prepared and all(handle.done for handle in self.handles)
 
     @property
     def handles(self) -> Sequence[Handle]:
@@ -99,6 +104,12 @@ class Record:
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request behind that at which the application is mounted, if it is."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def record_of(request: Request) -> Record:

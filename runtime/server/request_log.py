@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Literal
 
 from runtime.server.errors import ApiError
@@ -30,15 +31,21 @@ def log_request(record: Record) -> None:
     level = logging.DEBUG if probe and record.status == 200 else logging.INFO
     if record.fault is not None or failed:
         level = logging.ERROR
-    fault = None if record.fault is None else (type(record.fault), record.fault, record.fault.__traceback__)
-    _LOG.log(level, "request", exc_info=fault, extra={"fields": fields(record)})
+    about = None if record.fault is None else _about(record.fault)
+    _LOG.log(level, "request", exc_info=about, extra={"fields": fields(record)})
 
 
 def log_fault(record: Record) -> None:
     """Write a line where the server has a fault, for servers without a line of every request."""
     if (fault := record.fault) is not None:
-        about = (type(fault), fault, fault.__traceback__)
-        _LOG.error("request %s of %s failed", record.request_id, record.path[:_LONGEST], exc_info=about)
+        _LOG.error("request %s of %s failed", record.request_id, record.path[:_LONGEST], exc_info=_about(fault))
+
+
+def _about(fault: BaseException) -> tuple[type[BaseException], BaseException, TracebackType | None]:
+    """Where an exception was raised, and its kind, for any formatter: its message may repeat what was worked on."""
+    kind = type(fault)
+    bare: type[Exception] = type(kind.__name__, (Exception,), {"__module__": kind.__module__})
+    return bare, bare(), fault.__traceback__
 
 
 def log_refusal(request_id: str, error: ApiError) -> None:
@@ -124,7 +131,7 @@ class _Text(logging.Formatter):
 
 
 def _exception(record: logging.LogRecord) -> str:
-    """Where an exception was raised, and its kind; its message may repeat what was being worked on."""
+    """Where an exception was raised, and its kind: other loggers' have messages that may repeat bodies."""
     kind, _, trace = record.exc_info or (None, None, None)
     return "".join(traceback.format_tb(trace)) + (kind.__name__ if kind is not None else "")
 

@@ -44,7 +44,7 @@ class Tracing:
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "outrider",
             "http.request.method": record.method,
-            "url.path": record.path,
+            "url.path": str(request.scope["path"]),
             "url.scheme": request.url.scheme,
             "http.route": record.path,
             "outrider.request.id": record.request_id,
@@ -97,10 +97,15 @@ class Tracing:
             self._tracer.start_span(name, context, attributes=attributes, start_time=at).end(until)
             at = until
 
-    def close(self) -> None:
-        """Send what is left of spans, for a few seconds; call it once the server has ended."""
+    def flush(self) -> None:
+        """Send what is left of spans, for a few seconds at most."""
         if isinstance(self._provider, TracerProvider):
             self._provider.force_flush(int(1000 * _FLUSH_SECONDS))
+
+    def close(self) -> None:
+        """The same for good; call it once the server has ended."""
+        self.flush()
+        if isinstance(self._provider, TracerProvider):
             self._provider.shutdown()
 
 

@@ -16,16 +16,18 @@ from typing import Any
 
 import openai
 import pytest
+import ray
 from ray import serve
 
 from plans.plan import open_plan
 from runtime import Runtime, SchedulerConfig
-from runtime.ray_serve.application import REPLICA
+from runtime.ray_serve.application import REPLICA, build
 from runtime.ray_serve.remote_runtime import RemoteRuntime
 from runtime.ray_serve.settings import Routing, Settings
 from runtime.ray_serve.streams import sender
 from tests.integration.ray_cluster import Deployed, deployed, two_nodes
-from tests.integration.served import client_of, get, listening
+from tests.integration.served import KEY, client_of, get, listening
+from tests.integration.test_server_tracing import collector
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 from tests.plans.damage import TEMPLATE, list_again
 from tools.serving.routing import Talk, measure_way
@@ -268,6 +270,43 @@ def test_what_one_ingress_sent_the_others_route_by(cluster: str, plan: Path) -> 
         stats = [each.stats for each in served.replicas()]
         assert sum(each.prompt_tokens for each in stats) == 16 * 64
         assert sum(each.reused_tokens for each in stats) == 8 * 63
+
+
+def logs_of_ingresses() -> list[dict[str, Any]]:
+    """The lines about requests in Ray's log files on this machine."""
+    found: list[dict[str, Any]] = []
+    for file in Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.err"):
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        found += [json.loads(line) for line in lines if line.startswith('{"time"')]
+    return [said for said in found if said["event"] == "request"]
+
+
+def test_lines_traces_and_budgets(cluster: str, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans go where this process's environment says, and the last ones when the application ends."""
+    with collector() as (endpoint, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=secret")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # so that they are sent at the end, or never
+        own = {"log_format": "json", "telemetry": True, "tokens_per_minute": 100, "api_keys": (KEY,), "ingresses": 2}
+        settings = settings_of(plan, replicas=1, replica_cpus=0.1, **own)
+        options = build(settings)._bound_deployment.ray_actor_options
+        assert options["runtime_env"]["env_vars"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
+        assert "OTEL_EXPORTER_OTLP_HEADERS" not in options["runtime_env"]["env_vars"]
+        with deployed(cluster, "told", settings) as served, client_of(served.address, KEY) as client:
+            raw = client.completions.with_raw_response
+            answer = raw.create(model="toy", prompt="x", max_tokens=3, extra_headers={"x-request-id": "traced"})
+            assert answer.headers["x-ratelimit-limit-tokens"] == "50"  # this ingress's half
+            assert get(f"{served.address}/health/ready", {"x-request-id": "probe"})[0] == 200
+            assert received == []
+        assert until(lambda: bool(received), 20)
+    spans = {
+        span.name for _, body in received for each in body.resource_spans for scope in each.scope_spans
+        for span in scope.spans
+    }  # fmt: skip
+    assert spans == {"text_completion toy", "queue", "prefill", "decode"}
+    (line,) = logs_of_ingresses()
+    assert (line["path"], line["request_id"], line["client"]) == ("/v1/completions", "traced", "key 0")
+    assert (line["status"], line["new_tokens"]) == (200, answer.parse().usage.completion_tokens)  # type: ignore[union-attr]
 
 
 def test_keys_a_deadline_and_the_end(cluster: str, plan: Path, tmp_path: Path) -> None:

@@ -6,13 +6,23 @@ import json
 import random
 import re
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPConnection
 from time import monotonic
+from typing import Any, Protocol
 
+from pydantic import ValidationError
+
+from plans.errors import OutriderError
+from runtime.server.errors import ApiError
+from tools.faults.answers import Answer
 from tools.faults.client import FAILURES, plain, read_all
 from tools.faults.crowd import Crowd, Ways
 from tools.faults.figures import Figures
 from tools.faults.mutations import malformed, rubbish
+from tools.faults.questions import Oracle
 from tools.faults.server import Server
 from tools.faults.setting import Setting
 
@@ -22,9 +32,24 @@ _HANGING = 60.0  # seconds after which an answer counts as none
 _SENDERS = 3
 
 
+class Knows(Protocol):
+    """Knows the answer to a body, as `Oracle` does."""
+
+    def answer(self, body: dict[str, Any]) -> Answer: ...
+
+
+@dataclass(frozen=True)
+class Lucky:
+    """A body that was right by chance, where it was sent, and the answer's bytes."""
+
+    path: str
+    sent: bytes
+    said: bytes
+
+
 def run(setting: Setting, figures: Figures) -> None:
     """Every tenth request is none at all. Others ask good ones meanwhile."""
-    total, waits = setting.times(BODIES, 100), list[float]()
+    total, waits, lucky = setting.times(BODIES, 100), list[float](), list[Lucky]()
     with (
         setting.serve("--max-body-bytes", str(_MOST_BYTES), "--head-seconds", "1", "--idle-seconds", "1") as server,
         setting.watched(server, figures),
@@ -40,7 +65,7 @@ def run(setting: Setting, figures: Figures) -> None:
                     if place is None:
                         return
                     began = monotonic()
-                    _send_one(setting, server, figures, place)
+                    _send_one(setting, server, figures, place, lucky)
                     waits.append(monotonic() - began)
                     setting.tell(f"{figures.faults} of {total} malformed requests")
 
@@ -50,10 +75,11 @@ def run(setting: Setting, figures: Figures) -> None:
             for thread in senders:
                 thread.join()
         figures.notes |= {"longest refusal, s": round(max(waits), 2), "longest answer, s": round(max(crowd.waits), 2)}
+        judge_lucky(figures, Oracle(setting.plan, setting.threads), lucky)
         figures.check("Traceback" not in server.said, f"The server has printed: {server.said[-1500:]}")
 
 
-def _send_one(setting: Setting, server: Server, figures: Figures, place: int) -> None:
+def _send_one(setting: Setting, server: Server, figures: Figures, place: int, lucky: list[Lucky]) -> None:
     draw = random.Random(f"{setting.seed} malformed {place}")
     figures.count("faults")
     figures.count("sent")
@@ -68,7 +94,11 @@ def _send_one(setting: Setting, server: Server, figures: Figures, place: int) ->
     try:
         connection.request("POST", path, data, {"Content-Type": kind})
         response = connection.getresponse()
-        _judge(figures, response.status, response.read(), f"body {place}, {data[:200]!r}")
+        body = response.read()
+        if response.status == 200:
+            lucky.append(Lucky(path, data, body))
+            return
+        _judge(figures, response.status, body, f"body {place}, {data[:200]!r}")
     except FAILURES as error:
         figures.lose(f"Body {place}: {type(error).__name__}: {error}; {len(data)} bytes, {data[:300]!r}")
     finally:
@@ -76,13 +106,59 @@ def _send_one(setting: Setting, server: Server, figures: Figures, place: int) ->
 
 
 def _judge(figures: Figures, status: int, body: bytes, what: str) -> None:
-    """A body that is right by chance has an answer."""
-    if status == 200:
-        figures.count("answered")
-    elif 400 <= status < 500 and _is_error(body):
+    """What is wrong is refused; a transfer encoding that is not there, by 501, as HTTP has it."""
+    if (400 <= status < 500 or status == HTTPStatus.NOT_IMPLEMENTED) and _is_error(body):
         figures.count("refused")
     else:
         figures.lose(f"Status {status}, {body[:300]!r}: {what}")
+
+
+def judge_lucky(figures: Figures, oracle: Knows, lucky: Sequence[Lucky]) -> None:
+    """Hold answers against those of plain decoding; where chance or a clock has a say in tokens, only their shape."""
+    compared = 0
+    for each in lucky:
+        try:
+            asked, answer = json.loads(each.sent), _answer(each.said)
+        except (ValueError, KeyError, TypeError) as error:
+            figures.lose(f"{type(error).__name__}: {error}: {each.said[:300]!r} to {each.sent[:200]!r}")
+            continue
+        if not answer.done or answer.error is not None:
+            figures.lose(f"An answer without an end: {each.said[-300:]!r} to {each.sent[:200]!r}")
+            continue
+        if _is_settled(each.path, asked):
+            compared += 1
+            try:
+                expected = oracle.answer(asked)
+            except (ApiError, OutriderError, ValidationError) as error:
+                figures.differ(f"Plain decoding refuses what has an answer: {error}; {each.sent[:200]!r}")
+                continue
+            if answer.choices != expected.choices or answer.tokens not in (None, expected.tokens):
+                figures.differ(f"{answer.choices} in place of {expected.choices}; {each.sent[:200]!r}")
+                continue
+        figures.count("answered")
+    figures.notes |= {"right by chance": len(lucky), "of those, compared": compared}
+
+
+def _answer(said: bytes) -> Answer:
+    """The answer in a body, whole or of events."""
+    answer = Answer(200)
+    if not said.startswith(b"data: "):
+        answer.take(json.loads(said))
+        answer.done = True
+        return answer
+    for event in said.decode().split("\n\n"):
+        if event == "data: [DONE]":
+            answer.done = True
+        elif event:
+            answer.take(json.loads(event.removeprefix("data: ")))
+    return answer
+
+
+def _is_settled(path: str, asked: dict[str, Any]) -> bool:
+    """Whether the body alone says which tokens come."""
+    drawn = asked.get("seed") is None and asked.get("temperature") != 0
+    other = path != "/v1/chat/completions" and "messages" in asked
+    return not (drawn or other or asked.get("deadline") or asked.get("partial_kv"))
 
 
 def _is_error(body: bytes) -> bool:
