@@ -18,7 +18,7 @@ from runtime.handle import Handle
 from runtime.ray_serve.callers import Callers
 from runtime.ray_serve.following import Failover, LostError
 from runtime.ray_serve.remote_runtime import RemoteRuntime
-from runtime.ray_serve.replica import joined
+from runtime.ray_serve.replica import _messages, joined
 from runtime.ray_serve.sent import Sent
 
 PROMPT = "def main(x): return"
@@ -121,6 +121,27 @@ def test_it_goes_on_where_it_stood(runtime: Runtime, ends: list[tuple[int, Excep
     assert [each for span in spans for each in span.logprobs] == expected.logprobs
     assert len(replicas.sent) == len(ends) + 1
     assert replicas.cancelled == len(replicas.sent)
+
+
+class CutOff(Stream):
+    """What a replica sends of a request that it cancels unasked, as one does whose process is told to end."""
+
+    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+        handle = self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options)
+        async for spans in _messages(handle):
+            if spans and len(self._replicas.sent) == 1:
+                handle.cancel()
+            yield spans
+
+
+def test_what_a_replica_cuts_off_goes_on(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or CutOff(self, sent, 0, None))
+    options = {**SAMPLED, "max_new_tokens": 150, "drafter": "none"}
+    found, spans, replicas = follow(runtime, [], options)
+    assert found.token_ids == runtime.generate(PROMPT, **options).token_ids
+    assert found.finish_reason is FinishReason.LENGTH
+    assert "".join(span.text for span in spans) == found.text
+    assert len(replicas.sent) == 2
 
 
 def test_stop_strings_and_forms_go_on_too(runtime: Runtime) -> None:
