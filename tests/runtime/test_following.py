@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -123,6 +124,42 @@ def test_it_goes_on_where_it_stood(runtime: Runtime, ends: list[tuple[int, Excep
     assert replicas.cancelled == len(replicas.sent)
 
 
+class Slow(Stream):
+    """A replica that takes 20 ms for each of its first spans, and is lost behind 15 of them; the next one is fast."""
+
+    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+        first = len(self._replicas.sent) == 1
+        await asyncio.sleep(0.1)
+        yield []
+        place = 0
+        async for span in self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options):
+            if first and place == 15:
+                raise LOST
+            await asyncio.sleep(0.02 if first else 0.0)
+            yield [span]
+            place += 1
+
+
+def test_times_are_those_of_all_its_replicas(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or Slow(self, sent, 0, None))
+    began = monotonic()
+    found, _, replicas = follow(runtime, [], {**SAMPLED, "drafter": "none"})
+    wall, stats = 1000 * (monotonic() - began), found.stats
+    assert len(replicas.sent) == 2
+    assert stats.queued_ms >= 99
+    assert 19 <= stats.ttft_ms < stats.total_ms
+    assert 15 * 20 + 100 - 2 <= stats.total_ms <= wall - stats.queued_ms
+    assert stats.first_span == 1
+    assert 0 < stats.decode_tokens_per_second < 39 / 0.38
+
+
+def test_a_request_that_is_cut_off_has_times(runtime: Runtime) -> None:
+    found, _, _ = follow(runtime, [(3, LOST), (-1, None)], {**SAMPLED, "drafter": "none"}, deadline=0.4)
+    assert found.finish_reason is FinishReason.DEADLINE
+    assert 0 < found.stats.ttft_ms <= found.stats.total_ms <= 400
+    assert found.stats.first_span == 1
+
+
 class CutOff(Stream):
     """What a replica sends of a request that it cancels unasked, as one does whose process is told to end."""
 
@@ -183,6 +220,29 @@ def test_the_deadline_counts_on(runtime: Runtime, ends: list[tuple[int, Exceptio
     deadlines = [sent.deadline for sent in replicas.sent]
     assert all(each is not None for each in deadlines)
     assert deadlines == sorted(deadlines, reverse=True)  # type: ignore[type-var]
+
+
+class Late(Stream):
+    """A replica that takes a request late, and is slow."""
+
+    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+        await asyncio.sleep(0.4)
+        handle = self._replicas.runtime.submit(self._sent.token_ids, deadline=self._sent.deadline, **self._sent.options)
+        yield []
+        async for span in handle:
+            yield [span]
+            await asyncio.sleep(0.1)
+
+
+def test_the_deadline_counts_before_a_replica_takes_the_request(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or Late(self, sent, 0, None))
+    began = monotonic()
+    found, _, _ = follow(runtime, [], {**SAMPLED, "drafter": "none"}, deadline=0.6)
+    assert found.finish_reason is FinishReason.DEADLINE
+    assert 0 < len(found.token_ids) < 12  # of a replica that goes on for 4 s
+    assert monotonic() - began < 3.0
 
 
 def test_tokens_that_depend_on_rounds_stay_where_they_are(everything: Runtime) -> None:
