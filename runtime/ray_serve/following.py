@@ -69,17 +69,13 @@ class Followed:
         self._until = None if sent.deadline is None else self._submitted + sent.deadline
         self._taken: float | None = None  # when a replica first took it
         self._takers = 0
+        self.waits = True  # no replica has it
         self._first: float | None = None  # when its first token came, and its last one
         self._last = self._submitted
         self._first_span = 0
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has given tokens."""
-        return self._first is not None
 
     async def run(self, send: Send, failover: Failover) -> None:
         """Follow the request to its end, from replica to replica; its handle gets all spans, and result or error."""
@@ -125,6 +121,7 @@ class Followed:
     def _note_taken(self) -> None:
         """A replica has taken the request."""
         self._takers += 1
+        self.waits = False
         if self._taken is None:
             self._taken = monotonic()
 
@@ -150,6 +147,7 @@ class Followed:
                         return
             raise LostError("its stream ended before the request did")
         finally:
+            self.waits = True
             stream.cancel()
 
     def _take(self, span: Span, given: list[TokenLogprob]) -> None:

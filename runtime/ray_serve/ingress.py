@@ -42,7 +42,8 @@ class Ingress:
         file = settings.api_key_file
         self._keys = tuple(dict.fromkeys([*settings.api_keys, *(() if file is None else keys_of(file))]))
         share = settings.share_of_queue(len(self._keys))
-        config = SchedulerConfig(max_waiting=settings.max_waiting, mode=settings.mode, max_waiting_per_client=share)
+        places = settings.places_here(plan.manifest.target.branches)
+        config = SchedulerConfig(places, settings.max_waiting, mode=settings.mode, max_waiting_per_client=share)
         self._replicas = replicas
         self._settings = settings
         caller = serve.get_replica_context().replica_id.to_full_id_str()  # which is the name of the actor

@@ -21,6 +21,7 @@ from runtime.ray_serve.following import Failover, LostError
 from runtime.ray_serve.remote_runtime import RemoteRuntime
 from runtime.ray_serve.replica import _messages, joined
 from runtime.ray_serve.sent import Sent
+from runtime.scheduler_stats import SchedulerStats
 
 PROMPT = "def main(x): return"
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
@@ -290,6 +291,46 @@ def test_who_waits_has_limits_and_the_end_is_told(runtime: Runtime) -> None:
             remote.submit_all([(PROMPT, {})])
         assert await asyncio.to_thread(remote.close, drain=False, timeout=5.0)
         assert [(await handle).finish_reason for handle in handles] == [FinishReason.CANCELLED] * 3
+
+    asyncio.run(run())
+
+
+def test_who_waits_and_who_was_refused_is_counted(runtime: Runtime) -> None:
+    async def run() -> None:
+        replicas = Replicas(runtime, [(-1, None)] * 3)
+        remote = RemoteRuntime(runtime._plan, replicas, SchedulerConfig(max_waiting=3))
+        remote.counts.tell({"a": SchedulerStats(waiting=2, refused=1)})
+        remote.submit_all([(PROMPT, {})] * 3)
+        assert (remote.scheduler_stats.waiting, remote.scheduler_stats.refused) == (5, 1)
+        for count in 1, 2:
+            with pytest.raises(BusyError):
+                remote.submit_all([(PROMPT, {})] * count)
+        with pytest.raises(RequestError, match="4 requests are made at once, and at most 3 can be; make fewer"):
+            remote.submit_all([(PROMPT, {})] * 4)
+        assert (remote.scheduler_stats.waiting, remote.scheduler_stats.refused) == (5, 4)
+        assert await asyncio.to_thread(remote.close, drain=False, timeout=5.0)
+        assert remote.scheduler_stats.waiting == 2
+
+    asyncio.run(run())
+
+
+def test_a_request_that_a_replica_has_does_not_wait(runtime: Runtime) -> None:
+    """Nor does one that finds a free place: at one time, as many are taken as run and wait."""
+
+    async def run() -> None:
+        remote = RemoteRuntime(runtime._plan, Replicas(runtime, []), SchedulerConfig(2, max_waiting=1))
+        handles = remote.submit_all([(PROMPT, {"max_new_tokens": 100, "ignore_eos": True, "drafter": "none"})])
+        handles += remote.submit_all([(PROMPT, {})] * 2)
+        with pytest.raises(BusyError):
+            remote.submit_all([(PROMPT, {})])
+        async for _ in handles[0]:
+            break
+        while remote.scheduler_stats.waiting:
+            await asyncio.sleep(0.01)
+        handles += remote.submit_all([(PROMPT, {})])
+        for handle in handles:
+            await handle
+        assert remote.scheduler_stats.refused == 1
 
     asyncio.run(run())
 
