@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -88,8 +87,15 @@ class Ingress:
     async def _count(self) -> None:
         while True:
             await asyncio.sleep(_EVERY)
-            with suppress(RayError, RayServeException, TimeoutError):
-                self.served.counts.tell({each.replica: each.stats for each in await self.replicas()})
+            try:
+                found = await self.replicas()
+            except (RayError, RayServeException, TimeoutError):  # some answer too late: nothing new is known
+                continue
+            except Exception:
+                _LOG.exception("the counts of replicas cannot be had; they are asked again")
+                continue
+            self.served.counts.tell({each.replica: each.stats for each in found})
+            self._readiness.reach(Phase.READY if found else Phase.NO_REPLICA)
 
 
 def _tracing() -> Tracing:

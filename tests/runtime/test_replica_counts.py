@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from runtime.ray_serve import ingress
 from runtime.ray_serve.counts import Counts
+from runtime.ray_serve.replica import About
 from runtime.scheduler_stats import SchedulerStats
+from runtime.server.readiness import Readiness
 
 
 def counted(tokens: int, running: int = 0) -> SchedulerStats:
@@ -23,3 +31,34 @@ def test_a_replica_that_misses_an_answer_is_counted_once() -> None:
     assert (counts.total.new_tokens, counts.total.running) == (190, 0)
     counts.tell({"c": counted(10)})
     assert counts.total.new_tokens == 200
+
+
+def test_an_ingress_is_ready_while_a_replica_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever comes of a question to the replicas, the next one is asked."""
+    one = [About("a", 1, "host", "node", counted(10, running=1))]
+    answers: list[list[About] | Exception] = [one, TimeoutError(), [], ValueError("of the test"), TimeoutError(), one]
+    seen: list[tuple[int, str, int]] = []
+    asked = SimpleNamespace(_readiness=Readiness(), served=SimpleNamespace(counts=Counts()))
+
+    def note() -> None:
+        status, body = asked._readiness.told
+        seen.append((status, body["status"], asked.served.counts.total.running))
+
+    async def replicas() -> list[About]:
+        note()
+        if not answers:
+            raise asyncio.CancelledError
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    asked.replicas = replicas
+    monkeypatch.setattr(ingress, "_EVERY", 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(ingress.Ingress._count(asked))
+    ready, none = (200, "ready"), (503, "no_replica")
+    assert seen == [(*ready, 0), (*ready, 1), (*ready, 1), (*none, 0), (*none, 0), (*none, 0), (*ready, 1)]
+    assert "the counts of replicas cannot be had" in caplog.text
