@@ -13,7 +13,7 @@ from runtime.exactness import Exactness
 from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.ray_serve.following import Failover
 from runtime.scheduler import SchedulerConfig
-from runtime.server.request_log import LogFormat
+from runtime.server.log_format import LogFormat
 
 Routing = Literal["prefix", "balanced", "round-robin"]
 
