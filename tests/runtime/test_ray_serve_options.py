@@ -5,6 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ray import serve
+
+from runtime.ray_serve.command import _delete
 
 WITHOUT = """
 import sys
@@ -26,3 +32,25 @@ def test_help_and_what_is_missing_are_told_without_the_extras(tmp_path: Path) ->
     assert missing.returncode == 2
     assert "Serving on Ray needs ray, which is not installed" in " ".join(missing.stderr.split())
     assert "Traceback" not in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("served_before", "present", "ended"),
+    [
+        (False, {"ours"}, ["all"]),
+        (False, set(), ["all"]),  # told to end before it was there
+        (False, {"ours", "another's"}, ["ours"]),
+        (True, {"ours"}, ["ours"]),
+        (True, {"another's"}, []),
+    ],
+)
+def test_what_others_serve_is_left(
+    monkeypatch: pytest.MonkeyPatch, served_before: bool, present: set[str], ended: list[str]
+) -> None:
+    """Which applications there are is made up: others come to one's Ray Serve only on a cluster of several users."""
+    found: list[str] = []
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=dict.fromkeys(present)))
+    monkeypatch.setattr(serve, "delete", found.append)
+    monkeypatch.setattr(serve, "shutdown", lambda: found.append("all"))
+    _delete("ours", served_before)
+    assert found == ended
