@@ -90,9 +90,9 @@ class RemoteRuntime:
                 raise ClosedError("The server takes no more requests: it was closed.")
             self._check_room(len(made), client)
             self._followed |= dict.fromkeys(made)
-        for followed in made:
-            # In a context of its own: Ray would take requests of one context for one, and route them together.
-            self._loop.call_soon_threadsafe(self._start, followed, context=contextvars.Context())
+            for followed in made:  # here, so that whoever closes finds them started
+                # In a context of its own: Ray would take requests of one context for one, and route them together.
+                self._loop.call_soon_threadsafe(self._start, followed, context=contextvars.Context())
         return [followed.handle for followed in made]
 
     def _made(

@@ -53,6 +53,7 @@ class Replica:
             exactness=settings.exactness,
             prefix_cache=settings.cache_config,
             scheduler=settings.scheduler_config,
+            share_memory=settings.most_replicas > 1,
         )
         self._identity, found = identity, self._runtime.manifest.identity
         if found != identity:
@@ -112,7 +113,8 @@ class Replica:
         return About(name, os.getpid(), socket.gethostname(), node, self._runtime.scheduler_stats)
 
     def check_health(self) -> None:
-        """Called by Ray's controller, which replaces a replica that raises."""
+        """Called by Ray's controller, which replaces a replica that raises: as where its plan was written over."""
+        self._runtime.loaded.files.check()
         stats = self._runtime.scheduler_stats
         if stats.rounds != self._seen or not stats.running:
             self._seen, self._since = stats.rounds, monotonic()

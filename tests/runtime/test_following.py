@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +295,26 @@ def test_who_waits_has_limits_and_the_end_is_told(runtime: Runtime) -> None:
         assert [(await handle).finish_reason for handle in handles] == [FinishReason.CANCELLED] * 3
 
     asyncio.run(run())
+
+
+def test_who_closes_while_a_request_comes_in_cancels_it_too(runtime: Runtime) -> None:
+    async def run() -> Generation:
+        remote = RemoteRuntime(
+            runtime._plan, Replicas(runtime, [(-1, None)]), SchedulerConfig(), Failover(patience=9.0)
+        )
+        loop, closing = remote._loop, threading.Thread(target=remote.close, kwargs={"drain": False, "timeout": 5.0})
+
+        def closed_meanwhile(*call: Any, **how: Any) -> None:
+            remote._loop = loop
+            closing.start()
+            closing.join(0.1)
+            loop.call_soon_threadsafe(*call, **how)
+
+        remote._loop = SimpleNamespace(call_soon_threadsafe=closed_meanwhile, create_task=loop.create_task)  # type: ignore[assignment]
+        (handle,) = remote.submit_all([(PROMPT, {})])
+        return await asyncio.wait_for(handle._whole(), 5.0)
+
+    assert asyncio.run(run()).finish_reason is FinishReason.CANCELLED
 
 
 def test_who_waits_and_who_was_refused_is_counted(runtime: Runtime) -> None:
