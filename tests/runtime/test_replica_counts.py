@@ -58,7 +58,7 @@ def test_an_ingress_is_ready_while_a_replica_answers(
     asked.replicas = replicas
     monkeypatch.setattr(ingress, "_EVERY", 0.0)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(ingress.Ingress._count(asked))
+        asyncio.run(ingress.Ingress._count(asked))  # type: ignore[arg-type]
     ready, none = (200, "ready"), (503, "no_replica")
     assert seen == [(*ready, 0), (*ready, 1), (*ready, 1), (*none, 0), (*none, 0), (*none, 0), (*ready, 1)]
     assert "the counts of replicas cannot be had" in caplog.text
