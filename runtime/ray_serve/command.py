@@ -117,6 +117,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         with bound_socket(arguments.host, arguments.port) as bound:
             arguments.port = bound.getsockname()[1]
     with cluster(arguments.ray, settings.cpus):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the application runs
         served_before = _CONTROLLER in (each["name"] for each in ray.util.list_named_actors(all_namespaces=True))
         if served_before and arguments.name in serve.status().applications:
             raise RequestError(f"The cluster serves an application {arguments.name!r} already; pass another --name.")
@@ -128,7 +129,7 @@ def _serve(arguments: argparse.Namespace) -> int:
                 raise OutriderError(f"The application does not start: {error}") from None
             ended, hurried = _signals()
             if served_before:
-                where = f"under {arguments.route_prefix} where the cluster listens"
+                where = f"under {arguments.route_prefix} where the cluster listens: not by --host and --port"
             else:
                 where = f"at http://{arguments.host}:{arguments.port}{arguments.route_prefix.rstrip('/')}"
             name = settings.model_name or settings.plan.name
@@ -136,11 +137,19 @@ def _serve(arguments: argparse.Namespace) -> int:
             ended.wait()
             _drain(handle, settings.drain_seconds, hurried)
         finally:
-            if served_before:
-                serve.delete(arguments.name)
-            else:
-                serve.shutdown()
+            _delete(arguments.name, served_before)
     return 0
+
+
+def _delete(name: str, served_before: bool) -> None:
+    """Delete the application; end Ray Serve too, where the command started it and nobody else serves by it now."""
+    from ray import serve
+
+    present = set(serve.status().applications)
+    if not served_before and present <= {name}:
+        serve.shutdown()
+    elif name in present:
+        serve.delete(name)
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

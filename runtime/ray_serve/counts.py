@@ -15,16 +15,18 @@ class Counts:
     """Told now and then what each replica has counted; `total` never falls, but for the requests that are there now."""
 
     def __init__(self) -> None:
-        self._gone = SchedulerStats()
-        self._present: dict[str, SchedulerStats] = {}
+        self._last: dict[
+            str, SchedulerStats
+        ] = {}  # by replica, those that are gone included: names are never used again
         self.total = SchedulerStats()
 
     def tell(self, found: Mapping[str, SchedulerStats]) -> None:
-        """Take in what the replicas of now have counted. A replica that is not there is gone, with what it had."""
-        left = [_gone(stats) for name, stats in self._present.items() if name not in found]
-        self._gone = _together([self._gone, *left])
-        self._present = dict(found)
-        self.total = _together([self._gone, *self._present.values()])
+        """Take in what the replicas that answer have counted. Of others, what they told last stays, whatever it is that
+        keeps them from answering; but nothing is taken to run there.
+        """
+        silent = {name: _gone(stats) for name, stats in self._last.items() if name not in found}
+        self._last = {**silent, **found}
+        self.total = _together(self._last.values())
 
 
 def _gone(stats: SchedulerStats) -> SchedulerStats:

@@ -18,7 +18,9 @@ from runtime.sampling import TokenLogprob
 from runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
-_LATE = 5.0  # seconds behind its deadline that a request waits for a replica to say so
+_LATE = (
+    0.2  # seconds behind its deadline that a request waits for its replica to end it: one that took it late is later
+)
 _EARLY = 0.05  # seconds: timers may ring a little before their time
 _SHORTEST, _LONGEST = 0.05, 2.0  # seconds between two tries
 
@@ -65,15 +67,15 @@ class Followed:
         self._sent, self._stays = sent, stays
         self._submitted = monotonic()
         self._until = None if sent.deadline is None else self._submitted + sent.deadline
-        self._first: float | None = None
+        self._taken: float | None = None  # when a replica first took it
+        self._takers = 0
+        self.waits = True  # no replica has it
+        self._first: float | None = None  # when its first token came, and its last one
+        self._last = self._submitted
+        self._first_span = 0
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has given tokens."""
-        return self._first is not None
 
     async def run(self, send: Send, failover: Failover) -> None:
         """Follow the request to its end, from replica to replica; its handle gets all spans, and result or error."""
@@ -106,9 +108,8 @@ class Followed:
 
     def cut_off(self, reason: FinishReason) -> None:
         """End the request with what it has."""
-        stats = Stats(prompt_tokens=len(self._sent.token_ids), new_tokens=len(self._tokens))
-        found = Generation("".join(self._texts), self._tokens, reason, stats, self._logprobs)
-        self.handle.end(self._timed(found))
+        stats = self._clocked(Stats(prompt_tokens=len(self._sent.token_ids), new_tokens=len(self._tokens)))
+        self.handle.end(Generation("".join(self._texts), self._tokens, reason, stats, self._logprobs))
 
     def _left(self) -> float | None:
         """Seconds up to the deadline, 0 behind it."""
@@ -116,6 +117,13 @@ class Followed:
 
     def _fail(self, message: str) -> None:
         self.handle.end(None, UnavailableError(f"{message} Send the request again."))
+
+    def _note_taken(self) -> None:
+        """A replica has taken the request."""
+        self._takers += 1
+        self.waits = False
+        if self._taken is None:
+            self._taken = monotonic()
 
     async def _follow(self, send: Send, patience: float) -> None:
         """Follow the request on one replica, which is to take it before `patience`.
@@ -127,7 +135,11 @@ class Followed:
         try:
             spans = aiter(stream)
             async with asyncio.timeout_at(_loop_time(min(patience, self._until or inf))) as waiting:
+                taken = False
                 async for some in spans:
+                    if not taken:
+                        taken = True
+                        self._note_taken()
                     waiting.reschedule(None if self._until is None else _loop_time(self._until + _LATE))
                     for span in some:
                         self._take(span, given)
@@ -135,6 +147,7 @@ class Followed:
                         return
             raise LostError("its stream ended before the request did")
         finally:
+            self.waits = True
             stream.cancel()
 
     def _take(self, span: Span, given: list[TokenLogprob]) -> None:
@@ -144,8 +157,10 @@ class Followed:
             self._tokens += span.token_ids
             self._texts.append(span.text)
             self._logprobs += span.logprobs
+            if span.token_ids:
+                self._last = monotonic()
             if self._first is None and span.token_ids:
-                self._first = monotonic()
+                self._first, self._first_span = self._last, len(span.token_ids)
         if span.token_ids or span.text:
             self.handle.push(span)
         if result is not None and result.finish_reason is FinishReason.CANCELLED:
@@ -155,15 +170,27 @@ class Followed:
 
     def _timed(self, found: Generation) -> Generation:
         """The generation as its client saw it: all its tokens, and the wait for the first of them from here."""
-        stats, first = found.stats, self._first
-        waited = 0.0 if first is None else 1000 * (first - self._submitted)
+        stats = found.stats
         told = replace(
-            stats,
-            new_tokens=len(found.token_ids),
-            reused_tokens=min(stats.reused_tokens, stats.prompt_tokens),
-            queued_ms=max(0.0, waited - stats.ttft_ms) if first is not None else stats.queued_ms,
+            stats, new_tokens=len(found.token_ids), reused_tokens=min(stats.reused_tokens, stats.prompt_tokens)
         )
+        if self._takers > 1:  # the last replica knows the end alone
+            told = self._clocked(told)
+        elif self._first is not None:
+            told.queued_ms = max(0.0, 1000 * (self._first - self._submitted) - stats.ttft_ms)
         return replace(found, stats=told)
+
+    def _clocked(self, stats: Stats) -> Stats:
+        """The same counts with times by the clock of here: work is taken to begin when a replica takes the request."""
+        now = monotonic()
+        taken = now if self._taken is None else self._taken
+        return replace(
+            stats,
+            queued_ms=1000 * (taken - self._submitted),
+            ttft_ms=0.0 if self._first is None else 1000 * (self._first - taken),
+            total_ms=1000 * ((now if self._first is None else self._last) - taken),
+            first_span=self._first_span,
+        )
 
 
 def _loop_time(moment: float) -> float | None:

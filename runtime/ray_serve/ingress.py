@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -42,7 +41,8 @@ class Ingress:
         file = settings.api_key_file
         self._keys = tuple(dict.fromkeys([*settings.api_keys, *(() if file is None else keys_of(file))]))
         share = settings.share_of_queue(len(self._keys))
-        config = SchedulerConfig(max_waiting=settings.max_waiting, mode=settings.mode, max_waiting_per_client=share)
+        places = settings.places_here(plan.manifest.target.branches)
+        config = SchedulerConfig(places, settings.max_waiting, mode=settings.mode, max_waiting_per_client=share)
         self._replicas = replicas
         self._settings = settings
         caller = serve.get_replica_context().replica_id.to_full_id_str()  # which is the name of the actor
@@ -87,8 +87,15 @@ class Ingress:
     async def _count(self) -> None:
         while True:
             await asyncio.sleep(_EVERY)
-            with suppress(RayError, RayServeException, TimeoutError):
-                self.served.counts.tell({each.replica: each.stats for each in await self.replicas()})
+            try:
+                found = await self.replicas()
+            except (RayError, RayServeException, TimeoutError):  # some answer too late: nothing new is known
+                continue
+            except Exception:
+                _LOG.exception("the counts of replicas cannot be had; they are asked again")
+                continue
+            self.served.counts.tell({each.replica: each.stats for each in found})
+            self._readiness.reach(Phase.READY if found else Phase.NO_REPLICA)
 
 
 def _tracing() -> Tracing:

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from time import monotonic
 
@@ -41,7 +42,10 @@ class RemoteRuntime:
         failover: Failover | None = None,
         caller: str | None = None,
     ) -> None:
-        """`send` sends a request to a replica. Of `config`, the limits on who waits hold for all replicas together.
+        """`send` sends a request to a replica.
+
+        Of `config`, `max_running` are the requests that all replicas are taken to run at once, or None where that is
+        not known, and the limits on who waits hold for what waits here.
 
         `caller` is the actor that the object is in, if it is in one: with it, what it has asked for ends.
         """
@@ -56,6 +60,7 @@ class RemoteRuntime:
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._followed: dict[Followed, asyncio.Task[None] | None] = {}
+        self._refused = 0
         self._closed = False
 
     @property
@@ -64,8 +69,11 @@ class RemoteRuntime:
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
-        """The counts of all replicas together, as they last told them."""
-        return self.counts.total
+        """The counts of all replicas together, as they last told them, and of who waits, or was refused, here."""
+        total = self.counts.total
+        with self._changed:
+            waiting, refused = sum(each.waits for each in self._followed), self._refused
+        return replace(total, waiting=total.waiting + waiting, refused=total.refused + refused)
 
     def submit_all(
         self,
@@ -82,9 +90,9 @@ class RemoteRuntime:
                 raise ClosedError("The server takes no more requests: it was closed.")
             self._check_room(len(made), client)
             self._followed |= dict.fromkeys(made)
-        for followed in made:
-            # In a context of its own: Ray would take requests of one context for one, and route them together.
-            self._loop.call_soon_threadsafe(self._start, followed, context=contextvars.Context())
+            for followed in made:  # here, so that whoever closes finds them started
+                # In a context of its own: Ray would take requests of one context for one, and route them together.
+                self._loop.call_soon_threadsafe(self._start, followed, context=contextvars.Context())
         return [followed.handle for followed in made]
 
     def _made(
@@ -109,20 +117,27 @@ class RemoteRuntime:
         return f"no other can go on with its tokens, as {who} depend on where rounds end."
 
     def _check_room(self, count: int, client: str | None) -> None:
-        """Raise BusyError where too many wait: have not begun, wherever they are."""
-        waiting = [each for each in self._followed if not each.begun]
-        if len(waiting) + count > self._config.max_waiting:
+        """Raise BusyError where too many would wait, and RequestError where they would whatever else is here.
+
+        As in a scheduler, who finds a free place does not count as waiting.
+        """
+        config, places = self._config, self._config.max_running or 0
+        share = config.max_waiting if client is None else config.max_waiting_per_client or config.max_waiting
+        if count > (most := min(config.max_waiting, share) + places):
+            raise RequestError(f"{count} requests are made at once, and at most {most} can be; make fewer at a time.")
+        waiting = [each for each in self._followed if each.waits]
+        free = max(0, places - (len(self._followed) - len(waiting)))
+        if len(waiting) + count > config.max_waiting + free:
+            self._refused += count
             raise BusyError(
                 f"The queue is full: {len(waiting)} requests wait already, and {count} more are not taken now. "
                 "Try again later."
             )
-        most = self._config.max_waiting_per_client
-        if client is None or most is None:
-            return
         own = sum(each.client == client for each in waiting)
-        if own + count > most:
+        if own + count > share + free:
+            self._refused += count
             raise BusyError(
-                f"Too many requests of this client wait: {own} already, and its share of the queue is {most}; {count} "
+                f"Too many requests of this client wait: {own} already, and its share of the queue is {share}; {count} "
                 "more are not taken now. Try again later."
             )
 

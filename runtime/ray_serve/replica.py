@@ -22,6 +22,7 @@ from runtime.ray_serve.sent import Sent
 from runtime.ray_serve.settings import Settings
 from runtime.runtime import Runtime
 from runtime.scheduler_stats import SchedulerStats
+from runtime.server.readiness import warm_up
 
 _APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
 _TOLD = 2048  # blocks, the latest, that routers are told of
@@ -43,7 +44,7 @@ class Replica:
     """A plan in memory. Ray makes one in a process of its own, and calls its methods in one event loop."""
 
     def __init__(self, settings: Settings, identity: str) -> None:
-        """Load the plan. Raises PlanError where the folder holds another one than that of `identity` by now."""
+        """Load the plan, and warm it up. Raises PlanError where the folder holds another one than `identity` by now."""
         self._runtime = Runtime.load(
             settings.plan,
             backend=settings.backend,
@@ -52,6 +53,7 @@ class Replica:
             exactness=settings.exactness,
             prefix_cache=settings.cache_config,
             scheduler=settings.scheduler_config,
+            share_memory=settings.most_replicas > 1,
         )
         self._identity, found = identity, self._runtime.manifest.identity
         if found != identity:
@@ -60,6 +62,7 @@ class Replica:
                 "again to serve the new one."
             )
         self._runtime.start()
+        warm_up(self._runtime)
         self._callers = Callers()
         self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
@@ -110,7 +113,8 @@ class Replica:
         return About(name, os.getpid(), socket.gethostname(), node, self._runtime.scheduler_stats)
 
     def check_health(self) -> None:
-        """Called by Ray's controller, which replaces a replica that raises."""
+        """Called by Ray's controller, which replaces a replica that raises: as where its plan was written over."""
+        self._runtime.loaded.files.check()
         stats = self._runtime.scheduler_stats
         if stats.rounds != self._seen or not stats.running:
             self._seen, self._since = stats.rounds, monotonic()

@@ -13,7 +13,7 @@ from runtime.exactness import Exactness
 from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.ray_serve.following import Failover
 from runtime.scheduler import SchedulerConfig
-from runtime.server.request_log import LogFormat
+from runtime.server.log_format import LogFormat
 
 Routing = Literal["prefix", "balanced", "round-robin"]
 
@@ -77,6 +77,10 @@ class Settings(BaseModel):
             )
         if self.tokens_per_minute is not None and not (self.api_keys or self.api_key_file):
             raise RequestError("tokens_per_minute is a budget of each API key; pass api_key_file too, or leave it out.")
+        if self.max_waiting_per_key is not None and not (self.api_keys or self.api_key_file):
+            raise RequestError(
+                "max_waiting_per_key shares the queue among API keys; pass api_key_file too, or leave it out."
+            )
 
     @property
     def least_replicas(self) -> int:
@@ -94,6 +98,10 @@ class Settings(BaseModel):
     def cpus(self) -> float:
         """Of all replicas and ingresses there may be."""
         return self.most_replicas * self.cpus_of_replica + self.ingresses * self.ingress_cpus
+
+    def places_here(self, branches: int) -> int:
+        """What the replicas of a plan of so many branches run at once, as far as it is one ingress's."""
+        return max(1, self.least_replicas * (self.max_running or branches) // self.ingresses)
 
     def share_of_queue(self, keys: int) -> int | None:
         """The most requests of one of so many API keys that wait: half of them, where there are several keys."""

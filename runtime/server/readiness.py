@@ -15,6 +15,7 @@ class Phase(Enum):
 
     LOADING = "the plan is being loaded"
     WARMING = "the plan is loaded, and a first request warms it up"
+    NO_REPLICA = "no replica answers; requests wait for one"
     READY = ""
     DRAINING = "the server is shutting down; requests that run are finished"
 

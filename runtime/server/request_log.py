@@ -14,12 +14,11 @@ import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Literal
 
 from runtime.server.errors import ApiError
+from runtime.server.log_format import LogFormat
 from runtime.server.record import Record
 
-LogFormat = Literal["json", "text"]
 _LOG = logging.getLogger("outrider.requests")
 _LONGEST = 200  # characters of a path, or of a model's name
 

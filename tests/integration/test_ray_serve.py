@@ -268,7 +268,7 @@ def test_what_one_ingress_sent_the_others_route_by(cluster: str, plan: Path) -> 
 
         asyncio.run(ask())
         stats = [each.stats for each in served.replicas()]
-        assert sum(each.prompt_tokens for each in stats) == 16 * 64
+        assert sum(each.prompt_tokens for each in stats) == 16 * 64 + 2  # to warm up
         assert sum(each.reused_tokens for each in stats) == 8 * 63
 
 
@@ -313,7 +313,7 @@ def test_keys_a_deadline_and_the_end(cluster: str, plan: Path, tmp_path: Path) -
     """An application with keys of its own; told to end, it cuts off what runs, and takes nothing more."""
     file = tmp_path / "keys"
     file.write_text("# of clients\nsecond\n")
-    keys = {"api_keys": ("first",), "api_key_file": file, "max_waiting_per_key": 40}
+    keys = {"api_keys": ("first",), "api_key_file": file, "max_waiting_per_key": 30}
     settings = settings_of(plan, replicas=1, replica_cpus=0.1, **keys)
     with deployed(cluster, "keys", settings) as served, client_of(served.address, "second") as client:
         assert post(served.address, "completions", {"model": "toy", "prompt": "x"})[0] == 401
@@ -324,7 +324,7 @@ def test_keys_a_deadline_and_the_end(cluster: str, plan: Path, tmp_path: Path) -
         assert {choice.finish_reason for choice in found.choices} == {"length"}
         assert found.usage is not None
         assert found.usage.completion_tokens < 32 * 155
-        with pytest.raises(openai.RateLimitError, match="its share of the queue is 40"):
+        with pytest.raises(openai.BadRequestError, match=r"48 requests are made at once, and at most .* make fewer"):
             client.completions.create(**{**body, "prompt": [[5], [6], [7]]}, extra_body=extra)
         pieces = iter(client.completions.create(**body, stream=True, extra_body=extra))
         next(pieces)

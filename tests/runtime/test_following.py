@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +21,9 @@ from runtime.handle import Handle
 from runtime.ray_serve.callers import Callers
 from runtime.ray_serve.following import Failover, LostError
 from runtime.ray_serve.remote_runtime import RemoteRuntime
-from runtime.ray_serve.replica import joined
+from runtime.ray_serve.replica import _messages, joined
 from runtime.ray_serve.sent import Sent
+from runtime.scheduler_stats import SchedulerStats
 
 PROMPT = "def main(x): return"
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
@@ -123,6 +127,63 @@ def test_it_goes_on_where_it_stood(runtime: Runtime, ends: list[tuple[int, Excep
     assert replicas.cancelled == len(replicas.sent)
 
 
+class Slow(Stream):
+    """A replica that takes 20 ms for each of its first spans, and is lost behind 15 of them; the next one is fast."""
+
+    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+        first = len(self._replicas.sent) == 1
+        await asyncio.sleep(0.1)
+        yield []
+        place = 0
+        async for span in self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options):
+            if first and place == 15:
+                raise LOST
+            await asyncio.sleep(0.02 if first else 0.0)
+            yield [span]
+            place += 1
+
+
+def test_times_are_those_of_all_its_replicas(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or Slow(self, sent, 0, None))
+    began = monotonic()
+    found, _, replicas = follow(runtime, [], {**SAMPLED, "drafter": "none"})
+    wall, stats = 1000 * (monotonic() - began), found.stats
+    assert len(replicas.sent) == 2
+    assert stats.queued_ms >= 99
+    assert 19 <= stats.ttft_ms < stats.total_ms
+    assert 15 * 20 + 100 - 2 <= stats.total_ms <= wall - stats.queued_ms
+    assert stats.first_span == 1
+    assert 0 < stats.decode_tokens_per_second < 39 / 0.38
+
+
+def test_a_request_that_is_cut_off_has_times(runtime: Runtime) -> None:
+    found, _, _ = follow(runtime, [(3, LOST), (-1, None)], {**SAMPLED, "drafter": "none"}, deadline=0.4)
+    assert found.finish_reason is FinishReason.DEADLINE
+    assert 0 < found.stats.ttft_ms <= found.stats.total_ms <= 400
+    assert found.stats.first_span == 1
+
+
+class CutOff(Stream):
+    """What a replica sends of a request that it cancels unasked, as one does whose process is told to end."""
+
+    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+        handle = self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options)
+        async for spans in _messages(handle):
+            if spans and len(self._replicas.sent) == 1:
+                handle.cancel()
+            yield spans
+
+
+def test_what_a_replica_cuts_off_goes_on(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or CutOff(self, sent, 0, None))
+    options = {**SAMPLED, "max_new_tokens": 150, "drafter": "none"}
+    found, spans, replicas = follow(runtime, [], options)
+    assert found.token_ids == runtime.generate(PROMPT, **options).token_ids
+    assert found.finish_reason is FinishReason.LENGTH
+    assert "".join(span.text for span in spans) == found.text
+    assert len(replicas.sent) == 2
+
+
 def test_stop_strings_and_forms_go_on_too(runtime: Runtime) -> None:
     for own in (
         {"stop": ["e", "\n"], "min_tokens": 12, "temperature": 1.0, "seed": 2},
@@ -162,6 +223,29 @@ def test_the_deadline_counts_on(runtime: Runtime, ends: list[tuple[int, Exceptio
     deadlines = [sent.deadline for sent in replicas.sent]
     assert all(each is not None for each in deadlines)
     assert deadlines == sorted(deadlines, reverse=True)  # type: ignore[type-var]
+
+
+class Late(Stream):
+    """A replica that takes a request late, and is slow."""
+
+    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+        await asyncio.sleep(0.4)
+        handle = self._replicas.runtime.submit(self._sent.token_ids, deadline=self._sent.deadline, **self._sent.options)
+        yield []
+        async for span in handle:
+            yield [span]
+            await asyncio.sleep(0.1)
+
+
+def test_the_deadline_counts_before_a_replica_takes_the_request(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or Late(self, sent, 0, None))
+    began = monotonic()
+    found, _, _ = follow(runtime, [], {**SAMPLED, "drafter": "none"}, deadline=0.6)
+    assert found.finish_reason is FinishReason.DEADLINE
+    assert 0 < len(found.token_ids) < 12  # of a replica that goes on for 4 s
+    assert monotonic() - began < 3.0
 
 
 def test_tokens_that_depend_on_rounds_stay_where_they_are(everything: Runtime) -> None:
@@ -209,6 +293,66 @@ def test_who_waits_has_limits_and_the_end_is_told(runtime: Runtime) -> None:
             remote.submit_all([(PROMPT, {})])
         assert await asyncio.to_thread(remote.close, drain=False, timeout=5.0)
         assert [(await handle).finish_reason for handle in handles] == [FinishReason.CANCELLED] * 3
+
+    asyncio.run(run())
+
+
+def test_who_closes_while_a_request_comes_in_cancels_it_too(runtime: Runtime) -> None:
+    async def run() -> Generation:
+        remote = RemoteRuntime(
+            runtime._plan, Replicas(runtime, [(-1, None)]), SchedulerConfig(), Failover(patience=9.0)
+        )
+        loop, closing = remote._loop, threading.Thread(target=remote.close, kwargs={"drain": False, "timeout": 5.0})
+
+        def closed_meanwhile(*call: Any, **how: Any) -> None:
+            remote._loop = loop
+            closing.start()
+            closing.join(0.1)
+            loop.call_soon_threadsafe(*call, **how)
+
+        remote._loop = SimpleNamespace(call_soon_threadsafe=closed_meanwhile, create_task=loop.create_task)  # type: ignore[assignment]
+        (handle,) = remote.submit_all([(PROMPT, {})])
+        return await asyncio.wait_for(handle._whole(), 5.0)
+
+    assert asyncio.run(run()).finish_reason is FinishReason.CANCELLED
+
+
+def test_who_waits_and_who_was_refused_is_counted(runtime: Runtime) -> None:
+    async def run() -> None:
+        replicas = Replicas(runtime, [(-1, None)] * 3)
+        remote = RemoteRuntime(runtime._plan, replicas, SchedulerConfig(max_waiting=3))
+        remote.counts.tell({"a": SchedulerStats(waiting=2, refused=1)})
+        remote.submit_all([(PROMPT, {})] * 3)
+        assert (remote.scheduler_stats.waiting, remote.scheduler_stats.refused) == (5, 1)
+        for count in 1, 2:
+            with pytest.raises(BusyError):
+                remote.submit_all([(PROMPT, {})] * count)
+        with pytest.raises(RequestError, match="4 requests are made at once, and at most 3 can be; make fewer"):
+            remote.submit_all([(PROMPT, {})] * 4)
+        assert (remote.scheduler_stats.waiting, remote.scheduler_stats.refused) == (5, 4)
+        assert await asyncio.to_thread(remote.close, drain=False, timeout=5.0)
+        assert remote.scheduler_stats.waiting == 2
+
+    asyncio.run(run())
+
+
+def test_a_request_that_a_replica_has_does_not_wait(runtime: Runtime) -> None:
+    """Nor does one that finds a free place: at one time, as many are taken as run and wait."""
+
+    async def run() -> None:
+        remote = RemoteRuntime(runtime._plan, Replicas(runtime, []), SchedulerConfig(2, max_waiting=1))
+        handles = remote.submit_all([(PROMPT, {"max_new_tokens": 100, "ignore_eos": True, "drafter": "none"})])
+        handles += remote.submit_all([(PROMPT, {})] * 2)
+        with pytest.raises(BusyError):
+            remote.submit_all([(PROMPT, {})])
+        async for _ in handles[0]:
+            break
+        while remote.scheduler_stats.waiting:
+            await asyncio.sleep(0.01)
+        handles += remote.submit_all([(PROMPT, {})])
+        for handle in handles:
+            await handle
+        assert remote.scheduler_stats.refused == 1
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ from plans.errors import RequestError
 from plans.plan import Plan, open_plan
 from plans.tokenizer import Tokenizer
 from runtime.scheduler import SchedulerConfig
+from runtime.scheduler_stats import SchedulerStats
 from tools.bench.prompts import choose_prompts, cut_prompts
 from tools.output import make_table
 
@@ -94,19 +95,29 @@ def measure_way(settings: Any, plan: Plan, talk: Talk) -> dict[str, Any]:
     serve.run(build(settings), name=name, route_prefix=None)
     try:
         replicas: DeploymentHandle[Any] = serve.get_deployment_handle(REPLICA, name)
+        warmed = _counted(replicas)
         answers = asyncio.run(_converse(replicas, plan, talk))
-        counts = [each.stats for each in replicas.broadcast("about").results(timeout_s=60)]
+        counts = _counted(replicas)
     finally:
         serve.delete(name)
-    asked, reused = (sum(getattr(each, name) for each in counts) for name in ("prompt_tokens", "reused_tokens"))
+    asked, reused = (
+        sum(getattr(each, name) - getattr(warmed[replica], name) for replica, each in counts.items())
+        for name in ("prompt_tokens", "reused_tokens")
+    )
+    finished = [each.finished - warmed[replica].finished for replica, each in counts.items()]
     return {
         "way": settings.routing,
-        "requests": sum(each.finished for each in counts),
-        "busiest": max(each.finished for each in counts),
+        "requests": sum(finished),
+        "busiest": max(finished),
         "prompt_tokens": asked,
         "computed": asked - reused,
         "answers": answers,
     }
+
+
+def _counted(replicas: DeploymentHandle[Any]) -> dict[str, SchedulerStats]:
+    """The counts of each replica since it was started."""
+    return {each.replica: each.stats for each in replicas.broadcast("about").results(timeout_s=60)}
 
 
 async def _converse(replicas: DeploymentHandle[Any], plan: Plan, talk: Talk) -> list[list[int]]:

@@ -1,0 +1,64 @@
+"""The counts of several replicas together, while some answer and others do not."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from runtime.ray_serve import ingress
+from runtime.ray_serve.counts import Counts
+from runtime.ray_serve.replica import About
+from runtime.scheduler_stats import SchedulerStats
+from runtime.server.readiness import Readiness
+
+
+def counted(tokens: int, running: int = 0) -> SchedulerStats:
+    return SchedulerStats(submitted=tokens // 10, new_tokens=tokens, running=running, accepted_by_depth=(tokens,) * 2)
+
+
+def test_a_replica_that_misses_an_answer_is_counted_once() -> None:
+    counts = Counts()
+    counts.tell({"a": counted(100, running=2), "b": counted(50, running=1)})
+    assert (counts.total.new_tokens, counts.total.running) == (150, 3)
+    counts.tell({"b": counted(60, running=1)})
+    assert (counts.total.new_tokens, counts.total.running) == (160, 1)
+    counts.tell({"a": counted(120, running=3), "b": counted(70)})
+    assert (counts.total.new_tokens, counts.total.submitted, counts.total.running) == (190, 19, 3)
+    assert counts.total.accepted_by_depth == (190, 190)
+    counts.tell({})
+    assert (counts.total.new_tokens, counts.total.running) == (190, 0)
+    counts.tell({"c": counted(10)})
+    assert counts.total.new_tokens == 200
+
+
+def test_an_ingress_is_ready_while_a_replica_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever comes of a question to the replicas, the next one is asked."""
+    one = [About("a", 1, "host", "node", counted(10, running=1))]
+    answers: list[list[About] | Exception] = [one, TimeoutError(), [], ValueError("of the test"), TimeoutError(), one]
+    seen: list[tuple[int, str, int]] = []
+    asked = SimpleNamespace(_readiness=Readiness(), served=SimpleNamespace(counts=Counts()))
+
+    def note() -> None:
+        status, body = asked._readiness.told
+        seen.append((status, body["status"], asked.served.counts.total.running))
+
+    async def replicas() -> list[About]:
+        note()
+        if not answers:
+            raise asyncio.CancelledError
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    asked.replicas = replicas
+    monkeypatch.setattr(ingress, "_EVERY", 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(ingress.Ingress._count(asked))  # type: ignore[arg-type]
+    ready, none = (200, "ready"), (503, "no_replica")
+    assert seen == [(*ready, 0), (*ready, 1), (*ready, 1), (*none, 0), (*none, 0), (*none, 0), (*ready, 1)]
+    assert "the counts of replicas cannot be had" in caplog.text
