@@ -122,8 +122,11 @@ WALL_CLOCK = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "tim
               "datetime.datetime.utcnow", "datetime.datetime.today", "datetime.date.today"}  # fmt: skip
 TELLS_THE_TIME = {
     "plans/chat_template.py",  # to templates that print the date
-    "runtime/server/answers.py",  # to clients: `created`
-    "runtime/server/app.py",
+    "runtime/server/app.py",  # to clients: `created`
+    "runtime/server/stamps.py",
+    "runtime/server/record.py",  # to collectors of traces
+    "runtime/batch/command.py",  # how long a batch took, told by processes of several machines; nothing waits by it
+    "runtime/batch/ray_run.py",
 }
 
 
