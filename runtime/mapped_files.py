@@ -25,6 +25,7 @@ class MappedFiles:
         """Raises PlanError for a file that cannot be opened."""
         self._held: list[tuple[Path, int, tuple[int, int]]] = []
         self._close = weakref.finalize(self, _close, self._held)
+        self._close.atexit = False  # a pass may run until the process has ended, which closes them
         for path in paths:
             try:
                 number = os.open(path, os.O_RDONLY)

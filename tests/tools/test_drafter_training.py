@@ -194,7 +194,7 @@ def test_a_trained_head_is_rounded_as_it_is_written(folder: Path, lessons: Lesso
     settings = [json.loads((folder / "out" / n / "config.json").read_text()) for n in (name, f"block-{name}")]
     cards = [(folder / "out" / n / "README.md").read_text() for n in (name, f"block-{name}")]
     assert all(("quantization_config" in each) == (bits != 16) for each in settings)
-    assert all((f"projections in int{bits}" if bits != 16 else "bf16:") in card for card in cards)
+    assert all((f" in int{bits} (rounded" if bits != 16 else "bf16:") in card for card in cards)
     assert load_eagle3(folder / "out" / name, target).config.hidden_size == 32
     assert load_block(folder / "out" / f"block-{name}", target).config.head_dim == 32
 

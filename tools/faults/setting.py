@@ -17,7 +17,7 @@ from tools.faults.server import Server
 # Servers here have one arena of memory, which gives back what is freed: with one for each thread, as usual, a process
 # keeps 300 MB of what large grammars took for a moment. What stays is learnt once: shapes of passes, modules.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
-MEMORY_MB = 48.0
+MEMORY_MB = 96.0
 _CACHE_BYTES = 2**26  # full after the warm-up, or nearly: else filling it would look like a leak
 THREADS = 6  # workers that a pool makes when more ask at once than in the warm-up, and ends when it likes to
 _SHORT = 0.05  # of the whole form
