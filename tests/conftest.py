@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -364,3 +365,11 @@ def everything_cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFact
     targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_90]}]"
     recipe = load_recipe(toy_recipe, [*EVERYTHING, "capacity.branches=4", targets])
     return made_once(tmp_path_factory, "everything-cuda-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Commands started here obey interrupts, even where the tests run in a shell's background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

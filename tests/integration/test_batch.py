@@ -158,12 +158,11 @@ def test_a_run_that_is_killed_goes_on_and_gives_the_same_bytes(branch_plan: Path
     assert again["computed"] == again["new_tokens"] == 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_run_that_is_interrupted_says_how_to_go_on(branch_plan: Path, tmp_path: Path) -> None:
     lines, out = write(tmp_path / "requests.jsonl", mixed(160)), tmp_path / "out"
     command = [sys.executable, "-m", "runtime", "batch", str(branch_plan), str(lines), "--out", str(out)]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background
     process = subprocess.Popen([*command, "--threads", "1", "--max-running", "1"], stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, before)
     until = time.monotonic() + 60
     while not list((out / "parts").glob("*.jsonl")):
         assert time.monotonic() < until

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -87,14 +87,6 @@ def test_a_locale_without_accents_finds_folders_with_them(toy_plan: Path, tmp_pa
     assert (found.returncode, found.stderr) == (0, "")
     missing = run(["compiler", "inspect", tmp_path / "è"], **ASCII)
     assert (missing.returncode, len(missing.stderr.splitlines())) == (2, 1)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Commands started here obey interrupts, even where the tests run in a shell's background, which ignores them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
