@@ -72,6 +72,14 @@ THREADS = "outrider.threads"
 Attention divides its work by that number; without the entry, by the number of the machine's processors.
 """
 
+SAME_ON_EVERY_PROCESSOR = frozenset(
+    {
+        "BranchAttention", "GatedUnit", "MixtureOfExperts", "QuantGather", "QuantMatMul", "QuantMixtureOfExperts",
+        "RmsNorm", "Route", "Softcap",
+    }
+)  # fmt: skip
+"""Ops whose results have the same bits on every processor that they run on."""
+
 _VERSION = 9  # version of the ops that the built library must report
 
 

@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the imports, which take a second
 
 import argparse
 import sys
-from pathlib import Path
 
 from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, print_json, report_error, stderr
@@ -29,6 +28,7 @@ from runtime.cli.arguments import (
 from runtime.cli.branches import add_branches
 from runtime.cli.debug import RoundPrinter, log_to
 from runtime.cli.skeleton import add_skeleton
+from runtime.embed.command import add_embed
 from runtime.generation import Generation
 from runtime.server.command import add_serve
 
@@ -114,42 +114,8 @@ def _parser(called: str) -> Parser:
     chat.add_argument("--json", action="store_true", help="print one JSON object per reply")
     chat.set_defaults(command=_chat)
 
-    embed = commands.add_parser(
-        "embed",
-        help="build the C library",
-        description="Build liboutrider for C and C++ programs: include/outrider.h, the library with its bridge to "
-        "Python, a pkg-config file and a CMake package, all under DIR, which may be moved. With --out, programs run in "
-        "this environment, or in the one that OUTRIDER_HOME names. With --bundle, DIR has all that they need (a Python "
-        "of its own, ONNX Runtime, our kernels, licences, and bundle.json, which lists them): it is copied with a "
-        "program to machines that have glibc and nothing else.",
-        epilog="examples: %(prog)s --out build/embed; %(prog)s --bundle build/bundle, then "
-        "`PKG_CONFIG_PATH=build/bundle/lib/pkgconfig cc app.c $(pkg-config --cflags --libs outrider) "
-        "'-Wl,-rpath,$ORIGIN/bundle/lib' -o build/app`",
-    )
-    where = embed.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="folder to build into, for this machine")
-    where.add_argument("--bundle", type=Path, metavar="DIR", help="folder to make, or to make anew, for other machines")
-    embed.add_argument(
-        "--json", action="store_true", help="print the files as a JSON list; of a bundle, an object with what it has"
-    )
-    embed.set_defaults(command=_embed)
+    add_embed(commands)
     return parser
-
-
-def _embed(arguments: argparse.Namespace) -> int:
-    if arguments.bundle is not None:
-        from runtime.embed.command import make
-
-        return make(arguments.bundle, as_json=arguments.json)
-    from runtime.embed.build import build
-
-    with stderr.status("building the C library") as status:
-        files = build(arguments.out, lambda part: status.update(f"building the C library: {part}"))
-    if arguments.json:
-        print_json([str(file) for file in files])
-    else:
-        print("\n".join(map(str, files)))
-    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:

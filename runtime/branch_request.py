@@ -1,4 +1,4 @@
-"""Requests for several branches, checked before any of them runs."""
+"""Requests for one sequence or for several branches, checked before any of them runs."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ class BranchRequest:
     request: Request
     predicted_tokens: int  # the caller's estimate: the longest begins first
     late: Callable[[Mapping[int, Generation], float], list[int] | None] | None = None  # in place of `token_ids`
+
+
+def check_alone(
+    prompt: str | Sequence[int],
+    options: Options,
+    manifest: Manifest,
+    grammars: Grammars,
+    tokenizer: Tokenizer,
+    *,
+    shared: bool = False,
+) -> BranchRequest:
+    """Check a request for a sequence of its own, in a row that is `shared` with others or not. Raises RequestError."""
+    request = check_request(options, manifest, grammars, shared=shared)
+    given, least = request.generated, request.min_tokens
+    prepared = prepare_prompt(prompt, (), request.stop, tokenizer, manifest.target, generated=given, min_tokens=least)
+    return BranchRequest(prepared.ids, request, request.max_new_tokens)
 
 
 def check_branches(

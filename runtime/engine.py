@@ -353,8 +353,14 @@ class Engine:
         left out. Sequences that read the partial KV cache have a pass of their own, and none while a sequence needs the
         features of the pass before for its next draft (`Drafting.needs_features`). On a device, rounds of sequences
         that all are `plain` are launched a step ahead (`LaunchedRounds`).
+
+        Raises PlanError where the plan was written over, before anybody hears of the pass.
         """
-        chunk = chunk or self._geometry.prefill_chunk
+        found = self._step(sequences, chunk or self._geometry.prefill_chunk)
+        self._loaded.files.check()
+        return found
+
+    def _step(self, sequences: List[Sequence], chunk: int) -> list[Committed]:
         found: list[Committed] = []
         full: list[Sequence] = []
         partial_room: dict[Sequence, int] = {}
@@ -746,6 +752,7 @@ class Engine:
         self.programs[names.PREFILL].run()
         self.cache.commit_alone(len(part), None)
         sequence.computed = stop
+        self._loaded.files.check()
 
     def _compute_again(self, sequence: Sequence, chosen_by: Placed) -> None:
         """Compute the logits again that a launched round has overwritten."""
@@ -778,6 +785,7 @@ class Engine:
         self.buffers.send(names.TARGET, names.ATTN_BIAS, self.target_step.bias_elements)
         self.passes += 1
         self.programs[names.BEAM].run()
+        self._loaded.files.check()
         return self.logits(0, len(tokens))
 
     def time_round(self, sequence: Sequence, chain: List[int], *, drafts: bool, partial: bool) -> float:

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import PlanError
 from plans.machine import available_cores, instruction_set, processor
-from plans.manifest import Probe
+from plans.manifest import Manifest, Probe
 from plans.plan import Plan, file_sha256
-from plugins.onnxruntime_ops import cpu_library
+from plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
 from runtime.backends.onnxruntime_cpu import session_options
 from runtime.cache_folder import cache_folder
 
@@ -156,6 +156,26 @@ def kernels_here() -> dict[str, str]:
         "version of ONNX Runtime": f"{ort.__version__} ({ort.get_build_info()})",
         "build of outrider's ops": file_sha256(cpu_library()),
     }
+
+
+def kernels_that_count(manifest: Manifest, backend: str) -> dict[str, str]:
+    """Return what of `kernels_here` a plan's tokens may depend on: all of it, or nothing.
+
+    They depend on it where ONNX Runtime multiplies floats on the processor: it has other kernels for other ones. On a
+    GPU nothing is known of it.
+    """
+    if backend != "onnxruntime-cpu":
+        return {}
+    probe = manifest.backends[backend].probe
+    ops = [] if probe is None else [op.partition(": ") for op in probe.ops.values()]
+    ours = all(op.split()[0] in SAME_ON_EVERY_PROCESSOR for engine, _, op in ops if engine == names.TARGET)
+    return {} if probe is not None and ours else kernels_here()
+
+
+def foreign_kernels(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
+    """Return in words what this machine has otherwise than another one, None where nothing is known of that one."""
+    different = next((key for key in {**there, **here} if there and here.get(key) != there.get(key)), None)
+    return None if different is None else f"{different} {here.get(different)!r} instead of {there.get(different)!r}"
 
 
 def _conditions(plan: Plan, probe: Probe, threads: int) -> dict[str, object]:

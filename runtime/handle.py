@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -140,7 +140,8 @@ class Handle:
         import asyncio  # which those who await nothing do without
 
         loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
-        with self._listening(lambda: _wake(loop, changed)):
+        end = self.listen(lambda: _wake(loop, changed))
+        try:
             while True:
                 changed.clear()
                 with self._changed:
@@ -151,6 +152,8 @@ class Handle:
                 if done:
                     break
                 await changed.wait()
+        finally:
+            end()
         if self._error is not None:
             raise self._error
 
@@ -161,16 +164,6 @@ class Handle:
         async for _ in self:
             pass
         return self._ended()
-
-    @contextmanager
-    def _listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        with self._changed:
-            self._listeners.append(listener)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._listeners.remove(listener)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:

@@ -28,16 +28,20 @@ class MappedFiles:
         self._close.atexit = False  # a pass may run until the process has ended, which closes them
         for path in paths:
             try:
-                number = os.open(path, os.O_RDONLY)
+                self.hold(path)
             except OSError as error:
                 raise PlanError(f"{path} cannot be read ({error}); build the plan again") from None
-            self._held.append((path, number, _written(number)))
 
     @classmethod
     def of(cls, plan: Plan, backend: str) -> MappedFiles:
         """Those of a backend: graphs are read when they are loaded, and what lies beside them is mapped."""
         paths = [file.path for file in plan.manifest.files if file.path.startswith(f"engines/{backend}/")]
         return cls(plan.root / path for path in paths if path.endswith(".bin"))
+
+    def hold(self, path: Path) -> None:
+        """Hold a further file. Raises OSError."""
+        number = os.open(path, os.O_RDONLY)
+        self._held.append((path, number, _written(number)))
 
     def check(self) -> None:
         """Raise PlanError where a file has been written to since it was opened; a microsecond."""

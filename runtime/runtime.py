@@ -18,9 +18,9 @@ from plans.skeleton import read_skeleton
 from plans.tokenizer import Tokenizer
 from runtime.backends import BACKENDS, Chosen, choose_backend, on_processor
 from runtime.backends.base import Settings
-from runtime.backends.shared_engines import shared_engines
+from runtime.backends.shared_engines import SharedEngines
 from runtime.beam_search import BeamOptions, BeamResult, beam_search
-from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_branches
+from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_alone, check_branches
 from runtime.branch_run import run_branches
 from runtime.drafters import make_memories
 from runtime.engine_pool import EnginePool
@@ -33,13 +33,13 @@ from runtime.memory import MemoryUse, memory_use
 from runtime.pass_prices import load_prices
 from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
 from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
-from runtime.request import Options, Request, check_request
-from runtime.scheduler import Scheduler, SchedulerConfig
+from runtime.request import Options
+from runtime.scheduler import Scheduler, SchedulerConfig, check_place_in_queue
 from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
 from runtime.stats import Stats
 from runtime.text.grammars import Grammars
-from runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
+from runtime.text.prompt import Messages, TemplateVariables, choose_prompt
 
 MAX_THREADS = 1024
 _LOG = logging.getLogger("outrider")
@@ -72,6 +72,7 @@ class Runtime:
         plan: Plan,
         chosen: Chosen,
         settings: Settings,
+        files: MappedFiles,
         prefix_cache: PrefixCacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         exactness: Exactness = "probed",
@@ -80,7 +81,7 @@ class Runtime:
         self.skeleton = read_skeleton(plan)
         backend_plan = plan.manifest.backends[self.backend]
         self.probed = _probe(plan, backend_plan.probe, settings.threads, exactness)
-        driver, files = BACKENDS[self.backend].make(backend_plan, settings), MappedFiles.of(plan, self.backend)
+        driver = BACKENDS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
@@ -128,11 +129,13 @@ class Runtime:
         check_exactness(exactness)
         opened = open_plan(Path(plan), verify=verify)
         chosen = choose_backend(opened.manifest.backends, backend)
-        share = share_memory and on_processor(chosen.backend)
+        share, files = share_memory and on_processor(chosen.backend), MappedFiles.of(opened, chosen.backend)
+        shared_engines = SharedEngines.of(opened, kernels_here(), files, verify) if share else None
         return cls(
             opened,
             chosen,
-            Settings(threads, cuda_graphs, share, shared_engines(opened, kernels_here()) if share else None),
+            Settings(threads, cuda_graphs, share, shared_engines),
+            files,
             prefix_cache,
             scheduler,
             exactness,
@@ -223,29 +226,15 @@ class Runtime:
         client: str | None = None,
     ) -> list[Handle]:
         """Submit several prompts, each with options of its own, all of them or none; see `submit`."""
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority is {priority!r}; pass a whole number, 0 for the usual one.")
-        if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
-            raise RequestError(f"deadline is {deadline!r}; pass seconds from now, more than 0.")
-        requests = [self._ask(prompt, options) for prompt, options in asked]
+        check_place_in_queue(priority, deadline)
+        requests = [self._ask(*each) for each in asked]
         return self._serve().submit(requests, priority, deadline, client=client)
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
-        target = self.manifest.target
-        shared = target.branches > 1 and self.scheduler_config.mode_on(target) == "in-one-sequence"
-        ids, request = self._check(prompt, options, shared=shared)
-        return BranchRequest(ids, request, request.max_new_tokens)
+        return self._check(prompt, options, shared=self.scheduler_config.shares_rows(self.manifest.target))
 
-    def _check(
-        self, prompt: str | Sequence[int], options: Options, *, shared: bool = False
-    ) -> tuple[list[int], Request]:
-        """Check the prompt and options of a sequence of its own. Raises RequestError."""
-        request = check_request(options, self.manifest, self.grammars, shared=shared)
-        given, least = request.generated, request.min_tokens
-        prepared = prepare_prompt(
-            prompt, (), request.stop, self.tokenizer, self.manifest.target, generated=given, min_tokens=least
-        )
-        return prepared.ids, request
+    def _check(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> BranchRequest:
+        return check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
 
     def _choose(
         self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None
@@ -317,12 +306,12 @@ class Runtime:
         **options: Unpack[Options],
     ) -> Stream:
         """Generate as `generate` does, a span of tokens and text per step; no engine is taken before the first one."""
-        return Stream(self._once(*self._check(self._choose(prompt, messages, chat_template_kwargs), options)))
+        return Stream(self._once(self._check(self._choose(prompt, messages, chat_template_kwargs), options)))
 
-    def _once(self, ids: list[int], request: Request) -> Run:
-        """Generate behind `ids` in a sequence of its own; no engine is taken before the first pass."""
+    def _once(self, asked: BranchRequest) -> Run:
+        """Generate in a sequence of its own; no engine is taken before the first pass."""
         with Session(self.engines) as session:
-            yield from session.run(ids, request, whole=True)
+            yield from session.run(asked.token_ids, asked.request, whole=True)
 
     def generate_branches(
         self,

@@ -24,11 +24,12 @@ from plans.manifest import Geometry
 from runtime.branch_request import MODES, BranchRequest, Mode
 from runtime.engine import Engine
 from runtime.engine_pool import EnginePool
-from runtime.generation import FinishReason, Generation, Span
+from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from runtime.handle import Handle
 from runtime.scheduler_stats import SchedulerStats
 from runtime.sequence import Committed, Sequence
 from runtime.stats import Stats
+from runtime.text.stream import TextStream
 
 _LOG = logging.getLogger("outrider")
 _IDLE = 10.0  # seconds after which the thread of a scheduler without work ends; the next request starts another
@@ -66,6 +67,56 @@ class SchedulerConfig:
     def mode_on(self, target: Geometry) -> Mode:
         """Return how sequences of a plan lie in the KV cache."""
         return self.mode or ("batching" if target.rows > 1 else "in-one-sequence")
+
+    def shares_rows(self, target: Geometry) -> bool:
+        """Return whether requests share a row of the KV cache."""
+        return target.branches > 1 and self.mode_on(target) == "in-one-sequence"
+
+
+def check_place_in_queue(priority: object, deadline: object) -> None:
+    """Raise RequestError for a priority that is no whole number, and a deadline that is no time to come."""
+    if type(priority) is not int:
+        raise RequestError(f"priority is {priority!r}; pass a whole number, 0 for the usual one.")
+    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+        raise RequestError(f"deadline is {deadline!r}; pass seconds from now, more than 0.")
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Who waits: `waiting` requests, `own` of them those of the client that asks; `free` of `places` can begin."""
+
+    config: SchedulerConfig
+    waiting: int
+    own: int
+    free: int
+    places: int
+    client: str | None
+
+    @property
+    def _share(self) -> int:
+        """How many requests of the client may wait."""
+        most, share = self.config.max_waiting, self.config.max_waiting_per_client
+        return most if self.client is None or share is None else min(most, share)
+
+    @property
+    def room(self) -> int:
+        """How many more are taken: those that can begin, and those that may wait."""
+        return min(self.config.max_waiting - self.waiting, self._share - self.own) + self.free
+
+    def check(self, count: int) -> None:
+        """Raise RequestError for more than can be taken at once, and BusyError for more than are taken now."""
+        if count > (most := self._share + self.places):
+            raise RequestError(f"{count} requests are made at once, and at most {most} can be; make fewer at a time.")
+        if count > self.config.max_waiting - self.waiting + self.free:
+            raise BusyError(
+                f"The queue is full: {self.waiting} requests wait already, and {count} more are not taken now. "
+                "Try again later."
+            )
+        if count > self.room:
+            raise BusyError(
+                f"Too many requests of this client wait: {self.own} already, and its share of the queue is "
+                f"{self._share}; {count} more are not taken now. Try again later."
+            )
 
 
 @dataclass(order=True)
@@ -155,10 +206,14 @@ class Scheduler:
         until = None if deadline is None else monotonic() + deadline
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._closed or self._room(client) >= len(asked))
+                self._changed.wait_for(lambda: self._closed or self._queue(client).room >= len(asked))
             if self._closed:
                 raise ClosedError("The runtime takes no more requests: it was closed.")
-            self._check_room(len(asked), client)
+            try:
+                self._queue(client).check(len(asked))
+            except BusyError:
+                self._stats.refused += len(asked)
+                raise
             made = [self._made(each, -priority, until, client) for each in asked]
             for request in made:
                 heapq.heappush(self._waiting, request)
@@ -181,35 +236,9 @@ class Scheduler:
         place = rank, next(self._numbers)
         return _Request(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
 
-    def _room(self, client: str | None) -> int:
-        """Return how many more requests of `client` are taken: those that can start, and those that may wait."""
-        config = self.config
-        free = self._most - len(self._by_place)
-        room = config.max_waiting - len(self._waiting)
-        if client is not None and config.max_waiting_per_client is not None:
-            room = min(room, config.max_waiting_per_client - self._waiting_of(client))
-        return room + free
-
-    def _waiting_of(self, client: str) -> int:
-        return sum(each.client == client for each in self._waiting)
-
-    def _check_room(self, count: int, client: str | None) -> None:
-        config = self.config
-        most = min(config.max_waiting, config.max_waiting_per_client or config.max_waiting) + self._most
-        if count > most:
-            raise RequestError(f"{count} requests are made at once, and at most {most} can be; make fewer at a time.")
-        if count <= self._room(client):
-            return
-        self._stats.refused += count
-        if client is not None and count <= self._room(None):
-            raise BusyError(
-                f"Too many requests of this client wait: {self._waiting_of(client)} already, and its share of the "
-                f"queue is {config.max_waiting_per_client}; {count} more are not taken now. Try again later."
-            )
-        raise BusyError(
-            f"The queue is full: {len(self._waiting)} requests wait already, and {count} more are not taken now. "
-            "Try again later."
-        )
+    def _queue(self, client: str | None) -> Queue:
+        own = sum(each.client == client for each in self._waiting)
+        return Queue(self.config, len(self._waiting), own, self._most - len(self._by_place), self._most, client)
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="outrider-scheduler", daemon=True)
@@ -295,7 +324,6 @@ class Scheduler:
         began = perf_counter()
         decoding = any(each.decoding for each in self._running)
         committed = engine.step(self._running, self.config.prefill_tokens if decoding else None)
-        self._pool.loaded.files.check()  # before anybody hears of the pass
         self._catch_up()
         committed = [each for each in committed if not each.sequence.stopped]
         if self.config.overlap:
@@ -339,10 +367,19 @@ class Scheduler:
         for each in over:
             reason = FinishReason.DEADLINE if each.late and not each.cancelled else FinishReason.CANCELLED
             each.queued_ms = (perf_counter() - each.submitted) * 1000
-            stats = Stats(prompt_tokens=len(each.asked.token_ids), total_ms=each.queued_ms)
-            self._end(each, Generation("", [], reason, stats))
+            self._end_unbegun(each, reason)
         for each in late:
             each.cancel.set()
+
+    def _end_unbegun(self, request: _Request, reason: FinishReason) -> None:
+        """End a request that never ran, with the tokens that it has given elsewhere, if any."""
+        ids, asked = request.asked.token_ids, request.asked.request
+        stats = Stats(len(ids), total_ms=request.queued_ms, resumed_tokens=len(asked.generated))
+        generation = GrowingGeneration(asked, TextStream(self._pool.loaded.tokenizer, ids, asked.stop), stats)
+        generation.finish_reason = reason
+        if held_back := generation.finish():
+            request.handle.push(Span([], held_back))
+        self._end(request, generation.result())
 
     def _admit(self, engine: Engine) -> None:
         """Start waiting requests in their order, while there are free places and room in the KV cache."""

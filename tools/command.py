@@ -45,6 +45,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "skeleton": Command(RUNTIME, "outline an answer, then write its points at once", of_several=True),
         "chat": Command(RUNTIME, "talk with the model", of_several=True),
         "serve": Command(RUNTIME, "serve the plan over HTTP", of_several=True),
+        "serve-ray": Command("runtime.ray_serve.command", "serve the plan by replicas on a Ray cluster"),
         "batch": Command(RUNTIME, "answer a file of requests", of_several=True),
         "embed": Command(RUNTIME, "build the C library", of_several=True),
     },
@@ -52,7 +53,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bench": Command("tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"),
         "modes": Command("tools.modes", "branches in one sequence, in batching, and one after another"),
         "faults": Command("tools.faults.__main__", "what becomes of requests when things break"),
-        "serving": Command("tools.serving.__main__", "what a prefix cache and shared passes bring"),
+        "serving": Command(
+            "tools.serving.__main__", "what a prefix cache, shared passes, routing and Ray actors bring"
+        ),
         "exactness": Command("tools.exactness.__main__", "the same tokens whatever happens around a request"),
         "peers": Command("tools.peers.__main__", "against transformers, onnxruntime-genai, OpenVINO and llama.cpp"),
     },

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from numpy.typing import DTypeLike
 
 from plans.manifest import BackendPlan, Engine
 from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory
+
+if TYPE_CHECKING:
+    from runtime.backends.shared_engines import SharedEngines
 
 
 class BoundEngine(Protocol):
@@ -30,13 +33,13 @@ class LoadedEngine(Protocol):
 @dataclass(frozen=True)
 class Settings:
     """How a caller wants engines run: `threads` of a CPU, 0 for what the library chooses; on a GPU, whether what comes
-    again is recorded as `cuda_graphs`; on the CPU, whether to `share_memory` with other processes, and the folder of
-    engines that they share (`shared_engines`)."""
+    again is recorded as `cuda_graphs`; on the CPU, whether to `share_memory` with other processes, and the engines that
+    they share (`shared_engines`)."""
 
     threads: int = 0
     cuda_graphs: bool = True
     share_memory: bool = False
-    shared_engines: Path | None = None
+    shared_engines: SharedEngines | None = None
 
 
 class Backend(Protocol):

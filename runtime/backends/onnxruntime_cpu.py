@@ -23,7 +23,7 @@ from plans.errors import PlanError
 from plans.manifest import BackendPlan, Engine
 from plugins.onnxruntime_ops import THREADS, cpu_library
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
-from runtime.backends.shared_engines import shared_engine, write_packed
+from runtime.backends.shared_engines import write_packed
 from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory, host_kv
 
@@ -51,7 +51,7 @@ class OnnxRuntimeCpu:
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         if self._settings.shared_engines is not None:
             write = partial(write_packed, options=partial(self._options, engine), disabled=_DISABLED)
-            path = shared_engine(path, engine.weight_bytes, self._settings.shared_engines, write)
+            path = self._settings.shared_engines.engine(path, engine.weight_bytes, write)
         try:
             session = ort.InferenceSession(
                 str(path), self._options(engine), providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED

@@ -5,6 +5,9 @@ own. A graph that it has written out with its packed weights is mapped instead, 
 loading copies nothing. Such a file is of one kind of processor and one build of ONNX Runtime: it is no part of the
 plan, but made where a plan is first loaded to share memory, in the user's cache folder. It holds the weights twice, as
 they are stored and as they are packed. Weights of 8 and 4 bits are mapped from the plan as they are.
+
+A folder of the cache holds one engine, and a list of its files, which a load holds them against as it does those of the
+plan: what was damaged is made again.
 """
 
 from __future__ import annotations
@@ -15,49 +18,72 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
 import onnxruntime as ort
 
-from plans.plan import Plan
+from plans.plan import Plan, file_sha256
 from runtime.cache_folder import cache_folder
 from runtime.file_lock import locked
+from runtime.mapped_files import MappedFiles
 
-_VERSION = 1
-_NAME, _WEIGHTS, _AS_IT_IS = "engine.onnx", "weights.bin", "as_it_is"
+_VERSION = 2
+_NAME, _WEIGHTS, _LIST = "engine.onnx", "weights.bin", "files.json"
 _LEAST = 1024  # bytes of weights that lie outside of the graph's file
 _PACKED = 1.05  # of the size of the weights, above which a file has packed ones
 _LOG = logging.getLogger("outrider")
 
 
-def shared_engines(plan: Plan, kernels: Mapping[str, str]) -> Path | None:
-    """The folder of a plan's engines for these `kernels`; None, with a warning, where there is no cache folder."""
-    files = {file.path: file.sha256 for file in plan.manifest.files if file.path.startswith("engines/")}
-    told = json.dumps([_VERSION, files, dict(kernels)], sort_keys=True)
-    try:
-        return cache_folder() / "engines" / hashlib.sha256(told.encode()).hexdigest()[:32]
-    except RuntimeError as error:
-        _LOG.warning("weights are not shared between processes: there is no cache folder: %s", error)
-        return None
+@dataclass(frozen=True)
+class SharedEngines:
+    """A plan's engines in `folder`; `files` hold those that are used, and `verify` reads them against their sha256."""
 
+    folder: Path
+    files: MappedFiles
+    verify: bool = True
 
-def shared_engine(path: Path, weight_bytes: int, folder: Path, write: Callable[[Path, Path], None]) -> Path:
-    """The file that an engine at `path` is to be loaded from, in `folder`, where it is made unless it is there.
+    @classmethod
+    def of(
+        cls, plan: Plan, kernels: Mapping[str, str], files: MappedFiles, verify: bool = True
+    ) -> SharedEngines | None:
+        """Those of a plan for these `kernels`; None, with a warning, where there is no cache folder."""
+        engines = {file.path: file.sha256 for file in plan.manifest.files if file.path.startswith("engines/")}
+        told = json.dumps([_VERSION, engines, dict(kernels)], sort_keys=True)
+        try:
+            return cls(cache_folder() / "engines" / hashlib.sha256(told.encode()).hexdigest()[:32], files, verify)
+        except RuntimeError as error:
+            _LOG.warning("weights are not shared between processes: there is no cache folder: %s", error)
+            return None
 
-    `write(path, to)` has ONNX Runtime write the graph with its packed weights. Where nothing is packed, and where the
-    folder cannot be written, which is a warning, it is `path`.
-    """
-    made = folder / path.stem
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / f"{path.stem}.lock"):
-            if not made.exists():
-                _make(path, weight_bytes, made, write)
-    except OSError as error:
-        _LOG.warning("weights of %s are not shared between processes: %s cannot be written: %s", path, made, error)
-        return path
-    return path if (made / _AS_IT_IS).exists() else made / _NAME
+    def engine(self, path: Path, weight_bytes: int, write: Callable[[Path, Path], None]) -> Path:
+        """The file that an engine at `path` is to be loaded from, which is made unless it is there and whole.
+
+        `write(path, to)` has ONNX Runtime write the graph with its packed weights. Where nothing is packed, and where
+        the folder cannot be written, which is a warning, it is `path`.
+        """
+        made = self.folder / path.stem
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with locked(self.folder / f"{path.stem}.lock"):
+                self._hold(
+                    made / _WEIGHTS
+                )  # before they are read, so that what is written to them meanwhile is noticed
+                if wrong := _what_is_wrong(made, self.verify):
+                    _LOG.warning("%s: %s; it is made again", made, wrong)
+                    _remove(made)
+                if not made.exists():
+                    _make(path, weight_bytes, made, write)
+                    self._hold(made / _WEIGHTS)
+        except OSError as error:
+            _LOG.warning("weights of %s are not shared between processes: %s cannot be used: %s", path, made, error)
+            return path
+        return made / _NAME if (made / _NAME).exists() else path
+
+    def _hold(self, weights: Path) -> None:
+        if weights.exists():
+            self.files.hold(weights)
 
 
 def write_packed(path: Path, to: Path, options: Callable[[], ort.SessionOptions], disabled: list[str]) -> None:
@@ -91,7 +117,8 @@ def _make(path: Path, weight_bytes: int, made: Path, write: Callable[[Path, Path
         if not weights.exists() or weights.stat().st_size < _PACKED * weight_bytes:
             weights.unlink(missing_ok=True)
             (unfinished / _NAME).unlink()
-            (unfinished / _AS_IT_IS).touch()
+        listed = {file.name: [file.stat().st_size, file_sha256(file)] for file in unfinished.iterdir()}
+        (unfinished / _LIST).write_text(json.dumps(listed), encoding="utf-8")
         for file in unfinished.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
@@ -99,3 +126,28 @@ def _make(path: Path, weight_bytes: int, made: Path, write: Callable[[Path, Path
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _what_is_wrong(made: Path, verify: bool) -> str | None:
+    """None for a folder that is whole, and for none. Raises OSError."""
+    if not made.exists():
+        return None
+    try:
+        listed = json.loads((made / _LIST).read_text(encoding="utf-8"))
+        if {file.name for file in made.iterdir()} != {_LIST, *listed}:
+            return f"it has other files than {_LIST} lists"
+        for name, (size, sha256) in listed.items():
+            if (found := (made / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+            if verify and file_sha256(made / name) != sha256:
+                return f"{name} does not match its sha256"
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, AttributeError) as error:
+        return f"{_LIST} cannot be read ({error})"
+    return None
+
+
+def _remove(made: Path) -> None:
+    """Under another name first: whoever has mapped the files keeps them. Raises OSError."""
+    old = Path(mkdtemp(prefix=f".{made.name}.", dir=made.parent))
+    made.rename(old / made.name)
+    shutil.rmtree(old, ignore_errors=True)

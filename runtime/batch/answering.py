@@ -17,15 +17,12 @@ from runtime.generation import FinishReason, Generation
 from runtime.runtime import Runtime
 from runtime.server.answers import Answer
 from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError, told
+from runtime.server.errors import ApiError, as_api_error
 from runtime.server.stamps import DerivedStamps
 from runtime.server.submitting import Submitted, Submitter
 
 MOST_CHOICES = 1024
 """Most choices of one request: prompts times n."""
-
-MOST_WAITING = 2 * MOST_CHOICES
-"""What a runtime's queue must take, `SchedulerConfig.max_waiting`, so that no request is refused for want of room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +62,8 @@ class Answering:
     """
 
     def __init__(self, runtime: Runtime, model: str | None, created: int) -> None:
-        """Raises RequestError where the runtime's scheduler cannot be as it is to be, or its queue is short."""
+        """For a runtime of `load_for_batches`. Raises RequestError where its scheduler cannot be as it is to be."""
         manifest = runtime.manifest
-        if runtime.scheduler_config.max_waiting < MOST_WAITING:
-            raise RequestError(
-                f"max_waiting is {runtime.scheduler_config.max_waiting}; a batch needs {MOST_WAITING} or more."
-            )
         runtime.start()  # what is wrong with its settings is not to be told of every request
         self.runtime, self.model, self._created = runtime, model or manifest.name, created
         self._submitter = Submitter(runtime, self.model, MOST_CHOICES)
@@ -142,7 +135,7 @@ class Answering:
     def _refused(
         self, number: int, request: BatchRequest, stamps: DerivedStamps, error: ApiError | OutriderError
     ) -> Answered:
-        found = error if isinstance(error, ApiError) else told(error)
+        found = error if isinstance(error, ApiError) else as_api_error(error)
         if found.status >= 500 or isinstance(error, BusyError):
             raise PlanError(f"The request {request.custom_id!r} cannot be answered: {error}") from None
         return Answered(number, request, _result(request, stamps, found.status, found.body))

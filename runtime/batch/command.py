@@ -17,7 +17,7 @@ from commands.arguments import at_least_1
 from commands.console import Update, print_json, progress_bar, stderr
 from commands.packages import optional_packages
 from plans.errors import OutriderError, RequestError
-from runtime.cli.arguments import add_machine
+from runtime.cli.arguments import add_capacities, add_machine, cache_of, tell_of_loading
 
 if TYPE_CHECKING:
     from runtime.batch.folder import BatchFolder, BatchState, Totals
@@ -44,29 +44,26 @@ def add_batch(commands: Any) -> None:
     )
     add_machine(parser)
     parser.add_argument("requests", type=Path, metavar="INPUT", help="file of JSON lines, or NAME.parquet")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results; new, or begun")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the results: a new one, or that of a run to resume",
+    )
     parser.add_argument("--model-name", help="the model that requests name (default: the plan's name)")
-    parser.add_argument(
-        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can be)"
-    )
-    parser.add_argument(
-        "--cache-tokens", type=at_least_1, default=65536, metavar="N", help="prefix cache: most tokens (65536)"
-    )
-    parser.add_argument(
-        "--cache-bytes", type=at_least_1, default=2**30, metavar="N", help="prefix cache: most memory (1 GiB)"
-    )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+    add_capacities(parser)
     parser.add_argument(
         "--block-size",
         type=at_least_1,
         metavar="N",
-        help="requests that are written, or lost, together (default: as many as the plan serves at once, at least 16); "
-        "of a run that goes on, that of the first",
+        help="requests that are written together (default: as many as the plan serves at once, at least 16); "
+        "a resumed run keeps the first run's size",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     ray = parser.add_argument_group("on a cluster", "Ray Data's actors, which load the plan once each (extra `ray`).")
-    ray.add_argument("--ray", metavar="ADDRESS", help="HOST:PORT, ray://HOST:PORT, auto, or local for one of its own")
+    ray.add_argument("--ray", metavar="ADDRESS", help="HOST:PORT, ray://HOST:PORT or auto; local: one of its own")
     ray.add_argument("--actors", type=at_least_1, metavar="N", help="actors (default: as many as there is room for)")
     ray.add_argument(
         "--cpus-per-actor", type=at_least_1, metavar="N", help="CPUs, and threads, of each (default: --threads, or 1)"
@@ -84,7 +81,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     if arguments.ray is not None:
         with optional_packages("A batch on a cluster", "ray"):
             import_module("ray.data")
-    from runtime.batch.folder import BatchFolder, block_bounds
+    from runtime.batch.folder import KEPT, BatchFolder, block_bounds
     from runtime.batch.requests import working_order
 
     began, folder, ordered = perf_counter(), BatchFolder(arguments.out), working_order(requests)
@@ -96,15 +93,12 @@ def _batch(arguments: argparse.Namespace) -> int:
             work = _work(arguments, folder, state, missing) if missing else _Work(len(ordered), 0)
             totals = folder.finish(blocks)
     except OSError as error:
-        raise OutriderError(f"{error.filename or arguments.out}: {error.strerror or error}. {_KEPT}") from None
+        raise OutriderError(f"{error.filename or arguments.out}: {error.strerror or error}. {KEPT}") from None
     except KeyboardInterrupt:
-        stderr.print(_KEPT, style="dim", soft_wrap=True)
+        stderr.print(KEPT, style="dim", soft_wrap=True)
         raise
     _report(arguments, folder, totals, work, perf_counter() - began)
     return 0
-
-
-_KEPT = "What is written stays: run the same command again to go on from there."
 
 
 @dataclass
@@ -186,16 +180,17 @@ def _created() -> int:
 def _in_process(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
 ) -> Generator[Done, None, None]:
-    from runtime.batch.answering import MOST_WAITING, Answering
+    from runtime.batch.answering import Answering
+    from runtime.batch.loading import load_for_batches
     from runtime.batch.local import Done, run_blocks
     from runtime.batch.processors import check_loaded
-    from runtime.cli.arguments import load
-    from runtime.prefix_cache.cache import PrefixCacheConfig
-    from runtime.scheduler import SchedulerConfig
 
-    cache = None if arguments.no_prefix_cache else PrefixCacheConfig(arguments.cache_tokens, arguments.cache_bytes)
-    runtime = load(arguments, cache, SchedulerConfig(arguments.max_running, max_waiting=MOST_WAITING))
+    options = _load_options(arguments, arguments.backend, arguments.threads)
+    options["share_memory"] = False
+    with stderr.status(f"loading {arguments.plan}"):
+        runtime = load_for_batches(arguments.plan, **options)
     try:
+        tell_of_loading(runtime)
         check_loaded(runtime, arguments.plan, state)
         answering, began = Answering(runtime, state.model, state.created), time()
         with closing(run_blocks(answering, folder, blocks)) as answers:
@@ -215,20 +210,26 @@ def _on_ray(
             f"The backend {state.backend} is not the CPU's, and actors ask Ray for CPUs alone; run without --ray, or "
             "with --backend of the CPU."
         )
-    from runtime.batch.ray_run import Actors, cluster, run_on_ray
+    from runtime.batch.ray_run import room_for, run_on_ray
+    from runtime.ray_cluster import cluster
 
     cpus = arguments.cpus_per_actor or arguments.threads or 1
-    load: LoadOptions = {
-        "backend": state.backend,
-        "threads": arguments.threads or cpus,
+    options = _load_options(arguments, state.backend, arguments.threads or cpus)
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth a word is an exception, too
+    with cluster(None if arguments.ray == "local" else arguments.ray, (arguments.actors or 1) * cpus):
+        count = room_for(arguments.actors, cpus)
+        yield from run_on_ray(arguments.plan, folder, state, blocks, count, cpus, options)
+
+
+def _load_options(arguments: argparse.Namespace, backend: str | None, threads: int) -> LoadOptions:
+    return {
+        "backend": backend,
+        "threads": threads,
         "exactness": arguments.exactness,
         "cuda_graphs": not arguments.no_cuda_graphs,
         "max_running": arguments.max_running,
-        "cache_tokens": 0 if arguments.no_prefix_cache else arguments.cache_tokens,
-        "cache_bytes": arguments.cache_bytes,
+        "prefix_cache": cache_of(arguments),
     }
-    with cluster(arguments.ray, Actors(arguments.actors, cpus)) as count:
-        yield from run_on_ray(arguments.plan, folder, state, blocks, count, cpus, load)
 
 
 def _report(arguments: argparse.Namespace, folder: BatchFolder, totals: Totals, work: _Work, seconds: float) -> None:

@@ -1,7 +1,8 @@
 """The folder of a batch: parts as they are computed, and in the end `results.jsonl`.
 
     batch.json      what the results depend on; a run that goes on must agree with it
-    parts/N.jsonl   the results of block N, written as a whole; N.tries grows by a byte whenever an actor begins it
+    parts/N.jsonl   the results of block N, written as a whole
+    parts/N.begun   what actors have of it before: a line "." whenever one begins it, and results as they come
     results.jsonl   all results by id, written as a whole when there are all parts, which then go
     lock            held by the run
 
@@ -14,12 +15,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from plans.errors import BusyError, PlanError, RequestError
 from runtime.batch.requests import BatchRequest, id_order
@@ -29,6 +30,9 @@ from runtime.whole_file import written_whole
 VERSION = 2
 """Of batch.json, raised when what is in it, or how blocks are made, changes."""
 _STATE, _PARTS, _RESULTS, _LOCK = "batch.json", "parts", "results.jsonl", "lock"
+KEPT = "What is written stays: run the same command again to go on from there."
+_BEGINS = b"."  # a line
+_MODE = 0o666  # of files, less the umask: a cluster's workers may be of another user
 _LEAST = 16  # requests of a block
 _MOST_BLOCKS = 4096
 
@@ -117,7 +121,7 @@ class BatchFolder:
 
     def _clear(self) -> None:
         """Remove what a run that was killed had not finished."""
-        for left in (*self.path.glob(".*.json*"), *self._parts.glob(".*.jsonl.*"), *self._parts.glob("*.tries")):
+        for left in (*self.path.glob(".*.json*"), *self._parts.glob(".*.jsonl.*"), *self._parts.glob("*.begun")):
             left.unlink(missing_ok=True)
 
     def _agreed(self, state: BatchState) -> BatchState:
@@ -125,7 +129,7 @@ class BatchFolder:
         if kept is None:
             if any(self._parts.iterdir()) or self.results.exists():
                 raise RequestError(f"{self.path} has results and no {_STATE}; choose another folder.")
-            with written_whole(self.path / _STATE) as file:
+            with written_whole(self.path / _STATE, mode=_MODE) as file:
                 file.write(json.dumps(asdict(state), indent=1).encode() + b"\n")
             return state
         if different := kept.differences(state):
@@ -151,14 +155,23 @@ class BatchFolder:
 
     def write(self, block: int, lines: Iterable[bytes]) -> None:
         """Write the results of a block. Raises OSError."""
-        with written_whole(self._part(block)) as file:
+        with written_whole(self._part(block), mode=_MODE) as file:
             file.writelines(lines)
+        self._part(block).with_suffix(".begun").unlink(missing_ok=True)
 
-    def try_block(self, block: int) -> int:
-        """Note that somebody begins a block who may die of it; return how often that was so in this run."""
-        with self._part(block).with_suffix(".tries").open("ab") as file:
-            file.write(b".")
-            return file.tell()
+    @contextmanager
+    def beginning(self, block: int) -> Iterator[tuple[int, dict[str, bytes], IO[bytes]]]:
+        """For an actor that begins a block, and may die of it: how many have in this run, it included; the results by
+        id that those before it had; and a file for its own, a line each. Raises OSError."""
+        path = self._part(block).with_suffix(".begun")
+        with path.open("a+b") as file:
+            file.write(b"\n" + _BEGINS + b"\n")  # behind a line that a kill has cut off, too
+            file.seek(0)
+            found, lines = dict[str, bytes](), file.read().split(b"\n")
+            for line in lines:
+                with suppress(PlanError):
+                    found[_read(line, path)["custom_id"]] = line + b"\n"
+            yield lines.count(_BEGINS), found, file
 
     def finish(self, blocks: Sequence[Sequence[BatchRequest]]) -> Totals:
         """Put all results together, ordered by id, and remove the parts; return the totals.
@@ -169,7 +182,7 @@ class BatchFolder:
         if not self.results.exists():
             places = [place for number, block in enumerate(blocks) for place in self._places(number, block)]
             places.sort(key=lambda place: id_order(place[0]))
-            with written_whole(self.results, mode=0o666) as results:
+            with written_whole(self.results, mode=_MODE) as results:
                 self._copy(places, results)
         totals = self._totals(sum(map(len, blocks)))
         shutil.rmtree(self._parts, ignore_errors=True)

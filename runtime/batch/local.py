@@ -13,8 +13,7 @@ from runtime.batch.requests import BatchRequest
 
 @dataclass(frozen=True)
 class Done:
-    """Requests whose answers are there, and the tokens of these; `began` says when, by `time.time()`, the work on
-    them began."""
+    """Finished requests, their new tokens, and when work on them began (`time.time()`)."""
 
     requests: int
     new_tokens: int

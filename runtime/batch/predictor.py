@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,6 +15,7 @@ from plans.errors import RequestError
 from runtime.batch.answering import Answered, Answering
 from runtime.batch.body import check_columns
 from runtime.batch.loading import LoadOptions, load_for_batches
+from runtime.batch.nodes import check_visible
 from runtime.batch.reading import as_json, json_of, rows_of_table
 from runtime.batch.requests import BatchRequest, why_not_an_id
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ADDED = ("status_code", "text", "finish_reason", "error", "result")
-"""Columns that a prediction adds."""
+"""Columns that a prediction adds, and a `custom_id` where there is none."""
 
 
 class OutriderPredictor:
@@ -55,24 +55,30 @@ class OutriderPredictor:
 
         Answers name the `model` (default: the plan's name), and tell the time `created`, seconds since 1970. Columns
         in `keep` are no part of requests. Raises what `Runtime.load` does, and RequestError for a plan that is not
-        there.
+        there, and for columns in `keep` that answers would overwrite.
         """
+        if overwritten := [name for name in keep if name in (*ADDED, "custom_id")]:
+            raise RequestError(
+                f"keep has {overwritten[0]!r}, a column that answers are written to; rename it, such as by "
+                "Dataset.rename_columns."
+            )
         check_visible(Path(plan), "plan.json")
         self._answering = Answering(load_for_batches(plan, **options), model, created)
         self._keep = tuple(keep)
 
     def __call__(self, batch: dict[str, NDArray[Any]] | pa.Table) -> dict[str, NDArray[Any]] | pa.Table:
-        """Raises RequestError for columns that no request has."""
+        """Raises RequestError for columns that no request has; all that a prediction added before are replaced."""
+        given = list(batch) if isinstance(batch, dict) else batch.column_names
+        known = (*self._keep, *ADDED) if set(ADDED) <= set(given) else self._keep
+        names = [name for name in given if name not in known]
+        check_columns(names, "The batch")
         if isinstance(batch, dict):
-            check_columns(set(batch) - set(self._keep) - set(ADDED), "The batch")
-            columns = {name: column for name, column in batch.items() if name not in (*self._keep, *ADDED)}
-            return dict(batch) | {name: _array(values) for name, values in self._added(_rows(columns)).items()}
+            added = self._added(_rows({name: batch[name] for name in names}))
+            return dict(batch) | {name: _array(values) for name, values in added.items()}
         import pyarrow as pa
 
-        names = [name for name in batch.column_names if name not in (*self._keep, *ADDED)]
-        check_columns(names, "The batch")
         added = self._added(rows_of_table(batch.select(names)))
-        kept = {name: batch.column(name) for name in batch.column_names}
+        kept = {name: batch.column(name) for name in given}
         return pa.table(kept | {name: pa.array(values) for name, values in added.items()})
 
     def _added(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -80,15 +86,6 @@ class OutriderPredictor:
         answered = sorted(self._answering.answer(requests), key=lambda each: each.number)
         names = {"custom_id": [request.custom_id for request in requests]}
         return names | {name: [column(each) for each in answered] for name, column in _COLUMNS.items()}
-
-
-def check_visible(folder: Path, file: str) -> None:
-    """Raise RequestError where this machine does not see a file that others have written, or read."""
-    if not (folder / file).is_file():
-        raise RequestError(
-            f"{socket.gethostname()} does not see {folder / file}; put it where every node of the cluster sees it "
-            "under the same path, such as a shared file system, and pass that path."
-        )
 
 
 def _request(row: Mapping[str, Any], place: int) -> BatchRequest:

@@ -1,78 +1,50 @@
 """A batch on a cluster of Ray: actors that load the plan once each, and write a block of results a task.
 
 Ray Data has the actors, gives each two blocks, and another for each that is written; it restarts those that die, and
-gives their blocks again. The folder is the same for all nodes: what is written is not computed again, whoever dies.
+gives their blocks again. The folder is the same for all nodes: what is answered is not computed again, whoever dies.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from plans.errors import OutriderError, PlanError, RequestError
 from runtime.batch.answering import Answering
-from runtime.batch.folder import BatchFolder, BatchState
+from runtime.batch.folder import KEPT, BatchFolder, BatchState
 from runtime.batch.loading import LoadOptions, load_for_batches
-from runtime.batch.local import Done, run_blocks
-from runtime.batch.predictor import check_visible
+from runtime.batch.local import Done
+from runtime.batch.nodes import check_visible
 from runtime.batch.processors import check_loaded
 from runtime.batch.requests import BatchRequest
 
 _TRIES = 4  # of a block whose actor dies
 _AT_ONCE = 2  # blocks of an actor: while the last requests of one run, those of the next take their places
-_STORE = 200 * 2**20  # bytes of objects in a cluster of our own: requests alone go through it
-
 
 _Numbered = tuple[int, Sequence[BatchRequest]]
 
 
-@dataclass(frozen=True)
-class Actors:
-    """How many actors there are at most, and the CPUs of each. `count` None: as many as the cluster has room for."""
+def room_for(count: int | None, cpus: int) -> int:
+    """Return how many actors of `cpus` CPUs to have: `count`, or as many as the cluster has room for.
 
-    count: int | None
-    cpus: int
-
-
-@contextmanager
-def cluster(address: str, actors: Actors) -> Iterator[int]:
-    """Connect to the cluster at `address`, or begin one of this machine's for "local"; yields the number of actors.
-
-    Raises RequestError where there is none, or it has too few CPUs.
+    Raises RequestError where it has no room for these.
     """
-    import ray.data
-    from ray.exceptions import RayError
+    import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # what is worth a word is an exception, too
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    if address == "local":
-        cpus = max(os.cpu_count() or 1, (actors.count or 1) * actors.cpus)
-        quiet |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE}
-    try:
-        ray.init(address, **quiet)
-    except (ConnectionError, ValueError, RayError, RuntimeError) as error:
-        raise RequestError(f"There is no cluster of Ray at {address!r}: {error}") from None
-    try:
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        room = int(ray.cluster_resources().get("CPU", 0)) // actors.cpus
-        if room < (actors.count or 1):
-            raise RequestError(
-                f"The cluster has {int(ray.cluster_resources().get('CPU', 0))} CPUs, room for {room} actors of "
-                f"{actors.cpus}; pass fewer --actors, or fewer --cpus-per-actor."
-            )
-        yield actors.count or room
-    finally:
-        ray.shutdown()
+    all_cpus = int(ray.cluster_resources().get("CPU", 0))
+    room = all_cpus // cpus
+    if room < (count or 1):
+        raise RequestError(
+            f"The cluster has {all_cpus} CPUs, room for {room} actors of {cpus}; pass fewer --actors, or fewer "
+            "--cpus-per-actor."
+        )
+    return count or room
 
 
 def run_on_ray(
@@ -91,6 +63,8 @@ def run_on_ray(
     import ray.data
     from ray.exceptions import RayError
 
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
     tables = [
         pa.table(
             {
@@ -121,7 +95,7 @@ def run_on_ray(
                 raise (RequestError if row["request"] else PlanError)(row["error"])
             yield Done(row["requests"], row["new_tokens"], row["began"])
     except RayError as error:
-        raise PlanError(f"Ray gave up a block: {str(error).strip().splitlines()[-1]}") from None
+        raise PlanError(f"Ray gave up a block: {str(error).strip().splitlines()[-1].rstrip('.')}. {KEPT}") from None
 
 
 def _dealt(blocks: Sequence[_Numbered], count: int) -> list[_Numbered]:
@@ -157,10 +131,7 @@ class _BlockWriter:
             try:
                 tokens = self._run(number, requests)
             except OSError as fault:
-                where = fault.filename or self._folder.path
-                error = PlanError(
-                    f"{where}: {fault.strerror or fault}. What is written stays: run the batch again to go on."
-                )
+                error = PlanError(f"{fault.filename or self._folder.path}: {fault.strerror or fault}. {KEPT}")
             except OutriderError as fault:
                 error = fault
         done = {"requests": len(rows), "new_tokens": tokens, "began": began}
@@ -168,11 +139,24 @@ class _BlockWriter:
         return pa.Table.from_pylist([done | wrong])
 
     def _run(self, number: int, requests: Sequence[BatchRequest]) -> int:
-        """Answer a block, and return how many tokens that took. Raises PlanError where its actors have died of it."""
-        if self._folder.try_block(number) > _TRIES:
-            raise PlanError(
-                f"{_TRIES} actors died while they computed block {number}, which begins with request "
-                f"{requests[0].custom_id!r}: they may have too little memory; use fewer actors on a node, or a smaller "
-                "--max-running or --cache-bytes."
-            )
-        return sum(each.new_tokens for each in run_blocks(self._answering, self._folder, {number: requests}))
+        """Answer what actors before have left of a block, write it, and return how many tokens were computed.
+
+        Raises PlanError where its actors have died of it.
+        """
+        tokens = 0
+        with self._folder.beginning(number) as (tries, lines, file):
+            if tries > _TRIES:
+                raise PlanError(
+                    f"{_TRIES} actors died while they computed block {number}, which begins with request "
+                    f"{requests[0].custom_id!r}: they may have too little memory; use fewer actors on a node, or a "
+                    "smaller --max-running or --cache-bytes."
+                )
+            left = [request for request in requests if request.custom_id not in lines]
+            with closing(self._answering.answer(left)) as answers:
+                for answered in answers:
+                    line = lines[answered.request.custom_id] = answered.line
+                    file.write(line)
+                    file.flush()  # to the system, which outlives this process
+                    tokens += answered.new_tokens
+        self._folder.write(number, [lines[request.custom_id] for request in requests])
+        return tokens

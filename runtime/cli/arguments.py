@@ -48,6 +48,36 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_capacities(parser: argparse.ArgumentParser) -> None:
+    """How many requests run at once, and the prefix cache of all of them."""
+    parser.add_argument(
+        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can be)"
+    )
+    default = PrefixCacheConfig()
+    parser.add_argument(
+        "--cache-tokens",
+        type=at_least_1,
+        default=default.max_cached_tokens,
+        metavar="N",
+        help="prefix cache: most tokens (%(default)s)",
+    )
+    parser.add_argument(
+        "--cache-bytes",
+        type=at_least_1,
+        default=default.memory_bytes,
+        metavar="N",
+        help=f"prefix cache: most memory ({default.memory_bytes >> 30} GiB), taken at once",
+    )
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+
+
+def cache_of(arguments: argparse.Namespace) -> PrefixCacheConfig | None:
+    """The prefix cache that `add_capacities` has taken."""
+    if arguments.no_prefix_cache:
+        return None
+    return PrefixCacheConfig(max_cached_tokens=arguments.cache_tokens, memory_bytes=arguments.cache_bytes)
+
+
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """The plan, where it runs, and how tokens are chosen."""
     add_machine(parser)
@@ -246,9 +276,7 @@ def load(
     *,
     say: Callable[[str], object] | None = None,
 ) -> Runtime:
-    """The plan, loaded; `say` is told why better backends were passed over, and that the machine was probed (default:
-    on standard error)."""
-    say = say or partial(stderr.print, style="dim", soft_wrap=True)
+    """The plan, loaded; `say` as of `tell_of_loading`."""
     with stderr.status(f"loading {arguments.plan}"):
         runtime = Runtime.load(
             arguments.plan,
@@ -259,11 +287,17 @@ def load(
             scheduler=scheduler,
             exactness=arguments.exactness,
         )
+    tell_of_loading(runtime, say)
+    return runtime
+
+
+def tell_of_loading(runtime: Runtime, say: Callable[[str], object] | None = None) -> None:
+    """Say why better backends were passed over, and that the machine was probed (default: on standard error)."""
+    say = say or partial(stderr.print, style="dim", soft_wrap=True)
     for backend, reason in runtime.passed_over.items():
         say(f"runs on {runtime.backend}, not on {backend}: {reason}")
     if runtime.probed is not None and not runtime.probed.remembered:
         say(runtime.probed.text)
-    return runtime
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ BRANCH_KEYS = ("prompt", "branches", "n", "mode", "max_parallel")
 NOT_OFFERED = {
     "cancel": "an event of Python's; outrider_session_cancel, outrider_request_cancel and callbacks cancel",
     "constraint": "an object of Python's; logits processors and structured_outputs constrain",
-    "on_round": "a record of drafts, for those who develop drafters; bench and generate --trace have it",
+    "on_round": "a record of drafts, for those who develop drafters; bench and generate --debug have it",
     "tentative": "spans that may be taken back, for those who show text; the callbacks have no mark for them",
 }
 """Options of Python's `generate` and `submit` that C has not, and why."""

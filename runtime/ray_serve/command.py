@@ -9,15 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import ValidationError
-
 from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, stderr
 from commands.packages import optional_packages
 from plans.errors import OutriderError, RequestError
+from plans.plan import open_plan
 from runtime.cli.arguments import add_machine
-from runtime.ray_serve.settings import Routing, Settings
-from runtime.server.command import add_serving, bound_socket, read_keys
+from runtime.ray_serve.following import Failover
+from runtime.ray_serve.settings import Routing, Settings, check_replicas
+from runtime.server.api_keys import check_shares
+from runtime.server.command import add_serving, bound_socket, option, read_keys
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m runtime.ra
 def _parser(called: str) -> Parser:
     parser = Parser(
         prog=called,
-        description="Serve the plan as `python -m runtime serve` does, by several replicas on the machines of a Ray "
+        description="Serve the plan as the command `serve` does, by several replicas on the machines of a Ray "
         "cluster. Requests that share a beginning go to the replica that holds it. A request whose replica dies goes "
         "on at another one, with the same tokens; its client notices nothing. The plan's folder must be at the same "
         "path on every machine. What --log-format writes is in Ray's log files of the ingresses (logs/worker-*.err of "
@@ -45,35 +46,49 @@ def _parser(called: str) -> Parser:
     add_machine(parser)
     parser.set_defaults(threads=1)
     add_serving(parser)
-    parser.add_argument("--ray", metavar="ADDRESS", help="of a running cluster, such as auto or 10.0.0.1:6379")
     parser.add_argument(
-        "--name", default="outrider", help="of the application, where a cluster serves several (outrider)"
+        "--ray",
+        metavar="ADDRESS",
+        help="address of a running cluster, such as auto or 10.0.0.1:6379 (default: start one here)",
     )
-    parser.add_argument("--route-prefix", default="/", metavar="PATH", help="what paths of the application begin with")
-    parser.add_argument("--replicas", type=at_least_1, metavar="N", help="replicas, or those at the start (1)")
+    parser.add_argument("--name", default="outrider", help="name of the application on the cluster (outrider)")
     parser.add_argument(
-        "--min-replicas", type=at_least_1, metavar="N", help="fewest, while there is little to do (--replicas)"
+        "--route-prefix", default="/", metavar="PATH", help="path under which the application is served (/)"
     )
-    parser.add_argument("--max-replicas", type=at_least_1, metavar="N", help="most, under load (--replicas)")
+    parser.add_argument("--replicas", type=at_least_1, metavar="N", help="replicas at the start (1)")
+    parser.add_argument(
+        "--min-replicas",
+        type=at_least_1,
+        metavar="N",
+        help="fewest replicas, while there is little to do (default: --replicas)",
+    )
+    parser.add_argument(
+        "--max-replicas", type=at_least_1, metavar="N", help="most replicas, under load (default: --replicas)"
+    )
     parser.add_argument(
         "--target-ongoing",
         type=at_least_1,
         metavar="N",
-        help="requests under way at each replica, running or waiting, above which there are to be more (default: as "
-        "many as one runs at once)",
+        help="requests under way at each replica, running or waiting, above which replicas are added (default: as many "
+        "as one runs at once)",
     )
     parser.add_argument(
         "--max-ongoing",
         type=at_least_1,
         metavar="N",
-        help="requests that a replica takes before others must (default: twice as many as it runs at once)",
-    )
-    parser.add_argument("--ingresses", type=at_least_1, default=1, metavar="N", help="processes that take requests (1)")
-    parser.add_argument(
-        "--replica-cpus", type=number(0), metavar="N", help="CPUs that Ray sets aside for a replica (--threads)"
+        help="requests that a replica takes at once; others wait at the ingresses (default: twice as many as it runs)",
     )
     parser.add_argument(
-        "--replica-gpus", type=number(0), default=0.0, metavar="N", help="GPUs, likewise, of a plan for GPUs (0)"
+        "--ingresses", type=at_least_1, default=1, metavar="N", help="processes that take requests in (1)"
+    )
+    parser.add_argument(
+        "--replica-cpus",
+        type=number(0),
+        metavar="N",
+        help="CPUs that Ray sets aside for a replica (default: --threads)",
+    )
+    parser.add_argument(
+        "--replica-gpus", type=number(0), default=0.0, metavar="N", help="GPUs that Ray sets aside for a replica (0)"
     )
     parser.add_argument(
         "--routing",
@@ -83,14 +98,18 @@ def _parser(called: str) -> Parser:
         "of two; round-robin: to each in turn, for measuring (prefix)",
     )
     parser.add_argument(
-        "--losses", type=at_least_0, default=5, metavar="N", help="replicas that one request may lose (5)"
+        "--losses",
+        type=at_least_0,
+        default=Failover.losses,
+        metavar="N",
+        help="replicas that one request may lose before it fails (%(default)s)",
     )
     parser.add_argument(
         "--patience",
         type=number(above=0),
-        default=120,
+        default=Failover.patience,
         metavar="SECONDS",
-        help="that a request waits for a replica to take it (120)",
+        help="longest that a request waits for a replica to take it (%(default)g)",
     )
     parser.add_argument(
         "--proxies",
@@ -106,13 +125,14 @@ def _serve(arguments: argparse.Namespace) -> int:
         import ray
         from ray import serve
 
+        from runtime.ray_cluster import cluster
         from runtime.ray_serve.application import build
-        from runtime.ray_serve.cluster import cluster
     settings = _settings(arguments)
     if settings.telemetry:
         with optional_packages("Telemetry", "telemetry"):
             import runtime.server.tracing  # noqa: F401  # ingresses import it
     application = build(settings)
+    name = settings.model_name or open_plan(settings.plan, verify=False).manifest.name
     if arguments.ray is None:
         with bound_socket(arguments.host, arguments.port) as bound:
             arguments.port = bound.getsockname()[1]
@@ -126,13 +146,15 @@ def _serve(arguments: argparse.Namespace) -> int:
             try:
                 handle = serve.run(application, name=arguments.name, route_prefix=arguments.route_prefix)
             except RuntimeError as error:
-                raise OutriderError(f"The application does not start: {error}") from None
+                raise OutriderError(
+                    f"The application does not start: {error}; Ray's log of the replicas (logs/serve under Ray's "
+                    "folder) says why."
+                ) from None
             ended, hurried = _signals()
             if served_before:
                 where = f"under {arguments.route_prefix} where the cluster listens: not by --host and --port"
             else:
                 where = f"at http://{arguments.host}:{arguments.port}{arguments.route_prefix.rstrip('/')}"
-            name = settings.model_name or settings.plan.name
             stderr.print(f"serving {name!r} by {settings.replicas} replicas {where}", style="dim", soft_wrap=True)
             ended.wait()
             _drain(handle, settings.drain_seconds, hurried)
@@ -154,8 +176,8 @@ def _delete(name: str, served_before: bool) -> None:
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     keys = read_keys(arguments)
-    if arguments.max_waiting_per_key is not None and not keys:
-        raise RequestError("--max-waiting-per-key shares the queue among API keys; pass --api-key, or leave it out.")
+    check_shares(arguments, bool(keys), "--api-key", option)
+    check_replicas(arguments, option)
     same = set(Settings.model_fields) & set(vars(arguments))
     values: dict[str, Any] = {name: getattr(arguments, name) for name in same}
     values |= {
@@ -166,10 +188,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         "prefix_cache": not arguments.no_prefix_cache,
         "cuda_graphs": not arguments.no_cuda_graphs,
     }
-    try:
-        return Settings(**values)
-    except ValidationError as error:
-        raise RequestError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    return Settings(**values)
 
 
 def _signals() -> tuple[threading.Event, threading.Event]:

@@ -6,30 +6,38 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from itertools import zip_longest
 from operator import add
+from time import monotonic
 from typing import Any
 
 from runtime.scheduler_stats import SchedulerStats
+
+_FORGOTTEN = 600.0  # seconds without an answer behind which a replica is gone: Ray has replaced it long since
 
 
 class Counts:
     """Told now and then what each replica has counted; `total` never falls, but for the requests that are there now."""
 
-    def __init__(self) -> None:
-        self._last: dict[
-            str, SchedulerStats
-        ] = {}  # by replica, those that are gone included: names are never used again
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._last: dict[str, SchedulerStats] = {}  # by replica
+        self._answered: dict[str, float] = {}  # when each of them did
+        self._gone = SchedulerStats()  # of those that are gone: names are never used again
         self.total = SchedulerStats()
 
     def tell(self, found: Mapping[str, SchedulerStats]) -> None:
         """Take in what the replicas that answer have counted. Of others, what they told last stays, whatever it is that
         keeps them from answering; but nothing is taken to run there.
         """
-        silent = {name: _gone(stats) for name, stats in self._last.items() if name not in found}
-        self._last = {**silent, **found}
-        self.total = _together(self._last.values())
+        now = self._clock()
+        self._answered |= dict.fromkeys(found, now)
+        self._last |= {name: _at_rest(stats) for name, stats in self._last.items() if name not in found} | dict(found)
+        for name in [name for name, answered in self._answered.items() if now - answered > _FORGOTTEN]:
+            self._gone = _together([self._gone, self._last.pop(name)])
+            del self._answered[name]
+        self.total = _together([self._gone, *self._last.values()])
 
 
-def _gone(stats: SchedulerStats) -> SchedulerStats:
+def _at_rest(stats: SchedulerStats) -> SchedulerStats:
     """What stays of a replica's counts: not those of what it had at the moment."""
     return replace(stats, waiting=0, running=0, kv_slots=0, kv_used=0, kv_reserved=0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
@@ -13,14 +13,13 @@ from typing import Protocol
 from plans.errors import BusyError, OutriderError, RequestError, UnavailableError
 from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
-from runtime.ray_serve.sent import Sent
+from runtime.ray_serve.sent import Sent, Taken
 from runtime.sampling import TokenLogprob
 from runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
-_LATE = (
-    0.2  # seconds behind its deadline that a request waits for its replica to end it: one that took it late is later
-)
+# Seconds behind its deadline that a request waits for its replica to end it: one that took it late is later.
+_LATE = 0.2
 _EARLY = 0.05  # seconds: timers may ring a little before their time
 _SHORTEST, _LONGEST = 0.05, 2.0  # seconds between two tries
 
@@ -29,10 +28,14 @@ class LostError(Exception):
     """The replica that served a request is gone, or cannot be reached."""
 
 
-class ReplicaStream(Protocol):
-    """Spans of a request from one replica. The first list, which may be empty, says that a replica has taken it."""
+Message = Taken | list[Span]
+"""What comes from a replica: first that it has taken the request, then its spans."""
 
-    def __aiter__(self) -> AsyncIterator[list[Span]]:
+
+class ReplicaStream(Protocol):
+    """The messages of one replica about a request."""
+
+    def __aiter__(self) -> AsyncIterator[Message]:
         """Raises LostError where the replica is lost, and the OutriderError that ended the request there."""
         ...
 
@@ -69,9 +72,10 @@ class Followed:
         self._until = None if sent.deadline is None else self._submitted + sent.deadline
         self._taken: float | None = None  # when a replica first took it
         self._takers = 0
+        self._kernels: Mapping[str, str] = {}  # that its tokens come of
         self.waits = True  # no replica has it
-        self._first: float | None = None  # when its first token came, and its last one
-        self._last = self._submitted
+        self._first: float | None = None  # when its first token came
+        self._last = self._submitted  # when its last one came
         self._first_span = 0
         self._tokens: list[int] = []
         self._texts: list[str] = []
@@ -118,9 +122,10 @@ class Followed:
     def _fail(self, message: str) -> None:
         self.handle.end(None, UnavailableError(f"{message} Send the request again."))
 
-    def _note_taken(self) -> None:
+    def _note_taken(self, taken: Taken) -> None:
         """A replica has taken the request."""
         self._takers += 1
+        self._kernels = taken.kernels
         self.waits = False
         if self._taken is None:
             self._taken = monotonic()
@@ -130,18 +135,16 @@ class Followed:
 
         Raises LostError, TimeoutError, and the OutriderError that ended it.
         """
-        stream = send(self._sent.again(self._tokens, self._left()))
+        stream = send(self._sent.again(self._tokens, self._left(), self._kernels))
         given = list(self._logprobs)
         try:
-            spans = aiter(stream)
             async with asyncio.timeout_at(_loop_time(min(patience, self._until or inf))) as waiting:
-                taken = False
-                async for some in spans:
-                    if not taken:
-                        taken = True
-                        self._note_taken()
-                    waiting.reschedule(None if self._until is None else _loop_time(self._until + _LATE))
-                    for span in some:
+                async for message in stream:
+                    if isinstance(message, Taken):
+                        self._note_taken(message)
+                        waiting.reschedule(None if self._until is None else _loop_time(self._until + _LATE))
+                        continue
+                    for span in message:
                         self._take(span, given)
                     if self.handle.done:
                         return
@@ -153,6 +156,10 @@ class Followed:
     def _take(self, span: Span, given: list[TokenLogprob]) -> None:
         """Hand a span on. `given` are log-probabilities from before the replica that sends it. Raises LostError."""
         result, span.result = span.result, None
+        if result is not None and result.finish_reason is FinishReason.CANCELLED:
+            # Nobody asked for that: whose request ends follows it no more. The text of its last span is what the
+            # replica held back, and the next one holds it back too.
+            raise LostError("it cut the request off")
         if not span.tentative:
             self._tokens += span.token_ids
             self._texts.append(span.text)
@@ -163,8 +170,6 @@ class Followed:
                 self._first, self._first_span = self._last, len(span.token_ids)
         if span.token_ids or span.text:
             self.handle.push(span)
-        if result is not None and result.finish_reason is FinishReason.CANCELLED:
-            raise LostError("it cut the request off")  # nobody asked for that: whose request ends follows it no more
         if result is not None:
             self.handle.end(self._timed(replace(result, logprobs=[*given, *result.logprobs])))
 

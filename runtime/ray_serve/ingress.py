@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -13,15 +14,17 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from plans.plan import open_plan
+from runtime.exactness import foreign_kernels
 from runtime.ray_serve.remote_runtime import RemoteRuntime
 from runtime.ray_serve.replica import About
 from runtime.ray_serve.settings import Settings
 from runtime.ray_serve.streams import sender
 from runtime.scheduler import SchedulerConfig
+from runtime.server.api_keys import read_api_keys
 from runtime.server.app import ServerConfig, make_app
-from runtime.server.command import keys_of
 from runtime.server.readiness import Phase, Readiness
 from runtime.server.request_log import log_to_stderr
+from runtime.server.served import drain
 
 if TYPE_CHECKING:
     from runtime.server.tracing import Tracing
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("outrider")
 _EVERY = 2.0  # seconds between questions to replicas for their counts
 _ANSWERS = 5.0  # seconds for replicas to answer
-_CUTTING = 5.0  # seconds for those who run to hear that they are cut off
 
 
 @serve.ingress()
@@ -39,13 +41,14 @@ class Ingress:
     async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings) -> None:  # type: ignore[misc]
         plan = await asyncio.to_thread(open_plan, settings.plan, verify=False)  # replicas verify it
         file = settings.api_key_file
-        self._keys = tuple(dict.fromkeys([*settings.api_keys, *(() if file is None else keys_of(file))]))
+        self._keys = tuple(dict.fromkeys([*settings.api_keys, *(() if file is None else read_api_keys(file))]))
         share = settings.share_of_queue(len(self._keys))
         places = settings.places_here(plan.manifest.target.branches)
         config = SchedulerConfig(places, settings.max_waiting, mode=settings.mode, max_waiting_per_client=share)
         self._replicas = replicas
         self._settings = settings
-        caller = serve.get_replica_context().replica_id.to_full_id_str()  # which is the name of the actor
+        replica = serve.get_replica_context().replica_id
+        self._name, caller = replica.unique_id, replica.to_full_id_str()  # the latter is the name of the actor
         self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover, caller)
         self._readiness = Readiness()  # Ray asks for this application once replicas have loaded the plan
         self._tracing = _tracing() if settings.telemetry else None
@@ -64,6 +67,7 @@ class Ingress:
             max_choices=settings.max_choices,
             tokens_per_minute=settings.tokens_per_minute_here,
             log_requests=settings.log_format is not None,
+            metric_labels={"ingress": self._name} if settings.ingresses > 1 else {},
         )
         return make_app(self.served, config, readiness=self._readiness, tracing=self._tracing)
 
@@ -79,12 +83,10 @@ class Ingress:
     async def drain(self, seconds: float) -> bool:
         """Take no more requests; cut off those that have not ended in so many seconds. Returns whether all ended."""
         self._readiness.reach(Phase.DRAINING)
-        if await asyncio.to_thread(self.served.close, timeout=seconds):
-            return True
-        await asyncio.to_thread(self.served.close, drain=False, timeout=_CUTTING)
-        return False
+        return await asyncio.to_thread(drain, self.served, seconds)
 
     async def _count(self) -> None:
+        warned = False
         while True:
             await asyncio.sleep(_EVERY)
             try:
@@ -95,7 +97,21 @@ class Ingress:
                 _LOG.exception("the counts of replicas cannot be had; they are asked again")
                 continue
             self.served.counts.tell({each.replica: each.stats for each in found})
+            if not warned and (differences := _differences(found)):
+                _LOG.warning(differences)
+                warned = True
             self._readiness.reach(Phase.READY if found else Phase.NO_REPLICA)
+
+
+def _differences(found: Sequence[About]) -> str | None:
+    """A sentence where the same seed may have other tokens at one replica than at another."""
+    for each in found[1:]:
+        if foreign := foreign_kernels(each.kernels, found[0].kernels):
+            return (
+                f"{each.host} has {foreign} as {found[0].host} has, so that tokens may depend on the replica that a "
+                "request comes to. Use nodes of one kind, or a plan with weights of int8 or int4."
+            )
+    return None
 
 
 def _tracing() -> Tracing:

@@ -70,9 +70,10 @@ class PrefixIndex(Generic[ReplicaName]):
         self.hold(reversed(blocks_of(tokens, self._block)[: self._capacity]), replica)
 
     def hold(self, blocks: Iterable[int], replica: ReplicaName | None = None) -> None:
-        """Mark blocks as the latest, one after another, each before those that it follows: a beginning goes last.
+        """Record that `replica` holds `blocks`, and move them to the most recent end.
 
-        `replica` holds them; without, they must be known.
+        Pass a sequence's blocks last to first: its first block is then evicted last. Without a replica only the order
+        changes, and the blocks must be known.
         """
         for block in blocks:
             holders = self._holders.setdefault(block, set())

@@ -14,17 +14,17 @@ from plans.errors import BusyError, ClosedError, RequestError
 from plans.manifest import Manifest, rejects
 from plans.plan import Plan
 from plans.tokenizer import Tokenizer
+from runtime.branch_request import check_alone
 from runtime.generation import FinishReason
 from runtime.handle import Handle
 from runtime.prefix_cache.cache import PrefixCache
 from runtime.ray_serve.counts import Counts
 from runtime.ray_serve.following import Failover, Followed, Send
 from runtime.ray_serve.sent import Sent
-from runtime.request import Options, Request, check_request
-from runtime.scheduler import SchedulerConfig
+from runtime.request import Options, Request
+from runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
 from runtime.scheduler_stats import SchedulerStats
 from runtime.text.grammars import Grammars
-from runtime.text.prompt import prepare_prompt
 
 
 class RemoteRuntime:
@@ -56,7 +56,6 @@ class RemoteRuntime:
         self.counts = Counts()
         self._plan, self._send, self._config, self._failover = plan, send, config, failover or Failover()
         self._caller = caller
-        self._shared = target.branches > 1 and config.mode_on(target) == "in-one-sequence"
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._followed: dict[Followed, asyncio.Task[None] | None] = {}
@@ -84,11 +83,16 @@ class RemoteRuntime:
         client: str | None = None,
     ) -> list[Handle]:
         """Submit several prompts, each with options of its own, all of them or none; see `Runtime.submit`."""
+        check_place_in_queue(priority, deadline)
         made = [self._made(*each, priority, deadline, client) for each in asked]
         with self._changed:
             if self._closed:
                 raise ClosedError("The server takes no more requests: it was closed.")
-            self._check_room(len(made), client)
+            try:
+                self._queue(client).check(len(made))
+            except BusyError:
+                self._refused += len(made)
+                raise
             self._followed |= dict.fromkeys(made)
             for followed in made:  # here, so that whoever closes finds them started
                 # In a context of its own: Ray would take requests of one context for one, and route them together.
@@ -99,10 +103,10 @@ class RemoteRuntime:
         self, prompt: str | Sequence[int], options: Options, priority: int, deadline: float | None, client: str | None
     ) -> Followed:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
-        request = check_request(options, self.manifest, self.grammars, shared=self._shared)
-        prepared = prepare_prompt(prompt, (), request.stop, self.tokenizer, self.manifest.target)
-        sent = Sent(prepared.ids, options, self.manifest.identity, priority, deadline, client, self._caller)
-        followed = Followed(sent, Handle(lambda: self._end(followed)), stays=self._why_it_stays(request))
+        shared = self._config.shares_rows(self.manifest.target)
+        checked = check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
+        sent = Sent(checked.token_ids, options, self.manifest.identity, priority, deadline, client, self._caller)
+        followed = Followed(sent, Handle(lambda: self._cancel(followed)), stays=self._why_it_stays(checked.request))
         return followed
 
     def _why_it_stays(self, request: Request) -> str | None:
@@ -116,37 +120,19 @@ class RemoteRuntime:
             return None
         return f"no other can go on with its tokens, as {who} depend on where rounds end."
 
-    def _check_room(self, count: int, client: str | None) -> None:
-        """Raise BusyError where too many would wait, and RequestError where they would whatever else is here.
-
-        As in a scheduler, who finds a free place does not count as waiting.
-        """
-        config, places = self._config, self._config.max_running or 0
-        share = config.max_waiting if client is None else config.max_waiting_per_client or config.max_waiting
-        if count > (most := min(config.max_waiting, share) + places):
-            raise RequestError(f"{count} requests are made at once, and at most {most} can be; make fewer at a time.")
-        waiting = [each for each in self._followed if each.waits]
+    def _queue(self, client: str | None) -> Queue:
+        """As a scheduler's: who finds a free place does not count as waiting."""
+        waiting, places = [each for each in self._followed if each.waits], self._config.max_running or 0
         free = max(0, places - (len(self._followed) - len(waiting)))
-        if len(waiting) + count > config.max_waiting + free:
-            self._refused += count
-            raise BusyError(
-                f"The queue is full: {len(waiting)} requests wait already, and {count} more are not taken now. "
-                "Try again later."
-            )
         own = sum(each.client == client for each in waiting)
-        if own + count > share + free:
-            self._refused += count
-            raise BusyError(
-                f"Too many requests of this client wait: {own} already, and its share of the queue is {share}; {count} "
-                "more are not taken now. Try again later."
-            )
+        return Queue(self._config, len(waiting), own, free, places, client)
 
     def _start(self, followed: Followed) -> None:
         task = self._loop.create_task(followed.run(self._send, self._failover))
         self._followed[followed] = task
-        task.add_done_callback(lambda _: self._ended(followed))
+        task.add_done_callback(lambda _: self._forget(followed))
 
-    def _ended(self, followed: Followed) -> None:
+    def _forget(self, followed: Followed) -> None:
         task = self._followed[followed]
         assert task is not None
         if not task.cancelled() and (error := task.exception()) is not None:  # a fault of ours: nobody waits for ever
@@ -157,12 +143,12 @@ class RemoteRuntime:
             del self._followed[followed]
             self._changed.notify_all()
 
-    def _end(self, followed: Followed) -> None:
+    def _cancel(self, followed: Followed) -> None:
         """Cancel a request, from any thread."""
         if not followed.handle.done:
-            self._loop.call_soon_threadsafe(self._cancel, followed)
+            self._loop.call_soon_threadsafe(self._cancel_task, followed)
 
-    def _cancel(self, followed: Followed) -> None:
+    def _cancel_task(self, followed: Followed) -> None:
         task = self._followed.get(followed)
         if task is not None:
             task.cancel()
@@ -182,7 +168,7 @@ class RemoteRuntime:
             present = list(self._followed)
         if not drain:
             for followed in present:
-                self._end(followed)
+                self._cancel(followed)
         with self._changed:
             return self._changed.wait_for(
                 lambda: not self._followed, None if until is None else max(0.0, until - monotonic())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
 
@@ -14,15 +14,18 @@ import ray
 from ray import serve
 
 from plans.errors import ClosedError, OutriderError, PlanError
+from runtime.exactness import foreign_kernels, kernels_that_count
 from runtime.generation import Span
 from runtime.handle import Handle
 from runtime.ray_serve.callers import Callers
+from runtime.ray_serve.following import Message
 from runtime.ray_serve.prefixes import BLOCKS, PrefixIndex
-from runtime.ray_serve.sent import Sent
+from runtime.ray_serve.sent import Sent, Taken
 from runtime.ray_serve.settings import Settings
 from runtime.runtime import Runtime
 from runtime.scheduler_stats import SchedulerStats
 from runtime.server.readiness import warm_up
+from runtime.server.served import CUTTING_SECONDS
 
 _APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
 _TOLD = 2048  # blocks, the latest, that routers are told of
@@ -31,13 +34,17 @@ _STUCK = 120.0  # seconds without a pass, while requests run, behind which a rep
 
 @dataclass(frozen=True)
 class About:
-    """Which process a replica is, and what it does: `host` is its machine, `node` that machine's number in Ray."""
+    """Which process a replica is, and what it does.
+
+    `host` is its machine, `node` that machine's number in Ray; its tokens may depend on `kernels`.
+    """
 
     replica: str
     pid: int
     host: str
     node: str
     stats: SchedulerStats
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 class Replica:
@@ -63,20 +70,25 @@ class Replica:
             )
         self._runtime.start()
         warm_up(self._runtime)
+        backend = self._runtime.backend
+        self._kernels = {"backend": backend} | kernels_that_count(self._runtime.manifest, backend)
         self._callers = Callers()
         self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
 
-    async def generate(self, sent: Sent) -> AsyncIterator[list[Span]]:
-        """Spans as they come; the last has the result. The first list is empty: the request is taken.
+    async def generate(self, sent: Sent) -> AsyncIterator[Message]:
+        """That the request is taken, and spans as they come; the last has the result.
 
-        Raises the error that ended the request, and ClosedError for requests of another plan. Closing the generator
-        cancels the request.
+        Raises the error that ended the request, and ClosedError for requests of another plan, and for those that have
+        tokens of other kernels. Closing the generator cancels the request.
         """
         if sent.identity != self._identity:
             raise ClosedError("This replica serves another plan than the request was checked for.")
+        if foreign := foreign_kernels(self._kernels, sent.kernels):
+            raise ClosedError(f"This replica would go on with other tokens: its machine has {foreign}.")
         handle = await self._submit(sent)
         try:
+            yield Taken(self._kernels)
             with self._callers.serving(sent.caller, handle):
                 async for spans in _messages(handle):
                     yield spans
@@ -110,7 +122,7 @@ class Replica:
     async def about(self) -> About:
         """Which process this is, and its counts."""
         name, node = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
-        return About(name, os.getpid(), socket.gethostname(), node, self._runtime.scheduler_stats)
+        return About(name, os.getpid(), socket.gethostname(), node, self._runtime.scheduler_stats, self._kernels)
 
     def check_health(self) -> None:
         """Called by Ray's controller, which replaces a replica that raises: as where its plan was written over."""
@@ -124,15 +136,14 @@ class Replica:
     def __del__(self) -> None:
         """Called by Ray once the replica is drained; what still runs is cut off."""
         if hasattr(self, "_runtime"):
-            self._runtime.close(drain=False, timeout=5.0)
+            self._runtime.close(drain=False, timeout=CUTTING_SECONDS)
 
 
 async def _messages(handle: Handle) -> AsyncIterator[list[Span]]:
-    """What is sent of a handle: an empty list, then spans that are as far apart as messages are to be."""
+    """Spans of a handle, in messages that are as far apart as they are to be."""
     came: asyncio.Queue[Span | Exception] = asyncio.Queue()
     following = asyncio.create_task(_follow(handle, came))
     try:
-        yield []
         last, ended = -inf, False
         while not ended:
             some = [await came.get()]

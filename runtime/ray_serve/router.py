@@ -22,18 +22,10 @@ _MOST_CHOSEN = 256
 class PrefixRouter(RequestRouter):
     """Requests that share a beginning go to the replica that holds it, load permitting."""
 
-    def initialize_state(  # type: ignore[override]
-        self,
-        block: int = BLOCK,
-        capacity: int = 2**17,
-        threshold: int = Balance.threshold,
-        share: float = Balance.share,
-    ) -> None:
-        """`request_router_kwargs` of the deployment."""
-        self._index: PrefixIndex[ReplicaID] = PrefixIndex(block, capacity)
-        self._balance, self._draw = Balance(threshold, share), random.Random()
+    def initialize_state(self, **_: Any) -> None:
+        self._index: PrefixIndex[ReplicaID] = PrefixIndex()
+        self._balance, self._draw = Balance(), random.Random()
         self._chosen: OrderedDict[str, tuple[ReplicaID, int]] = OrderedDict()  # by request, and not sent yet: blocks
-        self._block = block
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -48,7 +40,7 @@ class PrefixRouter(RequestRouter):
         order = choose(len(path), self._index.match(path), loads, sizes, self._balance, self._draw)
         if pending_request is not None and order:
             pending_request.routing_context.should_backoff = True  # once all have been tried
-            self._chosen[pending_request.metadata.internal_request_id] = order[0], len(path) // self._block
+            self._chosen[pending_request.metadata.internal_request_id] = order[0], len(path) // BLOCK
             while len(self._chosen) > _MOST_CHOSEN:  # cancelled before they were sent
                 self._chosen.popitem(last=False)
         return [[by_id[name]] for name in order]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +15,7 @@ from runtime.exactness import Exactness
 from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.ray_serve.following import Failover
 from runtime.scheduler import SchedulerConfig
+from runtime.server.api_keys import check_shares, share_of_queue
 from runtime.server.log_format import LogFormat
 
 Routing = Literal["prefix", "balanced", "round-robin"]
@@ -58,8 +61,8 @@ class Settings(BaseModel):
     prefill_tokens: PositiveInt | None = None
     mode: Mode | None = None
     prefix_cache: bool = True
-    cache_tokens: PositiveInt = 65536
-    cache_bytes: PositiveInt = 2**30
+    cache_tokens: PositiveInt = PrefixCacheConfig.max_cached_tokens
+    cache_bytes: PositiveInt = PrefixCacheConfig.memory_bytes
     max_body_bytes: PositiveInt = 2**20
     tokens_per_minute: PositiveInt | None = None
     log_format: LogFormat | None = None
@@ -69,18 +72,8 @@ class Settings(BaseModel):
     patience: float = Field(default=Failover.patience, gt=0)
 
     def model_post_init(self, _: object) -> None:
-        least, most = self.least_replicas, self.most_replicas
-        if not least <= self.replicas <= most:
-            raise RequestError(
-                f"replicas is {self.replicas}, min_replicas {least} and max_replicas {most}; pass replicas between the "
-                "two others."
-            )
-        if self.tokens_per_minute is not None and not (self.api_keys or self.api_key_file):
-            raise RequestError("tokens_per_minute is a budget of each API key; pass api_key_file too, or leave it out.")
-        if self.max_waiting_per_key is not None and not (self.api_keys or self.api_key_file):
-            raise RequestError(
-                "max_waiting_per_key shares the queue among API keys; pass api_key_file too, or leave it out."
-            )
+        check_replicas(self)
+        check_shares(self, bool(self.api_keys or self.api_key_file), "api_key_file")
 
     @property
     def least_replicas(self) -> int:
@@ -100,13 +93,12 @@ class Settings(BaseModel):
         return self.most_replicas * self.cpus_of_replica + self.ingresses * self.ingress_cpus
 
     def places_here(self, branches: int) -> int:
-        """What the replicas of a plan of so many branches run at once, as far as it is one ingress's."""
+        """This ingress's share of the requests that all replicas, of a plan of so many branches, run at once."""
         return max(1, self.least_replicas * (self.max_running or branches) // self.ingresses)
 
     def share_of_queue(self, keys: int) -> int | None:
-        """The most requests of one of so many API keys that wait: half of them, where there are several keys."""
-        share = max(1, self.max_waiting // 2) if keys > 1 else None
-        return self.max_waiting_per_key or share
+        """The most requests of one of so many API keys that wait."""
+        return share_of_queue(self.max_waiting, self.max_waiting_per_key, keys)
 
     @property
     def tokens_per_minute_here(self) -> int | None:
@@ -128,3 +120,14 @@ class Settings(BaseModel):
     @property
     def failover(self) -> Failover:
         return Failover(self.losses, self.patience)
+
+
+def check_replicas(settings: object, spelled: Callable[[str], str] = str) -> None:
+    """Raise RequestError unless `min_replicas`, `replicas` and `max_replicas`, where they are given, are in order.
+
+    `spelled` spells these names for the user.
+    """
+    named = [(spelled(name), getattr(settings, name)) for name in ("min_replicas", "replicas", "max_replicas")]
+    for (low, least), (high, most) in pairwise((name, number) for name, number in named if number is not None):
+        if least > most:
+            raise RequestError(f"{low} is {least}, above {high} {most}; lower one or raise the other.")

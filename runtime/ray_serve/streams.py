@@ -11,8 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from plans.errors import OutriderError
-from runtime.generation import Span
-from runtime.ray_serve.following import LostError, Send
+from runtime.ray_serve.following import LostError, Message, Send
 from runtime.ray_serve.sent import Sent
 
 
@@ -21,7 +20,7 @@ def sender(replicas: DeploymentHandle[Any]) -> Send:
     generate = replicas.options(stream=True).generate
 
     def send(sent: Sent) -> RayStream:
-        return RayStream(cast("DeploymentResponseGenerator[list[Span]]", generate.remote(sent)))
+        return RayStream(cast("DeploymentResponseGenerator[Message]", generate.remote(sent)))
 
     return send
 
@@ -29,13 +28,13 @@ def sender(replicas: DeploymentHandle[Any]) -> Send:
 class RayStream:
     """A `following.ReplicaStream`."""
 
-    def __init__(self, response: DeploymentResponseGenerator[list[Span]]) -> None:
+    def __init__(self, response: DeploymentResponseGenerator[Message]) -> None:
         self._response = response
 
-    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+    async def __aiter__(self) -> AsyncIterator[Message]:
         try:
-            async for spans in self._response:
-                yield spans
+            async for message in self._response:
+                yield message
         except RayTaskError as error:
             if isinstance(error.cause, OutriderError):
                 raise error.cause from None

@@ -21,12 +21,6 @@ _REASONS = {
 }
 
 
-def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """As OpenAI's. Half a character, which a message may repeat of what was sent, is written as its escape."""
-    told = message.encode("utf-8", "backslashreplace").decode("utf-8")
-    return {"error": {"message": told, "type": kind, "param": None, "code": code}}
-
-
 def _usage(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
     """Tokens of all choices; prompts count once, however many choices they have."""
     once = found[:: len(found) // prompts]

@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from time import time
@@ -27,15 +27,16 @@ from plans.errors import OutriderError, RequestError
 from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
 from runtime.server.answers import Answer
+from runtime.server.api_keys import check_shares
 from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError, client_gone, shutting_down, told
+from runtime.server.errors import ApiError, as_api_error, client_gone, shutting_down
 from runtime.server.metrics import Metrics
-from runtime.server.observer import Endings, Observer, Told
+from runtime.server.observer import Endings, Listener, Observer
 from runtime.server.readiness import Phase, Readiness
 from runtime.server.record import Record, path_of, record_of
 from runtime.server.refusals import refusal
 from runtime.server.request_log import log_fault, log_request
-from runtime.server.served import Served
+from runtime.server.served import Served, drain
 from runtime.server.submitting import Submitted, Submitter
 from runtime.server.token_budgets import TokenBudgets
 
@@ -55,7 +56,7 @@ class ServerConfig:
 
     Refused are bodies of more than `max_body_bytes`, and requests for more than `max_choices`: prompts times `n`. Each
     key may take `tokens_per_minute`, prompts and new tokens together. With `log_requests`, the logger
-    `outrider.requests` gets a record of each request.
+    `outrider.requests` gets a record of each request. All that `/metrics` tells has the `metric_labels`.
 
     When the application shuts down, requests have `drain_seconds` to end, and `cache_file` gets what the prefix cache
     holds then. Servers that wait for connections before that need a limit of their own.
@@ -69,6 +70,7 @@ class ServerConfig:
     max_choices: int = 64
     tokens_per_minute: int | None = None
     log_requests: bool = False
+    metric_labels: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "tokens_per_minute"):
@@ -85,8 +87,7 @@ class ServerConfig:
                     "An API key is empty, begins or ends with a blank, or has characters that a header cannot hold; "
                     "make it of ASCII's letters, digits and signs."
                 )
-        if self.tokens_per_minute is not None and not self.api_keys:
-            raise RequestError("tokens_per_minute is a budget of each API key; pass api_key too, or leave it out.")
+        check_shares(self, bool(self.api_keys), "api_key")
 
     @property
     def api_keys(self) -> tuple[str, ...]:
@@ -104,7 +105,7 @@ def make_app(
     drain before they tell the application to shut down. With `tracing`, requests have spans, the last of which are sent
     when it shuts down.
     """
-    metrics, context = Metrics(runtime, config.model), runtime.manifest.target.context
+    metrics, context = Metrics(runtime, config.model, config.metric_labels), runtime.manifest.target.context
     readiness = readiness or Readiness()
     # The context's length under the names that clients read: vLLM's, and that of OpenRouter.
     about = {"id": config.model, "object": "model", "created": int(time()), "owned_by": "outrider"}
@@ -115,8 +116,7 @@ def make_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         readiness.reach(Phase.DRAINING)
-        if not await run_in_threadpool(runtime.close, timeout=config.drain_seconds):
-            await run_in_threadpool(runtime.close, drain=False, timeout=5.0)
+        await run_in_threadpool(drain, runtime, config.drain_seconds)
         await endings.close()
         if tracing is not None:
             await run_in_threadpool(tracing.flush)
@@ -136,7 +136,7 @@ def make_app(
 
     @app.exception_handler(OutriderError)
     async def outrider_error(request: Request, error: OutriderError) -> JSONResponse:
-        return _refused(request, told(error))
+        return _refused(request, as_api_error(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -160,12 +160,12 @@ def make_app(
 
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
-        status, body = readiness.told
+        status, body = readiness.response
         return JSONResponse(body, status)
 
     @app.get("/metrics")
     async def measured() -> Response:
-        text = await run_in_threadpool(generate_latest, metrics.registry)  # counts may be elsewhere
+        text = await run_in_threadpool(generate_latest, metrics)  # counts may be elsewhere
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")
@@ -190,9 +190,9 @@ def make_app(
     return app
 
 
-def _listeners(config: ServerConfig, metrics: Metrics, tracing: Tracing | None) -> list[Told]:
+def _listeners(config: ServerConfig, metrics: Metrics, tracing: Tracing | None) -> list[Listener]:
     """Those who are told of every request that is over, in this order."""
-    listeners: list[Told] = [_settle, metrics.observe]
+    listeners: list[Listener] = [_settle, metrics.observe]
     if tracing is not None:
         listeners.append(tracing.end)
     return [*listeners, log_request if config.log_requests else log_fault]
@@ -372,7 +372,7 @@ class _Serving:
                 yield _event(cut.body)
             yield _DONE
         except OutriderError as error:  # the answer has begun: the error is its last event
-            last = told(error)
+            last = as_api_error(error)
             record.refuse(last)
             yield _event(last.body)
             yield _DONE

@@ -10,17 +10,19 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from commands.arguments import at_least_1, number, whole_number
 from commands.console import stderr
 from commands.packages import optional_packages
+from commands.process import INTERRUPTED
 from plans.errors import RequestError
 from runtime.branch_request import MODES
-from runtime.cli.arguments import add_machine, load
-from runtime.prefix_cache.cache import PrefixCacheConfig
+from runtime.cli.arguments import add_capacities, add_machine, cache_of, load
 from runtime.prefix_cache.file import check_folder
 from runtime.scheduler import SchedulerConfig
+from runtime.server.api_keys import check_shares, read_api_keys, share_of_queue
+from runtime.server.log_format import LogFormat
 
 if TYPE_CHECKING:
     from runtime.server.tracing import Tracing
@@ -49,19 +51,23 @@ def add_serve(commands: Any) -> None:
         help="take in what FILE holds of earlier prompts, and save there at the end what the cache holds then",
     )
     for what, seconds, meaning in (
-        ("head", 10, "for a request's head to come, else it is closed"),
-        ("body", 60, "the same for its body"),
-        ("send", 60, "that a client may read nothing of an answer that waits for it"),
-        ("idle", 15, "that a connection may idle between requests"),
+        ("head", 10, "for a request's head to arrive; then the connection is closed"),
+        ("body", 60, "for a request's body to arrive; then the connection is closed"),
+        ("send", 60, "that a client may leave an answer unread; then the connection is closed"),
+        ("idle", 15, "that a connection may idle between requests; then it is closed"),
     ):
         parser.add_argument(
-            f"--{what}-seconds", type=number(above=0), default=seconds, metavar="N", help=f"{meaning} ({seconds})"
+            f"--{what}-seconds",
+            type=number(above=0),
+            default=seconds,
+            metavar="N",
+            help=f"seconds {meaning} ({seconds})",
         )
     parser.add_argument(
         "--max-connections",
         type=at_least_1,
         metavar="N",
-        help="open connections, before more are refused (1024, or fewer where the process may not open so many files)",
+        help="open connections; more are refused (1024, or fewer where the process may not open so many files)",
     )
     parser.set_defaults(command=_serve)
 
@@ -80,20 +86,25 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
         "anybody is served)",
     )
     parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="more keys, one a line; lines that begin with # are none"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file of more keys, one a line; lines that begin with # are comments",
     )
     parser.add_argument("--model-name", help="the name that clients ask for (default: the plan's)")
+    add_capacities(parser)
     parser.add_argument(
-        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can be)"
-    )
-    parser.add_argument(
-        "--max-waiting", type=at_least_1, default=1024, metavar="N", help="before more are refused (1024)"
+        "--max-waiting",
+        type=at_least_1,
+        default=1024,
+        metavar="N",
+        help="requests that may wait; more are refused with 429 (1024)",
     )
     parser.add_argument(
         "--max-waiting-per-key",
         type=at_least_1,
         metavar="N",
-        help="of those who wait, those of one API key (default: with several keys half of --max-waiting, else all)",
+        help="requests of one API key that may wait (default: with several keys half of --max-waiting, else all)",
     )
     parser.add_argument(
         "--max-choices",
@@ -106,28 +117,19 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-minute",
         type=at_least_1,
         metavar="N",
-        help="what each API key may take, prompts and new tokens together; a request takes the most that it may come "
-        "to, and gives the rest back at its end (default: no limit)",
+        help="tokens that each API key may take, prompts and new tokens together; a request takes the most that it may "
+        "come to, and gives the rest back at its end (default: no limit)",
     )
     parser.add_argument(
         "--prefill-tokens",
         type=at_least_1,
         metavar="N",
-        help="most tokens of prompts in a pass in which others decode: what a newcomer may delay them by (default: the "
-        "plan's prefill_chunk)",
-    )
-    parser.add_argument("--mode", choices=MODES, help="of branches (default: a row each, where the plan has them)")
-    parser.add_argument(
-        "--cache-tokens", type=at_least_1, default=65536, metavar="N", help="prefix cache: most tokens (65536)"
+        help="most tokens of prompts in a pass in which other requests decode, which they delay (default: the plan's "
+        "prefill_chunk)",
     )
     parser.add_argument(
-        "--cache-bytes",
-        type=at_least_1,
-        default=2**30,
-        metavar="N",
-        help="prefix cache: most memory (1 GiB), taken at once",
+        "--mode", choices=MODES, help="how requests share passes (default: a row each, where the plan has them)"
     )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
     parser.add_argument(
         "--max-body-bytes", type=at_least_1, default=2**20, metavar="N", help="larger bodies are refused (1 MiB)"
     )
@@ -136,13 +138,13 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
         type=number(0),
         default=30,
         metavar="N",
-        help="for requests to end, once the server is to (30); those that have not are cut off, and told so",
+        help="seconds that requests have to finish once the server is told to end (30); then they are cut off",
     )
     parser.add_argument(
         "--log-format",
-        choices=("json", "text"),
-        help="write a line about each request to standard error, and all else in the same format (default: errors "
-        "alone)",
+        choices=get_args(LogFormat),
+        help="write a line about each request to standard error, and other messages in the same format (default: "
+        "faults alone)",
     )
     parser.add_argument(
         "--telemetry",
@@ -172,6 +174,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         most_connections(arguments.max_connections),
     )
     keys = read_keys(arguments)
+    check_shares(arguments, bool(keys), "--api-key", option)
     config = ServerConfig(
         model=arguments.model_name or "",
         api_key=keys,
@@ -179,23 +182,16 @@ def _serve(arguments: argparse.Namespace) -> int:
         drain_seconds=arguments.drain_seconds,
         cache_file=file,
         max_choices=arguments.max_choices,
-        tokens_per_minute=_budget(arguments, keys),
+        tokens_per_minute=arguments.tokens_per_minute,
         log_requests=arguments.log_format is not None,
     )
-    cache = None
-    if not arguments.no_prefix_cache:
-        cache = PrefixCacheConfig(max_cached_tokens=arguments.cache_tokens, memory_bytes=arguments.cache_bytes)
-    share = arguments.max_waiting_per_key
-    if share is not None and not keys:
-        raise RequestError("--max-waiting-per-key shares the queue among API keys; pass --api-key, or leave it out.")
-    if share is None and len(keys) > 1:
-        share = max(1, arguments.max_waiting // 2)
+    cache = cache_of(arguments)
     scheduler = SchedulerConfig(
         arguments.max_running,
         arguments.max_waiting,
         arguments.prefill_tokens,
         arguments.mode,
-        max_waiting_per_client=share,
+        max_waiting_per_client=share_of_queue(arguments.max_waiting, arguments.max_waiting_per_key, len(keys)),
     )
     tracing = _tracing() if arguments.telemetry else None
     with bound_socket(arguments.host, arguments.port) as bound:
@@ -204,7 +200,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         except OSError as error:  # another program was bound to the port too, and listened first
             raise RequestError(_why_not(arguments.host, arguments.port, error)) from None
         say: Callable[[str], object] = _print if arguments.log_format is None else logging.getLogger("outrider").info
-        service = Service(partial(load, arguments, cache, scheduler, say=say), config, limits, say, tracing)
+        service = Service(
+            partial(load, arguments, cache, scheduler, say=say), config, limits, say, tracing, interrupted=INTERRUPTED
+        )
         if arguments.log_format is not None:
             log_to_stderr(arguments.log_format)  # behind the server's making, which sets up loggers of its own
         if arguments.max_connections is None and limits.max_connections < Limits.max_connections:
@@ -231,33 +229,19 @@ def _address(host: str, bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
 
-def _budget(arguments: argparse.Namespace, keys: list[str]) -> int | None:
-    budget: int | None = arguments.tokens_per_minute
-    if budget is not None and not keys:
-        raise RequestError("--tokens-per-minute is a budget of each API key; pass --api-key, or leave it out.")
-    return budget
+def option(name: str) -> str:
+    """The option of a name, as users spell it."""
+    return f"--{name.replace('_', '-')}"
 
 
 def read_keys(arguments: argparse.Namespace) -> list[str]:
     """API keys of the command line, and of its file; without either, that of the environment."""
     keys = list(arguments.api_key or ())
     if arguments.api_key_file is not None:
-        keys += keys_of(arguments.api_key_file)
+        keys += read_api_keys(arguments.api_key_file)
     if not keys and os.environ.get(_KEY):
         keys = [os.environ[_KEY]]
     return list(dict.fromkeys(keys))
-
-
-def keys_of(file: Path) -> list[str]:
-    """The API keys that a file holds. Raises RequestError where there are none."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--api-key-file {file} cannot be read: {error}") from None
-    held = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not held:
-        raise RequestError(f"--api-key-file {file} holds no key; write one a line.")
-    return held
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

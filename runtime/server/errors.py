@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from plans.errors import BusyError, ClosedError, OutriderError, RequestError, UnavailableError
-from runtime.server.answers import error_body
 
 _BUSY_SECONDS = 1  # after which a queue, or a connection, is likely to have room
 _RESTART_SECONDS = 5  # after which a server may be there again
@@ -19,10 +19,11 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.code = status, kind, code
-        self.body, self.headers = error_body(message, kind, code), dict(headers or {})
+        self.body, self.headers = _body(message, kind, code), dict(headers or {})
 
 
-def told(error: OutriderError) -> ApiError:
+def as_api_error(error: OutriderError) -> ApiError:
+    """The error that a client gets for one of the runtime's."""
     if isinstance(error, ClosedError):
         return shutting_down("the request was not begun")
     if isinstance(error, BusyError):
@@ -74,6 +75,12 @@ def not_http(status: int, why: str) -> ApiError:
         return ApiError(431, message, "invalid_request_error", "headers_too_large")
     message = f"The request is not HTTP/1.1 as this server reads it: {why}. Send a request line, headers and a body."
     return ApiError(status, message, "invalid_request_error", "invalid_http")
+
+
+def _body(message: str, kind: str, code: str | None) -> dict[str, Any]:
+    """As OpenAI's. Half a character, which a message may repeat of what was sent, is written as its escape."""
+    escaped = message.encode("utf-8", "backslashreplace").decode("utf-8")
+    return {"error": {"message": escaped, "type": kind, "param": None, "code": code}}
 
 
 def _again(seconds: int) -> dict[str, str]:

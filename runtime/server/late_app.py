@@ -68,7 +68,7 @@ class LateApp:
         if path == "/health/live":
             answer = JSONResponse({"status": "live"})
         elif path == "/health/ready":
-            status, body = self._readiness.told
+            status, body = self._readiness.response
             answer = JSONResponse(body, status)
         else:
             phase = self._readiness.phase

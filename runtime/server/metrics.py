@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -16,10 +16,11 @@ from runtime.server.served import Served
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class Metrics:
-    """A registry of its own, so that several servers in one process do not meet."""
+class Metrics(Collector):
+    """A registry of its own, so that several servers in one process do not meet; all it tells has the `labels`."""
 
-    def __init__(self, runtime: Served, model: str) -> None:
+    def __init__(self, runtime: Served, model: str, labels: Mapping[str, str] | None = None) -> None:
+        self._labels = labels or {}
         self.registry = CollectorRegistry()
         self.registry.register(_Counts(runtime))
         self.registry.register(GatewayCounts(runtime, model))
@@ -36,6 +37,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+
+    def collect(self) -> Iterator[Metric]:
+        """For `prometheus_client.generate_latest`."""
+        for metric in self.registry.collect():
+            metric.samples = [sample._replace(labels={**sample.labels, **self._labels}) for sample in metric.samples]
+            yield metric
 
     def observe(self, record: Record) -> None:
         """Take in a request that is over."""

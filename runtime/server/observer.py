@@ -22,13 +22,13 @@ from runtime.server.request_ids import HEADER, id_of
 _LOG = logging.getLogger("outrider")
 _LAST = 2.0  # seconds for requests whose clients have gone to end, when the server does
 
-Told = Callable[[Record], None]
+Listener = Callable[[Record], None]
 
 
 class Endings:
     """Tells `listeners` of each request once it is over: in the event loop, so that they must be quick."""
 
-    def __init__(self, listeners: Sequence[Told]) -> None:
+    def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
         self._late = set[asyncio.Task[None]]()
 
@@ -53,7 +53,7 @@ class Endings:
         for listener in self._listeners:
             try:
                 listener(record)
-            except Exception:  # what is told of requests ends none of them
+            except Exception:  # a fault in a listener must not end a request
                 _LOG.exception("request %s was answered, and cannot be told of", record.request_id)
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ class Phase(Enum):
 
 
 class Readiness:
-    """The phase of a server, for any thread and for signal handlers: nothing is read, changed and written again."""
+    """The phase of a server. Safe in any thread and in signal handlers: every change is one assignment."""
 
     def __init__(self, phase: Phase = Phase.READY) -> None:
         self._reached, self.draining = phase, False
@@ -38,7 +38,7 @@ class Readiness:
         return Phase.DRAINING if self.draining else self._reached
 
     @property
-    def told(self) -> tuple[int, dict[str, str]]:
+    def response(self) -> tuple[int, dict[str, str]]:
         """Status and body of `/health/ready`."""
         phase = self.phase
         if phase is Phase.READY:

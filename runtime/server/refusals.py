@@ -32,7 +32,7 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: object, model: type[BaseM
     (path, value), kind = max(located, key=lambda each: len(each[0][0]))
     key = _spelled(path)
     if kind == "extra_forbidden":
-        return f"{key} is no key that this server knows; leave it out."
+        return f"{key} is no known key; leave it out."
     expected = _description(model, path) or "another value"
     return f"{key} is missing; pass {expected}." if kind == "missing" else f"{key} is {shown(value)}; pass {expected}."
 

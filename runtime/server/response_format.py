@@ -38,9 +38,7 @@ class ResponseFormat(Body):
             if not isinstance(given.get(key), kinds):
                 raise RequestError(f"response_format.json_schema.{key} is {shown(given.get(key))}; pass {expected}.")
         if unknown := given.keys() - {"name", "description", "schema", "strict"}:
-            raise RequestError(
-                f"response_format.json_schema.{min(unknown)[:60]} is no key that this server knows; leave it out."
-            )
+            raise RequestError(f"response_format.json_schema.{min(unknown)[:60]} is no known key; leave it out.")
 
     @property
     def schema_of_text(self) -> dict[str, Any] | None:

@@ -14,9 +14,12 @@ from runtime.request import Options
 from runtime.scheduler_stats import SchedulerStats
 from runtime.text.grammars import Grammars
 
+CUTTING_SECONDS = 5.0
+"""For requests to hear that they are cut off, at the end of their pass."""
+
 
 class Served(Protocol):
-    """As `runtime.Runtime` has them, which is one."""
+    """The part of `runtime.Runtime` that the server uses. `ray_serve.RemoteRuntime` offers the same without weights."""
 
     tokenizer: Tokenizer
     grammars: Grammars
@@ -40,3 +43,11 @@ class Served(Protocol):
     def save_prefix_cache(self, path: str | PathLike[str]) -> int: ...
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool: ...
+
+
+def drain(served: Served, seconds: float) -> bool:
+    """Finish requests for at most `seconds`, then cancel those that still run. Returns whether all were finished."""
+    if served.close(timeout=seconds):
+        return True
+    served.close(drain=False, timeout=CUTTING_SECONDS)
+    return False

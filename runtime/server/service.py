@@ -17,17 +17,19 @@ from runtime.server.app import ServerConfig, make_app
 from runtime.server.connections import Limits, server_of
 from runtime.server.late_app import LateApp
 from runtime.server.readiness import Phase, Readiness, warm_up
+from runtime.server.served import CUTTING_SECONDS
 
 if TYPE_CHECKING:
     from runtime.server.tracing import Tracing
 
-_CUTTING = 5.0  # seconds for those who run to hear that they are cut off, at the end of their pass
-_INTERRUPTED = 130  # the status of a command that Ctrl-C has ended
 _LOADING = 1.0  # seconds for a plan that is still being loaded when the server has ended
 
 
 class Service:
-    """`load_plan` is called once, in a thread. `say` tells the operator how far it has come."""
+    """`load_plan` is called once, in a thread. `say` tells the operator how far it has come.
+
+    `interrupted` is the exit status of a process that Ctrl-C ends while the plan is loaded.
+    """
 
     def __init__(
         self,
@@ -36,8 +38,11 @@ class Service:
         limits: Limits,
         say: Callable[[str], object],
         tracing: Tracing | None = None,
+        *,
+        interrupted: int,
     ) -> None:
         self._load_plan, self._config, self._say, self._tracing = load_plan, config, say, tracing
+        self._interrupted = interrupted
         self._readiness = Readiness(Phase.LOADING)
         self._app = LateApp(self._readiness)
         self._server = server_of(self._app, limits, config.drain_seconds, self._end, self._readiness)
@@ -55,7 +60,7 @@ class Service:
             loading.join(_LOADING)
             if loading.is_alive():  # in a library that cannot be told to stop; nothing is there that is to be kept
                 sys.stderr.flush()
-                os._exit(_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
+                os._exit(self._interrupted if isinstance(sys.exception(), KeyboardInterrupt) else 0)
         if self._failed is not None:
             raise self._failed
 
@@ -81,7 +86,7 @@ class Service:
     def _end(self) -> None:
         """End what still runs."""
         if self._runtime is not None:
-            self._runtime.close(drain=False, timeout=_CUTTING)
+            self._runtime.close(drain=False, timeout=CUTTING_SECONDS)
 
 
 def recall(runtime: Runtime, file: Path) -> str:

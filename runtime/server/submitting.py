@@ -44,7 +44,7 @@ class Submitter:
     def check_model(self, name: str) -> None:
         """Raises ApiError for any other model."""
         if name != self._model:
-            message = f"There is no model {name!r}; this server has {self._model!r}."
+            message = f"There is no model {name!r} here; pass {self._model!r}."
             raise ApiError(404, message, "invalid_request_error", "model_not_found")
 
     def submit(
@@ -60,8 +60,8 @@ class Submitter:
         prompts, most = 1 if isinstance(asked, ChatAsked) else len(asked.prompts), self._max_choices
         if prompts * asked.n > most:
             raise RequestError(
-                f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); this server "
-                f"takes at most {most} in a request. Send fewer prompts at a time, or a smaller n."
+                f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); at most "
+                f"{most} are taken in a request. Send fewer prompts at a time, or a smaller n."
             )
         calling = self._calling(asked) if isinstance(asked, ChatAsked) else None
         by_prompt = list(self._wanted(asked, calling))

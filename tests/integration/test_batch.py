@@ -245,6 +245,19 @@ def test_requests_that_are_wrong_get_results_that_say_why(answering: Answering) 
     assert json.dumps(answer(answering, *(each for each, _ in wrong.values()))) == json.dumps(found[:-1])
 
 
+def test_the_largest_requests_of_two_blocks_at_once_find_room(answering: Answering) -> None:
+    """As in an actor, which answers two blocks beside each other."""
+    small = [{"prompt": "x", "max_tokens": 100 if number else 1, "ignore_eos": True} for number in range(31)]
+    bodies = [*small, {"prompt": ["x"] * 1024, "max_tokens": 1}]
+    asked = [BatchRequest(f"a-{number}", json.dumps(line("a", body))) for number, body in enumerate(bodies)]
+    answers = [answering.answer(asked) for _ in range(2)]
+    try:
+        assert [next(each).result["response"]["status_code"] for each in answers] == [200, 200]
+    finally:
+        for each in answers:
+            each.close()
+
+
 def test_drafters_by_rejection_are_refused_and_not_chosen(everything_plan: Path) -> None:
     answering = Answering(load_for_batches(everything_plan, threads=1, share_memory=False), None, 0)
     refused, lossy, good = answer(
@@ -334,6 +347,19 @@ def test_another_release_of_outrider_does_not_go_on(tmp_path: Path) -> None:
         pass
 
 
+def test_files_of_a_batch_are_for_whom_any_new_file_is(tmp_path: Path) -> None:
+    """The workers of a cluster may be of another user than the command."""
+    (other := tmp_path / "other").touch()
+    folder = BatchFolder(tmp_path / "out")
+    with folder.begun(a_state()):
+        folder.write(0, [b"{}\n"])
+        with folder.beginning(1):
+            pass
+        files = [each for each in folder.path.rglob("*") if each.is_file()]
+        assert len(files) == 4
+        assert {each.stat().st_mode for each in files} == {other.stat().st_mode}
+
+
 def test_backends_of_gpus_are_refused_on_a_cluster(tmp_path: Path) -> None:
     state = a_state(backend="onnxruntime-cuda")
     with pytest.raises(RequestError, match="actors ask Ray for CPUs alone"):
@@ -346,7 +372,7 @@ def test_a_plan_that_was_replaced_meanwhile_is_refused(
 ) -> None:  # fmt: skip
     """Replaced between the look at its manifest and its load."""
     monkeypatch.setattr(
-        "runtime.cli.arguments.load", lambda arguments, *_: load_for_batches(toy_plan, threads=1, share_memory=False)
+        "runtime.batch.loading.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
     )
     assert "is another plan on" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--quiet")
     assert not list((tmp_path / "out" / "parts").iterdir())
@@ -412,6 +438,17 @@ def test_the_predictor_answers_arrays_and_tables(branch_plan: Path, requests: Pa
     assert arrays["status_code"].dtype == np.int64
     assert list(arrays["origin"]) == ["o"] * len(rows)
     assert list(predictor(arrays)["text"]) == list(arrays["text"])  # its own columns are no fields
+
+
+def test_columns_that_the_predictor_would_overwrite_are_refused(branch_plan: Path) -> None:
+    for name in ("text", "error", "custom_id"):
+        with pytest.raises(RequestError, match=f"keep has '{name}', a column that answers are written to"):
+            OutriderPredictor(branch_plan, keep=["origin", name])
+    predictor = OutriderPredictor(branch_plan, threads=1)
+    columns = {"prompt": ["x"], "text": ["mine"]}
+    for batch in (pa.table(columns), {name: np.array(column) for name, column in columns.items()}):
+        with pytest.raises(RequestError, match="a column 'text', which no request has"):
+            predictor(batch)
 
 
 def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_plan: Path) -> None:

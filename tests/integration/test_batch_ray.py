@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from plans.errors import PlanError, RequestError
@@ -29,7 +30,8 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the system does not list processes in /proc")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from runtime.batch.ray_run import Actors, _dealt, cluster, run_on_ray  # noqa: E402
+from runtime.batch.ray_run import _BlockWriter, _dealt, run_on_ray  # noqa: E402
+from runtime.ray_cluster import cluster  # noqa: E402
 
 STORE = 100 * 2**20
 
@@ -101,29 +103,58 @@ def test_actors_write_the_bytes_of_one_process(
     assert not ray.is_initialized()
 
 
-def test_an_actor_that_is_killed_costs_what_it_is_at_and_changes_nothing(
+def test_an_actor_that_is_killed_costs_what_runs_and_changes_nothing(
     address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:
     state, blocks = begun(branch_plan, requests, 6)
-    folder, killed = BatchFolder(tmp_path / "out"), 0
+    folder, computed, kept = BatchFolder(tmp_path / "out"), 0, dict[str, bytes]()
     parts = tmp_path / "out" / "parts"
     before: dict[Path, int] = {}
-    with folder.begun(state), cluster(address, Actors(2, 1)) as count:
-        assert count == 2
-        load = {"threads": 1, "max_running": 1}
-        for _ in run_on_ray(branch_plan, folder, state, blocks, count, 1, load):
-            if not killed:
+    with folder.begun(state), cluster(address, 1):
+        for done in run_on_ray(branch_plan, folder, state, blocks, 1, 1, {"threads": 1, "max_running": 1}):
+            computed += done.new_tokens
+            if not before:
+                until = time.monotonic() + 30
+                while not kept:  # the actor goes on with the next blocks, of which it has a part when it dies
+                    assert time.monotonic() < until
+                    os.kill(actor := an_actor(os.environ["RAY_TMPDIR"]), signal.SIGSTOP)
+                    kept = begun_lines(parts)
+                    os.kill(actor, signal.SIGKILL if kept else signal.SIGCONT)
                 before = {part: part.stat().st_mtime_ns for part in parts.glob("*.jsonl")}
-                killed = an_actor(os.environ["RAY_TMPDIR"])
-                os.kill(killed, signal.SIGKILL)
-        tries = {int(each.stem): each.stat().st_size for each in parts.glob("*.tries")}
         assert {part: part.stat().st_mtime_ns for part in before} == before
-        assert len(before) >= 1
-        assert tries.keys() == blocks.keys()
-        assert sum(tries.values()) <= len(blocks) + 2  # an actor is at two at most, which were begun twice
-        folder.finish(list(blocks.values()))
-    assert killed
+        totals = folder.finish(list(blocks.values()))
     assert folder.results.read_bytes() == results
+    saved = sum(json.loads(line)["response"]["body"]["usage"]["completion_tokens"] for line in kept.values())
+    assert 0 < computed <= totals.completion_tokens - saved
+
+
+def begun_lines(parts: Path) -> dict[str, bytes]:
+    """Results by id of blocks that are not written yet."""
+    lines = [line for part in parts.glob("*.begun") for line in part.read_bytes().splitlines() if line.endswith(b"}")]
+    return {json.loads(line)["custom_id"]: line for line in lines}
+
+
+def test_an_actor_goes_on_with_a_block_where_the_one_before_it_died(
+    branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
+) -> None:
+    state, blocks = begun(branch_plan, requests, 24)
+    folder, of_id = (
+        BatchFolder(tmp_path / "out"),
+        {json.loads(line)["custom_id"]: line for line in results.splitlines()},
+    )
+    first = [of_id[request.custom_id] for request in blocks[0]]
+    with folder.begun(state):
+        with folder.beginning(0) as (tries, lines, file):
+            assert (tries, lines) == (1, {})
+            file.write(b"\n".join(first[:10]) + b"\n" + first[10][:-9])  # cut off by a kill
+        write_block = _BlockWriter(str(branch_plan), str(folder.path), state, {"threads": 1, "share_memory": False})
+        columns = {name: [getattr(each, name) for each in blocks[0]] for name in ("custom_id", "text")}
+        (row,) = write_block(pa.table({"block": [0] * 24} | columns)).to_pylist()
+        assert row["error"] == ""
+        usages = [json.loads(line)["response"]["body"]["usage"] for line in first[10:]]
+        assert row["new_tokens"] == sum(usage["completion_tokens"] for usage in usages)
+        assert (folder.path / "parts" / "000000.jsonl").read_bytes().splitlines() == first
+        assert not list(folder.path.glob("parts/*.begun"))
 
 
 def test_a_run_goes_on_in_another_way(
@@ -134,8 +165,8 @@ def test_a_run_goes_on_in_another_way(
     folder = BatchFolder(tmp_path / "out")
     with (
         folder.begun(state),
-        cluster(address, Actors(1, 1)) as count,
-        closing(run_on_ray(branch_plan, folder, state, blocks, count, 1, {"threads": 1})) as done,
+        cluster(address, 1),
+        closing(run_on_ray(branch_plan, folder, state, blocks, 1, 1, {"threads": 1})) as done,
     ):
         next(done)
     written = folder.written()
@@ -146,13 +177,14 @@ def test_a_run_goes_on_in_another_way(
 def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, requests: Path, tmp_path: Path) -> None:
     state, blocks = begun(branch_plan, requests, 48)
     folder = BatchFolder(tmp_path / "out")
-    with folder.begun(state), cluster(address, Actors(1, 1)) as count:
-        for _ in range(4):
-            folder.try_block(0)
+    with folder.begun(state), cluster(address, 1):
+        for number in range(4):
+            with folder.beginning(0) as (tries, _, _):
+                assert tries == number + 1
         with pytest.raises(
             PlanError, match="4 actors died while they computed block 0, which begins with request 'request-"
         ):
-            list(run_on_ray(branch_plan, folder, state, {0: blocks[0]}, count, 1, {"threads": 1}))
+            list(run_on_ray(branch_plan, folder, state, {0: blocks[0]}, 1, 1, {"threads": 1}))
 
 
 @pytest.mark.long
@@ -162,25 +194,28 @@ def test_a_block_of_which_every_actor_is_killed_ends_the_run(
     """An actor is killed whenever one has begun the block."""
     state, blocks = begun(branch_plan, requests, 48)
     folder, ended, killed = BatchFolder(tmp_path / "out"), Event(), list[int]()
-    tries = tmp_path / "out" / "parts" / "000000.tries"
+    begun_part = tmp_path / "out" / "parts" / "000000.begun"
+
+    def tries() -> int:
+        return begun_part.read_bytes().splitlines().count(b".") if begun_part.exists() else 0
 
     def kill() -> None:
         while not ended.wait(0.002):
-            if tries.exists() and len(killed) < min(4, tries.stat().st_size):
+            if len(killed) < min(4, tries()):
                 killed.append(an_actor(os.environ["RAY_TMPDIR"]))
                 os.kill(killed[-1], signal.SIGKILL)
 
-    with folder.begun(state), cluster(address, Actors(1, 1)) as count:
+    with folder.begun(state), cluster(address, 1):
         killer = Thread(target=kill)
         killer.start()
         try:
             with pytest.raises(PlanError, match="4 actors died while they computed block 0"):
-                list(run_on_ray(branch_plan, folder, state, blocks, count, 1, {"threads": 1, "max_running": 1}))
+                list(run_on_ray(branch_plan, folder, state, blocks, 1, 1, {"threads": 1, "max_running": 1}))
         finally:
             ended.set()
             killer.join()
         assert len(set(killed)) == 4
-        assert tries.stat().st_size == 5
+        assert tries() == 5
         assert not folder.written()
 
 
@@ -189,18 +224,20 @@ def test_a_node_that_does_not_see_the_plan_is_named(
 ) -> None:
     state, blocks = begun(branch_plan, requests, 48)
     folder = BatchFolder(tmp_path / "out")
-    with folder.begun(state), cluster(address, Actors(1, 1)) as count:
+    with folder.begun(state), cluster(address, 1):
         with pytest.raises(RequestError, match=r"does not see .*/nowhere/plan.json; put it where every node"):
-            list(run_on_ray(tmp_path / "nowhere", folder, state, blocks, count, 1, {"threads": 1}))
+            list(run_on_ray(tmp_path / "nowhere", folder, state, blocks, 1, 1, {"threads": 1}))
         elsewhere = BatchFolder(tmp_path / "elsewhere")
         with pytest.raises(RequestError, match=r"does not see .*/elsewhere/batch.json"):
-            list(run_on_ray(branch_plan, elsewhere, state, blocks, count, 1, {"threads": 1}))
+            list(run_on_ray(branch_plan, elsewhere, state, blocks, 1, 1, {"threads": 1}))
 
 
 def test_a_cluster_that_is_not_there_or_too_small_is_told(
     address: str, branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["batch", str(branch_plan), str(requests), "--out", str(tmp_path / "out"), "--quiet"]
+    assert main([*command, "--ray", "127.0.0.1:1"]) == 2  # where nobody listens: told at once
+    assert "--ray is '127.0.0.1:1', where no Ray cluster can be reached" in capsys.readouterr().err
     assert main([*command, "--ray", address, "--actors", "3"]) == 2
     assert "The cluster has 2 CPUs, room for 2 actors of 1" in capsys.readouterr().err
     assert main([*command, "--ray", address, "--cpus-per-actor", "3"]) == 2
@@ -214,7 +251,7 @@ def test_the_predictor_maps_batches_of_a_dataset(
 
     rows = [json.loads(line) for line in requests.read_text().splitlines()]
     expected = {json.loads(line)["custom_id"]: json.loads(line) for line in results.splitlines()}
-    with cluster(address, Actors(2, 1)):
+    with cluster(address, 2):
         asked = [{"custom_id": row["custom_id"], "body": json.dumps(row["body"]), "url": row["url"]} for row in rows]
         dataset = ray.data.from_items([row | {"method": "POST"} for row in asked])
         answered = dataset.map_batches(

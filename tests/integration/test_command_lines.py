@@ -19,6 +19,7 @@ MODULES = {
         f"{package}.__main__": f"python -m {package}"
         for package in (*OF_SEVERAL, "tools.peers", "tools.verify", "tools.tune")
     },
+    "runtime.ray_serve.command": "python -m runtime.ray_serve",
     "tools.modes": "python -m tools.modes",
     "tools.context_quality.__main__": None,
     "tools.proposals": None,

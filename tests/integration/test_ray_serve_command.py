@@ -63,7 +63,7 @@ def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path) -> None:
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "runtime.ray_serve", str(branch_plan), "--replicas", "2", "--port", str(port)]
-    command += ["--model-name", "toy", "--cache-bytes", str(2**24), "--drain-seconds", "20", "--replica-cpus", "0.5"]
+    command += ["--cache-bytes", str(2**24), "--drain-seconds", "20", "--replica-cpus", "0.5"]
     own: dict[str, Any] = {"temperature": 0.8, "seed": 3}
     expected = Runtime.load(branch_plan, threads=1).generate("x = ", max_new_tokens=100, ignore_eos=True, **own)
     with started(command, address) as process, client_of(address) as client:
@@ -101,9 +101,12 @@ def test_what_is_wrong_is_said_before_anything_starts(branch_plan: Path, capsys:
         port = taken.getsockname()[1]
         for options, words in (
             (["--port", str(port)], f"listens at port {port} of 127.0.0.1 already"),
-            (["--replicas", "3", "--max-replicas", "2"], "replicas is 3, min_replicas 3 and max_replicas 2"),
-            (["--max-waiting-per-key", "3"], "--max-waiting-per-key shares the queue among API keys"),
-            (["--ray", "127.0.0.1:1"], "where no cluster can be reached"),
+            (["--replicas", "3", "--max-replicas", "2"], "--replicas is 3, above --max-replicas 2; lower one or"),
+            (["--min-replicas", "2", "--replicas", "1"], "--min-replicas is 2, above --replicas 1; lower one or"),
+            (["--min-replicas", "2", "--max-replicas", "1"], "--min-replicas is 2, above --max-replicas 1; lower"),
+            (["--max-waiting-per-key", "3"], "--max-waiting-per-key shares the queue among API keys; pass --api-key"),
+            (["--tokens-per-minute", "3"], "--tokens-per-minute is a budget of each API key; pass --api-key too"),
+            (["--ray", "127.0.0.1:1"], "where no Ray cluster can be reached"),
         ):
             assert main([str(branch_plan), *options]) == 2
             assert words in " ".join(capsys.readouterr().err.split())
@@ -120,6 +123,13 @@ def test_the_config_that_is_shipped_is_one_of_ours(branch_plan: Path) -> None:
     with pytest.raises(ValidationError, match="no_such_key"):
         builder({**application.args, "no_such_key": 1})
     assert Settings(**application.args).most_replicas == 4
+    for wrong, said in (
+        ({"replicas": 5}, "replicas is 5, above max_replicas 4"),
+        ({"tokens_per_minute": 9}, "tokens_per_minute is a budget of each API key; pass api_key_file too"),
+        ({"max_waiting_per_key": 9}, "max_waiting_per_key shares the queue among API keys; pass api_key_file too"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            Settings(**{**application.args, "api_key_file": None, **wrong})
 
 
 @pytest.mark.long

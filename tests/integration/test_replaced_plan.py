@@ -11,6 +11,7 @@ import pytest
 from compiler.place import Place
 from plans.errors import PlanError
 from runtime import PrefixCacheConfig, Runtime
+from runtime.beam_search import beam_search
 from runtime.engine_pool import EnginePool
 from runtime.mapped_files import MappedFiles
 from runtime.runtime import Plan
@@ -71,6 +72,23 @@ def test_a_plan_that_is_written_over_is_refused(plan: Path, other: Path) -> None
             runtime.generate(PROMPT)
         assert get(f"{address}/health")[0] == 200
     assert runtime.scheduler_stats.running == runtime.scheduler_stats.waiting == 0
+
+
+def test_what_is_under_way_gives_nothing_more_of_a_plan_that_is_written_over(plan: Path, other: Path) -> None:
+    runtime = Runtime.load(plan, threads=1)
+    session, searched = runtime.session(), runtime.session()
+    for each in session, searched:
+        assert each.generate(PROMPT, max_new_tokens=5, drafter="none").token_ids
+    searched.reset()
+    stream = runtime.stream(PROMPT, max_new_tokens=50, ignore_eos=True, drafter="none")
+    next(iter(stream))
+    write_over(plan, other)
+    with pytest.raises(PlanError, match=WRITTEN):
+        session.generate("x", max_new_tokens=5)
+    with pytest.raises(PlanError, match=WRITTEN):
+        list(stream)
+    with pytest.raises(PlanError, match=WRITTEN):
+        beam_search(searched, PROMPT, beams=2, max_new_tokens=5)
 
 
 def test_a_plan_that_is_replaced_while_it_is_loaded_is_refused(

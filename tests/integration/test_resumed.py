@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from plans.errors import RequestError
-from runtime import Generation, PrefixCacheConfig, Runtime
-from runtime.generation import Span
+from runtime import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
+from runtime.generation import FinishReason, Span
 
 PROMPT = "def main(x): return"
 REGEX = {"regex": r"[a-z ]{4,40}=[0-9]{1,8};"}
@@ -97,6 +97,23 @@ def test_neighbours_begin_beside_it(whole: Runtime, replica: Runtime) -> None:
     ]
     for seed, (handle, each) in enumerate(zip(handles, expected, strict=True)):
         assert_same(handle.result(timeout=60), each, 3 * (seed % 3))
+
+
+def test_what_it_has_is_its_result_where_it_is_late(branch_plan: Path, whole: Runtime) -> None:
+    """It ends while it waits: with the tokens that it brought, and their text."""
+    expected = whole.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2)
+    replica = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
+    others = [replica.submit(PROMPT, max_new_tokens=140, ignore_eos=True) for _ in range(3)]
+    late = replica.submit(
+        PROMPT, max_new_tokens=30, stop=[expected.text[-1] + "\0"], generated=expected.token_ids, deadline=0.001
+    )
+    found = late.result(timeout=60)
+    assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+    assert found.finish_reason is FinishReason.DEADLINE
+    assert found.stats.resumed_tokens == 12
+    assert "".join(span.text for span in late) == expected.text[-1:]  # held back until then
+    assert all(len(other.result(timeout=60).token_ids) == 140 for other in others)
+    assert replica.close(timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -342,10 +342,10 @@ def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, runtime: 
         ({"prompt": [""]}, r"prompt\[0\] is empty; pass a text of at least one character"),
         ({"prompt": ["x", 5]}, r"prompt\[1\] is 5; pass text, token ids"),
         ({"prompt": None}, "prompt is null; pass text"),
-        ({"prompt": ["x"] * 9, "n": 8}, r"asks for 72 choices \(prompts: 9, n: 8\); this server takes at most 64"),
+        ({"prompt": ["x"] * 9, "n": 8}, r"asks for 72 choices \(prompts: 9, n: 8\); at most 64 are taken"),
         ({"prompt": [99999]}, "Token id 99999"),
         ({"prompt": [5] * 200}, "context is 160"),
-        ({"prompt": "x", "extra_body": {"heat": 1}}, "^.*heat is no key that this server knows; leave it out"),
+        ({"prompt": "x", "extra_body": {"heat": 1}}, "^.*heat is no known key; leave it out"),
         ({"prompt": "x", "extra_body": {"drafter": "oracle"}}, "oracle"),
     ],
 )
@@ -382,12 +382,12 @@ def test_of_a_chat_it_is_said_too(client: openai.OpenAI, own: dict[str, Any], wo
         (b"[" * 15_000, "application/json", "The body cannot be read as JSON: it is nested too deeply"),
         (b'"\xff"', "application/json", "The body cannot be read as JSON: it is no UTF-8 text"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", "it has a number of too many digits"),
-        (b'{"model": "toy", "prompt": "x", "\\ud800": 1}', "application/json", r"\\ud800 is no key that"),
+        (b'{"model": "toy", "prompt": "x", "\\ud800": 1}', "application/json", r"\\ud800 is no known key"),
         (b'{"model": "toy", "prompt": "x", "seed": "\\ud800"}', "application/json", r'seed is "\\ud800"; pass a whole'),
         (
             b'{"model": "toy", "prompt": "x", "' + b"k" * 5000 + b'": 1}',
             "application/json",
-            "^k{60}[.]{3} is no key that",
+            "^k{60}[.]{3} is no known key",
         ),
         (b"[]", "application/json", r"The body is \[\]; send a JSON object"),
         (b"{}", "text/plain", "send it with the header Content-Type: application/json"),
@@ -418,7 +418,7 @@ def test_paths_that_are_none_are_named(address: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for path, data, words in (
         ("/v1/embeddings", b"{}", "There is nothing at /v1/embeddings; this server has /v1/completions"),
-        ("/v1/completions", b'{"model": "\\ud800", "prompt": "x"}', r"There is no model '\ud800'"),
+        ("/v1/completions", b'{"model": "\\ud800", "prompt": "x"}', r"There is no model '\ud800' here; pass 'toy'."),
         ("/v1/completions", None, "/v1/completions cannot be asked by GET; use POST"),
     ):
         status, body = get(f"{address}{path}", headers, data)

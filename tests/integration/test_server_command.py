@@ -114,9 +114,9 @@ def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
             ("--cache-tokens", "-5", "--cache-tokens is '-5'; pass a"),
             ("--cache-bytes", "0", "--cache-bytes is '0'; pass a"),
             ("--threads", "-1", "--threads is '-1'; pass a"),
-            ("--max-waiting-per-key", "5", "shares the queue among API keys; pass --api-key, or leave it out"),
+            ("--max-waiting-per-key", "5", "shares the queue among API keys; pass --api-key too, or leave it out"),
             ("--api-key", "", "An API key is empty"),
-            ("--api-key-file", str(tmp_path / "none"), "cannot be read"),
+            ("--api-key-file", str(tmp_path / "none"), f"The file of API keys {tmp_path / 'none'} cannot be read"),
             ("--api-key-file", str(empty), "holds no key; write one a line"),
             ("--api-key-file", str(latin), "characters that a header cannot hold"),
         ):

@@ -65,15 +65,15 @@ def sent_in_part(server: ServerProcess) -> socket.socket:
 
 def test_phases_go_on_and_never_back() -> None:
     readiness = Readiness(Phase.LOADING)
-    assert readiness.told == (503, {"status": "loading", "reason": "the plan is being loaded"})
+    assert readiness.response == (503, {"status": "loading", "reason": "the plan is being loaded"})
     readiness.reach(Phase.WARMING)
-    assert readiness.told[1]["status"] == "warming"
+    assert readiness.response[1]["status"] == "warming"
     readiness.reach(Phase.READY)
-    assert readiness.told == (200, {"status": "ready"})
+    assert readiness.response == (200, {"status": "ready"})
     readiness.reach(Phase.DRAINING)
     readiness.reach(Phase.READY)
-    assert readiness.told[0] == 503
-    assert readiness.told[1]["status"] == "draining"
+    assert readiness.response[0] == 503
+    assert readiness.response[1]["status"] == "draining"
 
 
 def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan: Path, tmp_path: Path) -> None:

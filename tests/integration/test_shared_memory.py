@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 
 from compiler.build import build
 from compiler.recipe import load_recipe
+from plans.errors import PlanError
 from runtime import Runtime
-from runtime.backends.shared_engines import shared_engines
+from runtime.backends.shared_engines import SharedEngines
 from runtime.cache_folder import cache_folder
 from runtime.exactness import kernels_here
 from runtime.kv.memory import zeros
+from runtime.mapped_files import MappedFiles
 from tests.conftest import TOY_DRAFTERS, TOY_PROMPTS, made_once
 
 MAPS = Path("/proc/self/maps")
@@ -33,13 +36,18 @@ def int8_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return made_once(tmp_path_factory, "int8-plan", lambda out: build(recipe, toy_recipe, out))
 
 
+def folder_of(runtime: Runtime) -> Path:
+    shared = SharedEngines.of(runtime._plan, kernels_here(), MappedFiles())
+    assert shared is not None
+    return shared.folder
+
+
 @mapped_memory
 def test_packed_floats_are_mapped_and_tokens_stay_the_same(toy_plan: Path, toy: Runtime, cache: Path) -> None:
     made = None
     for _ in range(2):
         shared = Runtime.load(toy_plan, threads=1, share_memory=True)
-        folder = shared_engines(shared._plan, kernels_here())
-        assert folder is not None
+        folder = folder_of(shared)
         assert folder.is_relative_to(cache)
         weights = folder / "target" / "weights.bin"
         assert str(weights) in MAPS.read_text(encoding="utf-8")
@@ -58,14 +66,67 @@ def test_packed_floats_are_mapped_and_tokens_stay_the_same(toy_plan: Path, toy: 
 @mapped_memory
 def test_packed_integers_are_mapped_from_the_plan(int8_plan: Path, cache: Path) -> None:
     shared = Runtime.load(int8_plan, threads=1, share_memory=True)
-    folder = shared_engines(shared._plan, kernels_here())
-    assert folder is not None
-    assert [file.name for file in (folder / "target").iterdir()] == ["as_it_is"]
+    assert [file.name for file in (folder_of(shared) / "target").iterdir()] == ["files.json"]
     assert str(int8_plan / "engines" / "onnxruntime-cpu" / "weights.bin") in MAPS.read_text(encoding="utf-8")
     assert (
         shared.generate("x", max_new_tokens=5).token_ids
         == Runtime.load(int8_plan).generate("x", max_new_tokens=5).token_ids
     )
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["weights.bin", "engine.onnx", "files.json"])
+@pytest.mark.parametrize("damage", [shorten, change_a_byte, Path.unlink])
+def test_what_is_damaged_in_the_cache_is_told_and_made_again(
+    file: str,
+    damage: Callable[[Path], None],
+    toy_plan: Path,
+    toy: Runtime,
+    cache: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = folder_of(Runtime.load(toy_plan, threads=1, share_memory=True)) / "target"
+    before = (folder / "weights.bin").read_bytes()
+    damage(folder / file)
+    with caplog.at_level(logging.WARNING, "outrider"):
+        shared = Runtime.load(toy_plan, threads=1, share_memory=True)
+    assert "it is made again" in caplog.text
+    assert (folder / "weights.bin").read_bytes() == before
+    assert [left.name for left in folder.parent.iterdir() if left.name.startswith(".")] == []
+    assert shared.generate("x", max_new_tokens=20).token_ids == toy.generate("x", max_new_tokens=20).token_ids
+    with caplog.at_level(logging.WARNING, "outrider"):
+        caplog.clear()
+        Runtime.load(toy_plan, threads=1, share_memory=True)
+    assert not caplog.text
+
+
+def test_without_verification_sizes_alone_are_compared(
+    toy_plan: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(Runtime.load(toy_plan, threads=1, share_memory=True)) / "target"
+    change_a_byte(folder / "weights.bin")
+    with caplog.at_level(logging.WARNING, "outrider"):
+        Runtime.load(toy_plan, threads=1, share_memory=True, verify=False)
+        assert not caplog.text
+        shorten(folder / "weights.bin")
+        Runtime.load(toy_plan, threads=1, share_memory=True, verify=False)
+        assert "it is made again" in caplog.text
+
+
+def test_a_cache_that_is_written_over_while_it_is_used_is_refused(toy_plan: Path, cache: Path) -> None:
+    shared = Runtime.load(toy_plan, threads=1, share_memory=True)
+    change_a_byte(folder_of(shared) / "target" / "weights.bin")
+    with pytest.raises(PlanError, match="was written to while the plan is in use"):
+        shared.generate("x", max_new_tokens=5)
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_the_plan_runs(

@@ -299,7 +299,7 @@ def test_an_answer_without_calls_has_the_form_that_is_asked_for(served: Served) 
             "structured_outputs and tools both say what form",
         ),
         ({"tools": TOOLS, "extra_body": {"ignore_eos": True}}, "ignore_eos is true, and a text that is to have a form"),
-        ({"functions": []}, "functions is no key that this server knows"),
+        ({"functions": []}, "functions is no known key"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].tool_call_id is missing; pass the id of"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]},
@@ -326,7 +326,7 @@ def test_an_answer_without_calls_has_the_form_that_is_asked_for(served: Served) 
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schemas": {}}}},
-            "response_format.json_schema.schemas is no key that this server knows",
+            "response_format.json_schema.schemas is no known key",
         ),
         (
             {

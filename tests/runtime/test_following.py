@@ -19,10 +19,10 @@ from runtime import Runtime, SchedulerConfig
 from runtime.generation import FinishReason, Generation, Span
 from runtime.handle import Handle
 from runtime.ray_serve.callers import Callers
-from runtime.ray_serve.following import Failover, LostError
+from runtime.ray_serve.following import Failover, LostError, Message
 from runtime.ray_serve.remote_runtime import RemoteRuntime
 from runtime.ray_serve.replica import _messages, joined
-from runtime.ray_serve.sent import Sent
+from runtime.ray_serve.sent import Sent, Taken
 from runtime.scheduler_stats import SchedulerStats
 
 PROMPT = "def main(x): return"
@@ -39,6 +39,7 @@ class Replicas:
         self.runtime, self.ends = runtime, list(ends)
         self.sent: list[Sent] = []
         self.cancelled = 0
+        self.kernels: dict[str, str] = {}
 
     def __call__(self, sent: Sent) -> Stream:
         self.sent.append(sent)
@@ -49,14 +50,14 @@ class Stream:
     def __init__(self, replicas: Replicas, sent: Sent, after: int, error: Exception | None) -> None:
         self._replicas, self._sent, self._after, self._error = replicas, sent, after, error
 
-    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+    async def __aiter__(self) -> AsyncIterator[Message]:
         if self._after < 0:  # nobody takes it
             if self._error is None:
                 await asyncio.sleep(1000)
             else:
                 raise self._error
         handle = self._replicas.runtime.submit(self._sent.token_ids, deadline=self._sent.deadline, **self._sent.options)
-        yield []
+        yield Taken(self._replicas.kernels)
         place = 0
         async for span in handle:
             if place == self._after:
@@ -130,10 +131,10 @@ def test_it_goes_on_where_it_stood(runtime: Runtime, ends: list[tuple[int, Excep
 class Slow(Stream):
     """A replica that takes 20 ms for each of its first spans, and is lost behind 15 of them; the next one is fast."""
 
-    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+    async def __aiter__(self) -> AsyncIterator[Message]:
         first = len(self._replicas.sent) == 1
         await asyncio.sleep(0.1)
-        yield []
+        yield Taken(self._replicas.kernels)
         place = 0
         async for span in self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options):
             if first and place == 15:
@@ -166,7 +167,7 @@ def test_a_request_that_is_cut_off_has_times(runtime: Runtime) -> None:
 class CutOff(Stream):
     """What a replica sends of a request that it cancels unasked, as one does whose process is told to end."""
 
-    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+    async def __aiter__(self) -> AsyncIterator[Message]:
         handle = self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options)
         async for spans in _messages(handle):
             if spans and len(self._replicas.sent) == 1:
@@ -182,6 +183,46 @@ def test_what_a_replica_cuts_off_goes_on(runtime: Runtime, monkeypatch: pytest.M
     assert found.finish_reason is FinishReason.LENGTH
     assert "".join(span.text for span in spans) == found.text
     assert len(replicas.sent) == 2
+
+
+class CutOffBehind(Stream):
+    """What the first replica sends of a request that it cuts off behind five tokens; the next one goes on."""
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        first = len(self._replicas.sent) == 1
+        options = {**self._sent.options, **({"max_new_tokens": 5} if first else {})}
+        async for spans in _messages(self._replicas.runtime.submit(self._sent.token_ids, **options)):
+            if first and spans[-1].result is not None:
+                spans[-1].result = replace(spans[-1].result, finish_reason=FinishReason.CANCELLED)
+            yield spans
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_held_back_at_the_cut_comes_once(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A beginning of a stop string, or of a character."""
+    monkeypatch.setattr(
+        Replicas, "__call__", lambda self, sent: self.sent.append(sent) or CutOffBehind(self, sent, 0, None)
+    )
+    options = {**SAMPLED, "seed": seed, "drafter": "none"}
+    until_cut = runtime.generate(PROMPT, **{**options, "max_new_tokens": 5}).text
+    options["stop"] = [until_cut[-1] + "\0"]
+    found, spans, replicas = follow(runtime, [], options)
+    assert len(replicas.sent) == 2
+    assert found.text == runtime.generate(PROMPT, **options).text
+    assert "".join(span.text for span in spans) == found.text
+
+
+def test_tokens_of_other_kernels_are_not_gone_on_with(runtime: Runtime) -> None:
+    replicas = Replicas(runtime, [(3, LOST)])
+    replicas.kernels = {"processor": "A"}
+
+    async def run() -> None:
+        remote = RemoteRuntime(runtime._plan, replicas, SchedulerConfig(), Failover(patience=5.0))
+        (handle,) = remote.submit_all([(PROMPT, SAMPLED)])  # type: ignore[list-item]
+        await handle
+
+    asyncio.run(run())
+    assert [dict(sent.kernels) for sent in replicas.sent] == [{}, {"processor": "A"}]
 
 
 def test_stop_strings_and_forms_go_on_too(runtime: Runtime) -> None:
@@ -228,10 +269,10 @@ def test_the_deadline_counts_on(runtime: Runtime, ends: list[tuple[int, Exceptio
 class Late(Stream):
     """A replica that takes a request late, and is slow."""
 
-    async def __aiter__(self) -> AsyncIterator[list[Span]]:
+    async def __aiter__(self) -> AsyncIterator[Message]:
         await asyncio.sleep(0.4)
         handle = self._replicas.runtime.submit(self._sent.token_ids, deadline=self._sent.deadline, **self._sent.options)
-        yield []
+        yield Taken(self._replicas.kernels)
         async for span in handle:
             yield [span]
             await asyncio.sleep(0.1)

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from runtime.server.observer import Endings, Observer, Told
+from runtime.server.observer import Endings, Listener, Observer
 from runtime.server.request_log import log_fault, log_request
 from runtime.server.tracing import Tracing
 
@@ -50,7 +50,9 @@ def test_a_request_behind_a_prefix_is_traced_and_its_probes_are_not_logged(
 
 
 @pytest.mark.parametrize("listener", [log_fault, log_request])
-def test_a_fault_is_told_by_place_and_kind_to_any_formatter(listener: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_is_told_by_place_and_kind_to_any_formatter(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
     async def fail(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             int("wombat")

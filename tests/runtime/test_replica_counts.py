@@ -33,6 +33,28 @@ def test_a_replica_that_misses_an_answer_is_counted_once() -> None:
     assert counts.total.new_tokens == 200
 
 
+def test_of_replicas_that_are_gone_their_sum_is_kept() -> None:
+    now = 0.0
+    counts = Counts(lambda: now)
+    for number in range(50):
+        counts.tell({f"replica {number}": counted(10, running=1), "last": counted(5)})
+        now += 60.0
+    counts.tell({"last": counted(5)})
+    assert (counts.total.new_tokens, counts.total.submitted, counts.total.running) == (505, 50, 0)
+    assert len(counts._last) <= 12
+    now += 1000.0
+    counts.tell({"last": counted(7)})
+    assert (counts.total.new_tokens, len(counts._last)) == (507, 1)
+
+
+def test_replicas_of_several_kinds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    kinds = [{"backend": "onnxruntime-cpu", "processor": kind} for kind in ("A", "A", "B")]
+    found = [About(str(place), place, f"host {place}", "n", counted(1), kind) for place, kind in enumerate(kinds)]
+    assert ingress._differences(found[:2]) is None
+    assert ingress._differences([]) is None
+    assert "host 2 has processor 'B' instead of 'A' as host 0 has" in str(ingress._differences(found))
+
+
 def test_an_ingress_is_ready_while_a_replica_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -43,7 +65,7 @@ def test_an_ingress_is_ready_while_a_replica_answers(
     asked = SimpleNamespace(_readiness=Readiness(), served=SimpleNamespace(counts=Counts()))
 
     def note() -> None:
-        status, body = asked._readiness.told
+        status, body = asked._readiness.response
         seen.append((status, body["status"], asked.served.counts.total.running))
 
     async def replicas() -> list[About]:

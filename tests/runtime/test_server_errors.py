@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plans.errors import BusyError, ClosedError, OutriderError, UnavailableError
-from runtime.server.errors import told
+from runtime.server.errors import as_api_error
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,6 @@ from runtime.server.errors import told
     ],
 )
 def test_what_passes_says_when_to_come_again(error: OutriderError, status: int, code: str) -> None:
-    found = told(error)
+    found = as_api_error(error)
     assert (found.status, found.body["error"]["code"]) == (status, code)
     assert int(found.headers["Retry-After"]) > 0

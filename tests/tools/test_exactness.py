@@ -182,14 +182,16 @@ def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_o
     assert [each["what"] for each in found["left_out"]] == [f"OUTRIDER_ISA={lacking}"]
 
 
-def test_every_way_meets_both_choices_of_logprobs_every_drafter_and_both_cuts(toy_plan: Path) -> None:
+def test_every_sampling_meets_both_choices_of_logprobs_every_drafter_and_both_cuts(toy_plan: Path) -> None:
     tokenizer = Tokenizer.load(toy_plan / "tokenizer", open_plan(toy_plan).manifest.text.special_tokens)
     asked = plan_requests(["import os\n", "def main():\n", "return 1\n", "class A:\n"], tokenizer, 160, 32, 8, 8)
     chosen = ["logprobs" in each.options for each in measure._half_with_logprobs(asked)]
-    assert {(each.way, told) for each, told in zip(asked, chosen, strict=True)} == set(product(range(8), (False, True)))
-    assert {(each.way, each.in_half(4)) for each in asked} == set(product(range(8), (False, True)))
+    assert {(each.sampling, told) for each, told in zip(asked, chosen, strict=True)} == set(
+        product(range(8), (False, True))
+    )
+    assert {(each.sampling, each.in_half(4)) for each in asked} == set(product(range(8), (False, True)))
     for count in (2, 3, 4):
-        met = {(each.way, each.turn % count) for each in asked}
+        met = {(each.sampling, each.turn % count) for each in asked}
         assert met == set(product(range(8), range(count)))
         told_by = {(each.turn % count, told) for each, told in zip(asked, chosen, strict=True)}
         assert told_by == set(product(range(count), (False, True)))

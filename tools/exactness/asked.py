@@ -10,23 +10,24 @@ from typing import Any
 class Asked:
     """A request: its name for the reader, its prompt (token ids, or a text for a server), and its options.
 
-    `way` is the index of its way of choosing tokens, and `place` that of its prompt.
+    `sampling` is the index of its options of sampling in their table, and `place` that of its prompt.
     """
 
     name: str
     prompt: Any
     options: dict[str, Any]
-    way: int = 0
+    sampling: int = 0
     place: int = 0
 
     @property
     def turn(self) -> int:
-        """Whose turn it is among any number of drafters: at its next prompt, a way has the next one."""
-        return self.way + self.place
+        """Index, modulo their number, of the drafter that serves this request in a mixed condition.
 
-    def in_half(self, ways: int) -> bool:
-        """Whether it is in the half that every second run of so many ways makes; at the next prompt, the other one.
-
-        Halves of different runs, and turns, cross: none goes with another one, or with a way, alone.
+        Each sampling meets every drafter, as the next prompt moves on by one.
         """
-        return bool((self.way // ways + self.place) % 2)
+        return self.sampling + self.place
+
+    def in_half(self, group: int) -> bool:
+        """Whether the request is in one of two halves: alternate groups of `group` samplings, swapped from prompt to
+        prompt. Other group sizes give halves that are independent of it, and of `turn`."""
+        return bool((self.sampling // group + self.place) % 2)

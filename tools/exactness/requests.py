@@ -1,4 +1,4 @@
-"""The requests: prompts, each continued under several ways of choosing tokens."""
+"""The requests: prompts, each continued under several samplings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}},
     "required": ["name", "count"],
 }
-WAYS: dict[str, dict[str, Any]] = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature 0.7": {"temperature": 0.7},
     "temperature 1, top-p": {"temperature": 1.0, "top_p": 0.95, "stream_id": 3},
@@ -30,14 +30,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """How tokens are chosen: options of `generate`, by what a reader calls them. Seeds are added by request."""
 
-SERVER_WAYS: dict[str, dict[str, Any]] = {
+SERVER_SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature 0": {"temperature": 0.0},
     "temperature 0.7": {"temperature": 0.7},
     "temperature 1": {"temperature": 1.0, "top_p": 1.0},
     "temperature 0, penalty": {"temperature": 0.0, "frequency_penalty": 0.5},
     "temperature 1.3, top-p": {"temperature": 1.3, "top_p": 0.9},
 }
-"""Ways that any server of OpenAI's API knows, as fields of a body."""
+"""Those that any server of OpenAI's API knows, as fields of a body."""
 
 TOP_LOGPROBS = 5
 _FIRST_SEED = 1000
@@ -46,7 +46,7 @@ _FIRST_SEED = 1000
 def plan_requests(
     prompts: Sequence[str], tokenizer: Tokenizer, context: int, count: int, new: int, length: int
 ) -> list[Asked]:
-    """Return `count` requests for our engine: every way of `WAYS` behind a prompt, then behind the next one.
+    """Return `count` requests for our engine: every one of `SAMPLINGS` behind a prompt, then behind the next one.
 
     Prompts are the last `length` tokens of the texts, or what the context leaves room for. Raises `RequestError` where
     there is no room.
@@ -58,16 +58,16 @@ def plan_requests(
     usable = [ids for ids in encoded if len(ids) >= 2]
     if not usable:
         raise RequestError("No prompt has two tokens; pass others with --prompts FILE.")
-    pairs = product(range(-(-count // len(WAYS))), WAYS.items())
+    pairs = product(range(-(-count // len(SAMPLINGS))), SAMPLINGS.items())
     return [
         Asked(
-            f"prompt {place % len(usable)}, {way}",
+            f"prompt {place % len(usable)}, {sampling}",
             usable[place % len(usable)],
             {"max_new_tokens": new, "seed": _FIRST_SEED + index, **options},
-            way=index % len(WAYS),
+            sampling=index % len(SAMPLINGS),
             place=place,
         )
-        for index, (place, (way, options)) in enumerate(islice(pairs, count))
+        for index, (place, (sampling, options)) in enumerate(islice(pairs, count))
     ]
 
 
@@ -83,12 +83,12 @@ def server_requests(prompts: Sequence[str], count: int, new: int, characters: in
             f"--requests is {count}, and there are {len(texts)} different prompts; lower it, or pass more with "
             "--prompts FILE."
         )
-    ways = list(SERVER_WAYS.items())
+    samplings = list(SERVER_SAMPLINGS.items())
     return [
         Asked(
-            f"prompt {index}, {ways[index % len(ways)][0]}",
+            f"prompt {index}, {samplings[index % len(samplings)][0]}",
             texts[index],
-            {"max_tokens": new, "seed": _FIRST_SEED + index, **ways[index % len(ways)][1]},
+            {"max_tokens": new, "seed": _FIRST_SEED + index, **samplings[index % len(samplings)][1]},
         )
         for index in range(count)
     ]

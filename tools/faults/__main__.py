@@ -28,6 +28,7 @@ from plans.errors import RequestError
 from plans.plan import open_plan
 from tools.bench.identity import git_sha
 from tools.bench.machine import describe_run
+from tools.faults.scenarios import SCENARIOS
 from tools.output import make_table, print_report
 
 _WHOLE = 60.0  # minutes of the whole form, which are shared out among the scenarios
@@ -41,7 +42,6 @@ def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.
 def _run(options: argparse.Namespace) -> int:
     with optional_packages("The server", "serve"):
         from tools.faults.questions import make_questions
-        from tools.faults.scenarios import SCENARIOS
         from tools.faults.setting import Setting
     names = list(SCENARIOS) if options.only is None else options.only.split(",")
     if wrong := [name for name in names if name not in SCENARIOS]:
@@ -104,24 +104,25 @@ def _print(report: dict[str, Any], console: Console) -> None:
 
 
 def _parser(called: str) -> Parser:
+    told = "; ".join(f"{name}: {scenario.what}" for name, scenario in SCENARIOS.items())
     parser = Parser(
         prog=called,
         description=__doc__.partition("\n\n")[2],
-        epilog=f"example: {called} build/branches --only malformed,disconnects --minutes 10",
+        epilog=f"scenarios: {told}. Example: {called} build/branches --only malformed,disconnects --minutes 10",
     )
     parser.add_argument("plan", type=Path, help="folder of a plan")
-    parser.add_argument("--only", metavar="NAME,...", help="of the scenarios (default: all; README.md describes them)")
+    parser.add_argument("--only", metavar="NAME,...", help="scenarios to run (default: all)")
     parser.add_argument(
         "--minutes",
         type=number(above=0),
         default=_WHOLE,
         metavar="N",
-        help="under load, of all scenarios together (60)",
+        help="minutes under load, shared by all scenarios (60)",
     )
-    parser.add_argument("--clients", type=at_least_1, default=32, metavar="N", help="that ask at once (32)")
-    parser.add_argument("--seed", type=at_least_0, default=1, metavar="N", help="of everything that is random (1)")
+    parser.add_argument("--clients", type=at_least_1, default=32, metavar="N", help="clients that ask at once (32)")
+    parser.add_argument("--seed", type=at_least_0, default=1, metavar="N", help="seed of all random choices (1)")
     parser.add_argument("--questions", type=at_least_1, default=48, metavar="N", help="different requests (48)")
-    parser.add_argument("--new", type=at_least_1, default=40, metavar="N", help="most tokens of a choice (40)")
+    parser.add_argument("--new", type=at_least_1, default=40, metavar="N", help="most new tokens of a choice (40)")
     parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     parser.add_argument("--threads", type=at_least_0, default=1, metavar="N", help="of each server's engines (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -142,9 +142,9 @@ def _parser(called: str) -> Parser:
         "extra `ray`.",
         epilog="example: %(prog)s build/branches",
     )
-    routing.add_argument("--conversations", type=at_least_1, default=8, metavar="N", help="at once (8)")
-    routing.add_argument("--turns", type=at_least_1, default=6, metavar="N", help="of each (6)")
-    routing.add_argument("--replicas", type=at_least_1, default=2, metavar="N", help="that serve them (2)")
+    routing.add_argument("--conversations", type=at_least_1, default=8, metavar="N", help="conversations at once (8)")
+    routing.add_argument("--turns", type=at_least_1, default=6, metavar="N", help="turns of each conversation (6)")
+    routing.add_argument("--replicas", type=at_least_1, default=2, metavar="N", help="replicas (2)")
     routing.add_argument("--first", type=at_least_1, default=200, metavar="N", help="tokens of the first message (200)")
     routing.add_argument("--message", type=at_least_1, default=70, metavar="N", help="tokens of the others (70)")
     routing.add_argument("--new", type=at_least_1, default=215, metavar="N", help="tokens of an answer (215)")

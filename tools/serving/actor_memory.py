@@ -24,16 +24,16 @@ _SUMMED = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Begin actors one after another; each answers requests; a row for each actor at each number of them."""
     with optional_packages("Measuring actors", "ray"):
-        from runtime.batch.ray_run import Actors, cluster
+        import ray
+
+        from runtime.ray_cluster import cluster
     if not Path("/proc/self/smaps_rollup").exists():
         raise OutriderError("This system does not tell the memory of a process by /proc/PID/smaps_rollup.")
-    import ray
-
     from runtime.batch import OutriderPredictor
 
     actor = ray.remote(num_cpus=1)(_Answering)
     rows, actors = [], list[Any]()
-    with cluster("local", Actors(options.actors, 1)), progress_bar("measuring") as progress:
+    with cluster(None, options.actors), progress_bar("measuring") as progress:
         for count in range(1, options.actors + 1):
             progress(count - 1, options.actors, f"{count} actors")
             load = {"threads": 1, "share_memory": not options.unshared, "max_running": options.max_running}

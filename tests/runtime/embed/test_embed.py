@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from plans.errors import EmbedError
 from runtime import Generation, Runtime
+from runtime.__main__ import main
 from runtime.embed import build as embed_build
 from runtime.embed.build import BRIDGE, LIBRARY, build
 from runtime.embed.calls import MOST_STOPPING, Kind, Status
@@ -360,6 +361,20 @@ def test_the_command_lists_what_it_built(tmp_path: Path) -> None:
     files = [Path(file) for file in json.loads(done.stdout)]
     assert all(file.exists() for file in files)
     assert {file.name for file in files} >= {"outrider.h", LIBRARY, "outrider.pc", "OutriderConfig.cmake"}
+
+
+def test_the_example_of_a_bundle_has_pkg_config_find_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shell runs the example of `--help`, with stand-ins for the compiler and pkg-config."""
+    with pytest.raises(SystemExit):
+        main(["embed", "--help"])
+    (example,) = re.findall(r"`(cc .*?)`", " ".join(capsys.readouterr().out.split()).replace("- ", "-"))
+    for name, body in (("cc", 'echo "$@"'), ("pkg-config", 'echo "found:$PKG_CONFIG_PATH"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    said = subprocess.run(
+        ["/bin/sh", "-c", example], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    ).stdout
+    assert said == "app.c found:build/bundle/lib/pkgconfig -Wl,-rpath,$ORIGIN/bundle/lib -o build/app\n"
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:

@@ -10,25 +10,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from math import ceil
 
-import ray
-from ray.exceptions import RayError
-
 from plans.errors import RequestError
 
 _CONNECTING = 5.0  # seconds
-_STORE = 128 * 2**20  # bytes of Ray's object store on this machine: what replicas send is small
+_STORE = 200 * 2**20  # bytes of Ray's object store on this machine: requests and answers alone go through it
 
 
 @contextmanager
 def cluster(address: str | None, cpus: float) -> Iterator[None]:
-    """Be in the cluster at `address`, or in one of this machine that is taken to have at least so many CPUs."""
+    """Be in the cluster at `address`, or in one of this machine that is taken to have at least so many CPUs.
+
+    Raises RequestError where no cluster can be reached.
+    """
+    import ray
+    from ray.exceptions import RayError
+
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if address is not None:
         try:
             _look(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         except (OSError, RayError, RuntimeError, ValueError) as error:
-            raise RequestError(f"--ray is {address!r}, where no cluster can be reached: {error}") from None
+            raise RequestError(
+                f"--ray is {address!r}, where no Ray cluster can be reached: {error}; start one there with "
+                "`ray start --head`."
+            ) from None
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(

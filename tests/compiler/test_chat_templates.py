@@ -1,28 +1,22 @@
-"""A checkpoint's tokenizer, special tokens, chat templates and end tokens in a plan, against transformers'."""
+"""Chat templates of a checkpoint in a plan, against transformers'."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
 import tokenizers
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from compiler.checkpoint import checkpoint_hashes
 from compiler.identity import engines_key
-from compiler.models.config import read_folder_config
-from compiler.text import CheckpointText, read_text, read_vocabulary
 from plans.chat_template import ChatTemplate
 from plans.errors import CheckpointError, RequestError
-from plans.manifest import Geometry
-from plans.tokenizer import Tokenizer
-from runtime.text.prompt import choose_prompt, prepare_prompt
 from tests import tokenizer_families as families
+from tests.compiler.checkpoint_texts import checkpoint, loaded, prompt_ids, read
 
 # Templates with what those of the families do, each kind of thing once.
 GEMMA = """{{ bos_token }}
@@ -253,36 +247,6 @@ SHAPES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], str, dict[str, Any]]
 }
 
 
-def checkpoint(
-    folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], ends: object = None, padding: int = 0
-) -> Path:
-    """A checkpoint's files but for weights; `settings` are its `tokenizer_config.json`."""
-    folder.mkdir(exist_ok=True)
-    config = {"model_type": "qwen3", "vocab_size": tokenizer.get_vocab_size() + padding, "hidden_size": 64}
-    config |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "rms_norm_eps": 1e-6}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def read(folder: Path) -> CheckpointText:
-    return read_text(folder, read_folder_config(folder))
-
-
-def loaded(folder: Path) -> Tokenizer:
-    """The tokenizer of the plan that is made of the checkpoint."""
-    text = read(folder)
-    text.write(folder / "plan")
-    return Tokenizer.load(folder / "plan", text.text.special_tokens)
-
-
-def prompt_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
-    geometry = Geometry.model_construct(context=4096, vocab_size=tokenizer.vocab_size)
-    return prepare_prompt(choose_prompt(None, messages, tokenizer, geometry), [], (), tokenizer, geometry).ids
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chats_are_rendered_and_encoded_as_in_transformers(shape: str, tmp_path: Path) -> None:
     """All conversations with all variables. Nothing is put before what the template has written: one `<bos>`, not
@@ -312,9 +276,6 @@ def test_chats_are_rendered_and_encoded_as_in_transformers(shape: str, tmp_path:
     bos = oracle.bos_token_id
     assert bos is None or ids.count(bos) == (1 if "bos_token" in template else 0)
     assert tokenizer.encode("the end") == oracle("the end").input_ids
-
-
-# Templates and their messages.
 
 
 def test_text_and_parts_reach_a_template_in_the_form_that_it_knows(tmp_path: Path) -> None:
@@ -447,160 +408,3 @@ def test_a_template_for_tools_is_checked_and_identifies_the_checkpoint_and_no_en
     assert engines_key(before, {}, {}) == engines_key(after, {}, {})
     with pytest.raises(CheckpointError, match=r"tool_use.jinja failed on these messages .* division by zero"):
         read(folder)
-
-
-# Special tokens and end tokens.
-
-
-def test_tokens_that_the_settings_alone_call_special_print_nothing(tmp_path: Path) -> None:
-    """As in transformers: those with a name, those of a list, one that has been a plain token of the vocabulary."""
-    for place, (further, names) in enumerate(
-        (
-            ({"additional_special_tokens": ["<tool>", {"__type": "AddedToken", "content": "<think>"}]}, {}),
-            ({"extra_special_tokens": ["<tool>"], "think_token": "<think>"}, {}),
-            ({"extra_special_tokens": {"think_token": "<think>"}, "unk_token": "<tool>"}, {}),
-            ({}, {"additional_special_tokens": ["<tool>", "<think>", "<nowhere>"], "pad_token": {"content": "h"}}),
-        )
-    ):
-        folder = tmp_path / f"{place}"
-        checkpoint(folder, families.qwen(), {"eos_token": "<|im_end|>", **further}, padding=9)
-        (folder / "special_tokens_map.json").write_text(json.dumps(names))
-        oracle, tokenizer = AutoTokenizer.from_pretrained(folder), loaded(folder)
-        assert {"<tool>", "<think>"} <= set(tokenizer.special_tokens.values())
-        for number in range(families.qwen().get_vocab_size()):
-            assert tokenizer.decode([number]) == oracle.decode([number], skip_special_tokens=True)
-        for text in families.TEXTS:
-            assert tokenizer.encode(text) == oracle(text).input_ids
-
-
-def test_settings_that_say_nothing_new_leave_the_tokenizer_as_it_is(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint", families.gemma(), {"bos_token": "<bos>", "eos_token": "<eos>"})
-    assert read(folder).tokenizer == (folder / "tokenizer.json").read_bytes()
-
-
-def decoder_of(tokenizer: tokenizers.Tokenizer, **changes: dict[str, bool]) -> dict[str, Any]:
-    """The `added_tokens_decoder` that transformers saves beside a tokenizer, with other flags of some tokens."""
-    flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
-    return {
-        str(number): {"content": token.content, **{flag: getattr(token, flag) for flag in flags}}
-        | changes.get(token.content.strip("<|>"), {})
-        for number, token in tokenizer.get_added_tokens_decoder().items()
-    }
-
-
-STRIPS = {"lstrip": True, "rstrip": True}
-THE = {"__type": "AddedToken", "content": "the", "normalized": False, "single_word": False, **STRIPS}
-
-
-@pytest.mark.parametrize(
-    ("further", "changes", "oracle"),
-    [
-        ({}, {}, AutoTokenizer),
-        ({}, {"think": {"special": True}, "tool": STRIPS}, AutoTokenizer),
-        ({}, {"im_start": {"special": False}}, AutoTokenizer),
-        ({}, {"im_end": STRIPS}, PreTrainedTokenizerFast),
-        ({"mask_token": {**THE, "content": "<think>"}}, {"think": {"lstrip": True}}, PreTrainedTokenizerFast),
-        ({"additional_special_tokens": ["<think>"]}, {}, AutoTokenizer),
-        ({"mask_token": THE}, {}, PreTrainedTokenizerFast),
-        ({"mask_token": THE, "pad_token": "the"}, {}, PreTrainedTokenizerFast),
-    ],
-)
-def test_the_settings_flags_of_added_tokens_win(
-    further: dict[str, Any], changes: dict[str, dict[str, bool]], oracle: Any, tmp_path: Path
-) -> None:
-    table = decoder_of(families.qwen(), **changes)
-    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": table, **further}
-    folder = checkpoint(tmp_path / "checkpoint", families.qwen(), settings)
-    tokenizer, expected = loaded(folder), oracle.from_pretrained(folder)
-    for text in ("a <think> b <|im_start|> c <tool> the end <|im_end|> of", *families.TEXTS):
-        ids = tokenizer.encode(text)
-        assert ids == expected(text).input_ids
-        assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
-
-
-def test_tokens_that_the_settings_alone_add_are_added_and_counted(tmp_path: Path) -> None:
-    size = families.qwen().get_vocab_size()
-    table = decoder_of(families.qwen()) | {str(size): {"content": "<new>", "special": True, "normalized": False}}
-    table[str(size + 5)] = {"content": "<behind a gap>"}
-    folder = checkpoint(tmp_path / "checkpoint", families.qwen(), {"added_tokens_decoder": table}, padding=1)
-    assert loaded(folder).encode("<new>") == [size] == AutoTokenizer.from_pretrained(folder)("<new>").input_ids
-    checkpoint(folder, families.qwen(), {"added_tokens_decoder": table})
-    with pytest.raises(CheckpointError, match=f"has {size + 1} tokens, the model {size}"):
-        read(folder)
-    checkpoint(folder, families.qwen(), {"added_tokens_decoder": {"1": "<s>"}})
-    with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
-        read(folder)
-
-
-@pytest.mark.parametrize(
-    ("make", "end", "listed", "expected"),
-    [
-        (families.gemma, "<eos>", ["<eos>", "<end_of_turn>"], ["<eos>", "<end_of_turn>"]),
-        (families.gemma, "<eos>", ["<end_of_turn>"], ["<end_of_turn>", "<eos>"]),
-        (families.phi3, {"content": "<|endoftext|>"}, ["<|end|>"], ["<|end|>", "<|endoftext|>"]),
-        (families.gpt_oss, "<|return|>", ["<|call|>", "<|return|>"], ["<|call|>", "<|return|>"]),
-        (families.olmo, "<|im_end|>", None, ["<|im_end|>"]),
-        (families.olmo, None, ["<|im_end|>"], ["<|im_end|>"]),
-        (families.olmo, "<nowhere>", ["<|im_end|>"], ["<|im_end|>"]),
-    ],
-)
-def test_a_plan_has_all_end_tokens(
-    make: Callable[[], tokenizers.Tokenizer], end: object, listed: list[str] | None, expected: list[str], tmp_path: Path
-) -> None:
-    """Those of the generation's configuration and the tokenizer's own."""
-    tokenizer = make()
-    ids = None if listed is None else [tokenizer.token_to_id(token) for token in listed]
-    folder = checkpoint(tmp_path / "checkpoint", tokenizer, {"eos_token": end}, ids)
-    assert read(folder).text.eos_token_ids == tuple(tokenizer.token_to_id(token) for token in expected)
-
-
-# Files that a tokenizer is made of.
-
-
-def without_json(folder: Path, settings: Mapping[str, Any], ends: object = None) -> Path:
-    """A checkpoint with SentencePiece's file alone."""
-    checkpoint(folder, families.gemma(), settings, ends)
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("bpe"))
-    return folder
-
-
-def test_a_tokenizer_is_made_of_sentencepieces_file(tmp_path: Path) -> None:
-    oracle = sentencepiece.SentencePieceProcessor(model_proto=families.sentencepiece_model("bpe"))
-    size = oracle.vocab_size()
-    added = {"1": {"content": "<s>", "special": True}, f"{size}": {"content": "<|end|>", "special": True}}
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}hello<|end|>"}
-    folder = without_json(tmp_path / "checkpoint", settings | {"added_tokens_decoder": added}, size)
-    tokenizer = loaded(folder)
-    assert tokenizer.encode("the end") == [1, *oracle.encode("the end")]
-    assert prompt_ids([USER], tokenizer) == [1, *oracle.encode("hello"), size]
-    assert tokenizer.decode([1, *oracle.encode("日本 end"), size]) == "日本 end"
-    assert read(folder).text.eos_token_ids == (size, 2)
-    assert read_vocabulary(folder) == {**{oracle.id_to_piece(i): i for i in range(size)}, "<|end|>": size}
-    before = checkpoint_hashes(folder)
-    (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("unigram"))
-    assert before != checkpoint_hashes(folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"1": "<s>"}}))
-    with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
-        read(folder)
-
-
-def test_older_checkpoints_have_added_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
-    folder = without_json(tmp_path / "checkpoint", {"eos_token": "<|end|>"})
-    size = sentencepiece.SentencePieceProcessor(model_proto=families.sentencepiece_model("bpe")).vocab_size()
-    (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": size}))
-    assert read(folder).text.eos_token_ids == (size,)
-
-
-@pytest.mark.parametrize("others", [(), ("tekken.json",), ("vocab.json", "merges.txt")])
-def test_a_checkpoint_without_a_tokenizer_is_told_what_to_do(others: tuple[str, ...], tmp_path: Path) -> None:
-    folder = without_json(tmp_path / "checkpoint", {})
-    (folder / "tokenizer.model").unlink()
-    for name in others:
-        (folder / name).write_text("{}")
-    with pytest.raises(CheckpointError) as error:
-        read(folder)
-    assert f"{folder / 'tokenizer.json'} does not exist, nor tokenizer.model" in str(error.value)
-    assert "Add the model's tokenizer.json" in str(error.value)
-    assert all(name in str(error.value) for name in others)
-    assert read_vocabulary(folder) is None
