@@ -30,6 +30,7 @@ from plans.machine import available_cores, instruction_set, processor
 from plans.manifest import Manifest, Probe
 from plans.plan import Plan, file_sha256
 from plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
+from runtime.backends import on_processor
 from runtime.backends.onnxruntime_cpu import session_options
 from runtime.cache_folder import cache_folder
 
@@ -164,7 +165,7 @@ def kernels_that_count(manifest: Manifest, backend: str) -> dict[str, str]:
     They depend on it where ONNX Runtime multiplies floats on the processor: it has other kernels for other ones. On a
     GPU nothing is known of it.
     """
-    if backend != "onnxruntime-cpu":
+    if not on_processor(backend):
         return {}
     probe = manifest.backends[backend].probe
     ops = [] if probe is None else [op.partition(": ") for op in probe.ops.values()]

@@ -1,4 +1,4 @@
-"""A file that one process at a time holds; the system lets go of it with the process."""
+"""A file that one process at a time holds, or several share; the system lets go of it with the process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ except ImportError:  # not on Windows, where nothing is locked
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[None]:
     """Hold the file at `path`, which is made if need be. Without `wait`, raises BlockingIOError where it is held.
 
+    Several processes may hold it `shared`, while none holds it alone.
     Raises OSError where the file cannot be made.
     """
     with path.open("w") as file:
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         yield

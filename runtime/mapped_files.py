@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,10 +38,17 @@ class MappedFiles:
         paths = [file.path for file in plan.manifest.files if file.path.startswith(f"engines/{backend}/")]
         return cls(plan.root / path for path in paths if path.endswith(".bin"))
 
-    def hold(self, path: Path) -> None:
-        """Hold a further file. Raises OSError."""
+    def hold(self, path: Path) -> Callable[[], None]:
+        """Hold a further file; returns what lets go of it. Raises OSError."""
         number = os.open(path, os.O_RDONLY)
-        self._held.append((path, number, _written(number)))
+        entry = path, number, _written(number)
+        self._held.append(entry)
+
+        def let_go() -> None:
+            self._held.remove(entry)
+            os.close(number)
+
+        return let_go
 
     def check(self) -> None:
         """Raise PlanError where a file has been written to since it was opened; a microsecond."""

@@ -63,27 +63,36 @@ class SharedEngines:
         `write(path, to)` has ONNX Runtime write the graph with its packed weights. Where nothing is packed, and where
         the folder cannot be written, which is a warning, it is `path`.
         """
-        made = self.folder / path.stem
+        made, lock = self.folder / path.stem, self.folder / f"{path.stem}.lock"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with locked(self.folder / f"{path.stem}.lock"):
-                self._hold(
-                    made / _WEIGHTS
-                )  # before they are read, so that what is written to them meanwhile is noticed
-                if wrong := _what_is_wrong(made, self.verify):
-                    _LOG.warning("%s: %s; it is made again", made, wrong)
-                    _remove(made)
-                if not made.exists():
-                    _make(path, weight_bytes, made, write)
-                    self._hold(made / _WEIGHTS)
+            with locked(lock, shared=True):
+                whole = self._hold_whole(made)
+            if not whole:
+                with locked(lock):
+                    if not self._hold_whole(made):  # nobody else has made it meanwhile
+                        _remove(made)
+                        _make(path, weight_bytes, made, write)
+                        self._hold_whole(made)
         except OSError as error:
             _LOG.warning("weights of %s are not shared between processes: %s cannot be used: %s", path, made, error)
             return path
         return made / _NAME if (made / _NAME).exists() else path
 
-    def _hold(self, weights: Path) -> None:
-        if weights.exists():
-            self.files.hold(weights)
+    def _hold_whole(self, made: Path) -> bool:
+        """Return whether a folder is there and whole; its weights are held then. Raises OSError."""
+        if not made.exists():
+            return False
+        weights = made / _WEIGHTS
+        # Held before it is read, so that what is written to it meanwhile is noticed.
+        let_go = self.files.hold(weights) if weights.exists() else None
+        wrong = _what_is_wrong(made, self.verify)
+        if wrong is None:
+            return True
+        if let_go is not None:
+            let_go()
+        _LOG.warning("%s: %s; it is made again", made, wrong)
+        return False
 
 
 def write_packed(path: Path, to: Path, options: Callable[[], ort.SessionOptions], disabled: list[str]) -> None:
@@ -129,9 +138,7 @@ def _make(path: Path, weight_bytes: int, made: Path, write: Callable[[Path, Path
 
 
 def _what_is_wrong(made: Path, verify: bool) -> str | None:
-    """None for a folder that is whole, and for none. Raises OSError."""
-    if not made.exists():
-        return None
+    """None for a folder that is whole. Raises OSError."""
     try:
         listed = json.loads((made / _LIST).read_text(encoding="utf-8"))
         if {file.name for file in made.iterdir()} != {_LIST, *listed}:
@@ -147,7 +154,9 @@ def _what_is_wrong(made: Path, verify: bool) -> str | None:
 
 
 def _remove(made: Path) -> None:
-    """Under another name first: whoever has mapped the files keeps them. Raises OSError."""
+    """Remove a folder, if it is there; who has mapped its files keeps them. Raises OSError."""
+    if not made.exists():
+        return
     old = Path(mkdtemp(prefix=f".{made.name}.", dir=made.parent))
     made.rename(old / made.name)
     shutil.rmtree(old, ignore_errors=True)

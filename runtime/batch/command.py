@@ -57,8 +57,8 @@ def add_batch(commands: Any) -> None:
         "--block-size",
         type=at_least_1,
         metavar="N",
-        help="requests that are written together (default: as many as the plan serves at once, at least 16); "
-        "a resumed run keeps the first run's size",
+        help="requests that are written together, and in one process lost together when it is killed (default: as many "
+        "as the plan serves at once, at least 16); a resumed run keeps the first run's size",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")

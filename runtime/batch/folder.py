@@ -120,9 +120,13 @@ class BatchFolder:
             raise BusyError(f"Another run writes {self.path}; wait until it has ended, or end it.") from None
 
     def _clear(self) -> None:
-        """Remove what a run that was killed had not finished."""
-        for left in (*self.path.glob(".*.json*"), *self._parts.glob(".*.jsonl.*"), *self._parts.glob("*.begun")):
+        """Remove what a run that was killed had not finished writing, and who began its blocks."""
+        for left in (*self.path.glob(".*.json*"), *self._parts.glob(".*.jsonl.*"), *self._parts.glob(".*.begun.*")):
             left.unlink(missing_ok=True)
+        for path in self._parts.glob("*.begun"):
+            lines = [line for line in path.read_bytes().split(b"\n") if line and line != _BEGINS]
+            with written_whole(path, mode=_MODE) as file:
+                file.writelines(line + b"\n" for line in lines)
 
     def _agreed(self, state: BatchState) -> BatchState:
         kept = self.state()

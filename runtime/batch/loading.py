@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import TypedDict, Unpack
 
+from plans.errors import RequestError
 from runtime.exactness import Exactness
 from runtime.prefix_cache.cache import PrefixCacheConfig
 from runtime.runtime import Runtime
@@ -29,6 +30,8 @@ class LoadOptions(TypedDict, total=False):
 
 def load_for_batches(plan: str | PathLike[str], **options: Unpack[LoadOptions]) -> Runtime:
     """Load a plan with a prefix cache, and a queue that is long enough. Raises what `Runtime.load` does."""
+    if unknown := sorted(options.keys() - LoadOptions.__annotations__.keys()):
+        raise RequestError(f"There is no option {unknown[0]!r}; choose from {', '.join(LoadOptions.__annotations__)}.")
     return Runtime.load(
         plan,
         backend=options.get("backend"),

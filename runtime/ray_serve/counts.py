@@ -6,21 +6,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from itertools import zip_longest
 from operator import add
-from time import monotonic
 from typing import Any
 
 from runtime.scheduler_stats import SchedulerStats
 
-_FORGOTTEN = 600.0  # seconds without an answer behind which a replica is gone: Ray has replaced it long since
+_FORGOTTEN = 300  # answers of others that a replica misses until it is taken for gone: ten minutes, as ingresses ask
 
 
 class Counts:
     """Told now and then what each replica has counted; `total` never falls, but for the requests that are there now."""
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._last: dict[str, SchedulerStats] = {}  # by replica
-        self._answered: dict[str, float] = {}  # when each of them did
+        self._missed: dict[str, int] = {}  # how often each has not answered, one time after another
         self._gone = SchedulerStats()  # of those that are gone: names are never used again
         self.total = SchedulerStats()
 
@@ -28,12 +26,11 @@ class Counts:
         """Take in what the replicas that answer have counted. Of others, what they told last stays, whatever it is that
         keeps them from answering; but nothing is taken to run there.
         """
-        now = self._clock()
-        self._answered |= dict.fromkeys(found, now)
+        self._missed = {name: missed + 1 for name, missed in self._missed.items()} | dict.fromkeys(found, 0)
         self._last |= {name: _at_rest(stats) for name, stats in self._last.items() if name not in found} | dict(found)
-        for name in [name for name, answered in self._answered.items() if now - answered > _FORGOTTEN]:
+        for name in [name for name, missed in self._missed.items() if missed > _FORGOTTEN]:
             self._gone = _together([self._gone, self._last.pop(name)])
-            del self._answered[name]
+            del self._missed[name]
         self.total = _together([self._gone, *self._last.values()])
 
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 ReplicaName = TypeVar("ReplicaName", bound=Hashable)
 
 BLOCK = 16  # tokens
-BLOCKS = "blocks"  # what replicas tell routers, by name
+BLOCKS, KERNELS = "blocks", "kernels"  # what replicas tell routers, by name
 _NOTHING = 0  # the hash in front of the first block
 
 

@@ -9,17 +9,19 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
+from typing import Any
 
 import ray
 from ray import serve
 
 from plans.errors import ClosedError, OutriderError, PlanError
+from runtime.backends import device_of, on_processor
 from runtime.exactness import foreign_kernels, kernels_that_count
 from runtime.generation import Span
 from runtime.handle import Handle
 from runtime.ray_serve.callers import Callers
 from runtime.ray_serve.following import Message
-from runtime.ray_serve.prefixes import BLOCKS, PrefixIndex
+from runtime.ray_serve.prefixes import BLOCKS, KERNELS, PrefixIndex
 from runtime.ray_serve.sent import Sent, Taken
 from runtime.ray_serve.settings import Settings
 from runtime.runtime import Runtime
@@ -72,6 +74,8 @@ class Replica:
         warm_up(self._runtime)
         backend = self._runtime.backend
         self._kernels = {"backend": backend} | kernels_that_count(self._runtime.manifest, backend)
+        if not on_processor(backend):
+            self._kernels["device"] = device_of(backend)
         self._callers = Callers()
         self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
@@ -115,9 +119,10 @@ class Replica:
         if self._held is not None:
             self._held.insert(tokens, "here")
 
-    def record_routing_stats(self) -> dict[str, list[int]]:
+    def record_routing_stats(self) -> dict[str, Any]:
         """Called by Ray's controller every now and then, and told to the routers of all ingresses."""
-        return {} if self._held is None else {BLOCKS: self._held.blocks}
+        told: dict[str, Any] = {KERNELS: self._kernels}
+        return told if self._held is None else told | {BLOCKS: self._held.blocks}
 
     async def about(self) -> About:
         """Which process this is, and its counts."""

@@ -13,7 +13,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from runtime.ray_serve.prefixes import BLOCK, BLOCKS, Balance, PrefixIndex, choose
+from runtime.ray_serve.prefixes import BLOCK, BLOCKS, KERNELS, Balance, PrefixIndex, choose
 from runtime.ray_serve.sent import Sent
 
 _MOST_CHOSEN = 256
@@ -31,15 +31,17 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Replicas in ranks of one; Ray takes the first that has room."""
-        by_id = {replica.replica_id: replica for replica in candidate_replicas}
-        path = _path(pending_request)
+        sent = _sent(pending_request)
+        by_id = {each.replica_id: each for each in candidate_replicas if _may_go_on(each, sent)}
+        path = [] if sent is None else sent.path
         loads = {name: self.replica_queue_len_cache.get(name) or 0 for name in by_id}
         sizes = Counter({name: self._index.size(name) for name in by_id})
         for name, blocks in self._chosen.values():
             sizes[name] += blocks
         order = choose(len(path), self._index.match(path), loads, sizes, self._balance, self._draw)
-        if pending_request is not None and order:
+        if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # once all have been tried
+        if pending_request is not None and order:
             self._chosen[pending_request.metadata.internal_request_id] = order[0], len(path) // BLOCK
             while len(self._chosen) > _MOST_CHOSEN:  # cancelled before they were sent
                 self._chosen.popitem(last=False)
@@ -48,7 +50,9 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has taken the request."""
         self._chosen.pop(pending_request.metadata.internal_request_id, None)
-        self._index.insert(_path(pending_request), replica_id)
+        sent = _sent(pending_request)
+        if sent is not None:
+            self._index.insert(sent.path, replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -81,8 +85,12 @@ class RoundRobinRouter(RequestRouter):
         return [[replica] for replica in [*ordered[first:], *ordered[:first]]]
 
 
-def _path(pending: PendingRequest | None) -> list[int]:
-    """The tokens that the replica will compute or find."""
-    if pending is None or not pending.args or not isinstance(pending.args[0], Sent):
-        return []
-    return pending.args[0].path
+def _sent(pending: PendingRequest | None) -> Sent | None:
+    given = pending.args[0] if pending is not None and pending.args else None
+    return given if isinstance(given, Sent) else None
+
+
+def _may_go_on(replica: RunningReplica, sent: Sent | None) -> bool:
+    """Whether a replica would take a request, as far as is known: not one that has tokens of other kernels."""
+    here = replica.routing_stats.get(KERNELS)
+    return sent is None or not sent.kernels or not here or dict(sent.kernels) == here

@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
 from plans.plan import open_plan
@@ -258,6 +259,10 @@ def test_what_one_ingress_sent_the_others_route_by(cluster: str, plan: Path) -> 
         holders = {each.replica: each.stats.prompt_tokens // 64 for each in served.replicas()}
         assert sum(holders.values()) == 8
         assert all(holders.values())  # both hold some
+        _, text = get(f"{served.address}/metrics")  # of either ingress, which it names
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        assert samples
+        assert all(sample.labels["ingress"] for sample in samples)
         time.sleep(6)  # for the replicas to tell
 
         async def ask() -> None:

@@ -140,8 +140,7 @@ def test_an_ingress_that_dies_leaves_nothing_running(cluster: tuple[Cluster, str
         assert any(broken)
         served.settle(2)
         stats = [replica.stats for replica in served.replicas()]
-        asked_for = 150 * (sum(each.submitted for each in stats) - len(stats))  # each replica's warm-up is counted too
-        assert sum(each.new_tokens for each in stats) < asked_for / 2
+        assert sum(each.new_tokens for each in stats) < 10 * 64 * 150 / 2
         with client_of(served.address) as client:
             assert client.completions.create(model="toy", prompt="x", max_tokens=2).usage is not None
 
