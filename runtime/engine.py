@@ -87,6 +87,7 @@ class Engine:
         self._open: dict[int, Sequence] = {}  # those that have KV
         self.passes = 0
         self.paused = 0.0  # seconds that callers had
+        self._longest_draft = longest_draft(self.manifest.drafters)
         # Drafters accepted by rejection, and how much they draft at most.
         self._rejecting = {d.name: longest_draft([d]) for d in self.manifest.drafters if rejects([d])}
         self._ruled_walk = RuledWalk(parts.buffers, parts.step)
@@ -466,6 +467,7 @@ class Engine:
         if alone:
             each = live[0]
             start, allowed = self._begin_pass(each, partial_room, confirming, chunk)
+            cache.tidy(1 + self._longest_draft)  # what neighbours have left must not keep a draft from being made
             draft = confirming[each] if confirming else self.drafting.propose_one(allowed, cache.length)
             drafted_at = perf_counter()
             placed = [lay_out_one(step, cache, each, start, chunk, draft)]

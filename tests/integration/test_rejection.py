@@ -20,7 +20,8 @@ from runtime import PrefixCacheConfig, Runtime
 from runtime.branch_request import MODES, BranchPrompt, Mode
 from runtime.cli.debug import RoundPrinter
 from runtime.drafters.adaptive import AdaptiveSpeculation
-from runtime.request import Options
+from runtime.request import Options, check_request
+from runtime.sequence import Sequence
 from runtime.trace import Round
 from tests.conftest import REJECTING
 from tests.plugins.drawn_pairs import one_in_a_thousand
@@ -147,6 +148,42 @@ def test_tokens_do_not_depend_on_company(everything: Runtime, drafter: str, mode
         assert branch.token_ids == alone[each["drafter"]].token_ids
     assert found[1].stats.drafted == alone[drafter].stats.drafted
     assert alone["head"].token_ids == alone["none"].token_ids == alone["sure"].token_ids != alone[drafter].token_ids
+
+
+@pytest.mark.parametrize("drafter", REJECTING)
+def test_tokens_do_not_depend_on_slots_that_neighbours_have_left(everything: Runtime, drafter: str) -> None:
+    """A sequence that is alone behind them drafts at once, as if nobody had been there."""
+    options = Options(max_new_tokens=60, temperature=1.0, seed=11, ignore_eos=True)
+    engine = everything.engines.borrow()
+    engine.warm_up("in-one-sequence")
+
+    def admit(id: int, prompt: list[int], own: Options) -> Sequence:
+        return engine.admit(id, prompt, check_request(own, everything.manifest, everything.grammars, shared=True))
+
+    found: list[int] = []
+
+    def step(*running: Sequence) -> None:
+        for committed in engine.step(running):
+            span = engine.show(committed)
+            found.extend(span.token_ids if span.sequence == 0 else [])
+
+    view, longest = engine.target_step.largest_view, engine._rejecting[drafter]
+    one = admit(0, PROMPT, Options(**{**options, "drafter": drafter}))
+    first = admit(1, [*PROMPT, *PROMPT[:15]], Options(max_new_tokens=1, drafter="none"))
+    while not first.over:
+        step(one, first)
+    engine.release(first)
+    rest = view - one.end - engine._reserved(one.request)
+    second = admit(2, PROMPT * 3, Options(max_new_tokens=rest - 120, drafter="none", ignore_eos=True))
+    while engine.cache.length + longest < view:
+        assert not second.over
+        step(one, second)
+    engine.release(second)
+    while not one.over:
+        step(one)
+    engine.release(one)
+    everything.engines.give_back(engine)
+    assert found == everything.generate(PROMPT, drafter=drafter, **options).token_ids
 
 
 @pytest.mark.parametrize("drafter", REJECTING)
