@@ -34,19 +34,25 @@ class Prompts:
         return Prompts(chosen, [task] * len(chosen))
 
 
+def prompts_file(plan: Path, path: Path | None) -> Path:
+    """Return `path`, or the held-out prompts of the recipe that the plan was built from. Raises RequestError."""
+    if path is not None:
+        return path
+    recipe = source_recipe(plan, option="--prompts FILE")
+    if recipe.held_out_path is None:
+        raise RequestError(
+            'The plan\'s recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.'
+        )
+    return recipe.held_out_path
+
+
 def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> list[Prompt]:
     """Read prompts of `path`, or the held-out ones of the recipe that the plan was built from; all, or of one `task`.
 
     One of every task comes first, then a second one of each, so that the first few cover all tasks. Prompts of the task
     `edit` are made of those of the task `long` where the file has none, and only where they are asked for.
     """
-    if path is None:
-        recipe = source_recipe(plan, option="--prompts FILE")
-        if recipe.held_out_path is None:
-            raise RequestError(
-                'The plan\'s recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.'
-            )
-        path = recipe.held_out_path
+    path = prompts_file(plan, path)
     by_task: dict[str | None, list[Prompt]] = {}
     for prompt in read_tasks(path):
         by_task.setdefault(prompt.task, []).append(prompt)

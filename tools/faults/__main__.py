@@ -28,6 +28,7 @@ from plans.errors import RequestError
 from plans.plan import open_plan
 from tools.bench.identity import git_sha
 from tools.bench.machine import describe_run
+from tools.bench.prompts import prompts_file
 from tools.faults.scenarios import SCENARIOS
 from tools.output import make_table, print_report
 
@@ -46,10 +47,8 @@ def _run(options: argparse.Namespace) -> int:
     names = list(SCENARIOS) if options.only is None else options.only.split(",")
     if wrong := [name for name in names if name not in SCENARIOS]:
         raise RequestError(f"--only names {wrong[0]!r}; choose from {', '.join(SCENARIOS)}.")
-    manifest = open_plan(options.plan).manifest
-    questions = make_questions(
-        options.plan, options.questions, options.seed, options.new, options.prompts, options.threads
-    )
+    manifest, prompts = open_plan(options.plan).manifest, prompts_file(options.plan, options.prompts)
+    questions = make_questions(options.plan, options.questions, options.seed, options.new, prompts, options.threads)
     seconds = 60 * options.minutes / len(names)
     report: dict[str, Any] = {
         **describe_run(),
@@ -74,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
                 scale=min(1.0, options.minutes / _WHOLE * len(SCENARIOS) / len(names)),
                 threads=options.threads,
                 new=options.new,
-                prompts=options.prompts,
+                prompts=prompts,  # of copies of the plan too, which find no recipe
                 tell=lambda what, place=place, name=name: progress(place, len(names), f"{name}: {what}"),  # type: ignore[misc]
             )
             report["rows"].append(SCENARIOS[name].run(name, setting).to_json())

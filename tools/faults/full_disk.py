@@ -18,7 +18,7 @@ from tools.faults.figures import Figures
 from tools.faults.server import Server
 from tools.faults.setting import Setting
 
-_DISK_BYTES = 2**26
+_DISK_BYTES = 2**28  # room for two prefix caches of `setting.serve`, the old file and the new one
 
 
 def run(setting: Setting, figures: Figures) -> None:
