@@ -143,10 +143,9 @@ def test_an_actor_goes_on_with_a_block_where_the_one_before_it_died(
         {json.loads(line)["custom_id"]: line for line in results.splitlines()},
     )
     first = [of_id[request.custom_id] for request in blocks[0]]
-    with folder.begun(state):
-        with folder.beginning(0) as (tries, lines, file):
-            assert (tries, lines) == (1, {})
-            file.write(b"\n".join(first[:10]) + b"\n" + first[10][:-9])  # cut off by a kill
+    with folder.begun(state), folder.beginning(0) as (tries, lines, file):
+        assert (tries, lines) == (1, {})
+        file.write(b"\n".join(first[:10]) + b"\n" + first[10][:-9])  # cut off by a kill
     with folder.begun(state):  # of the run as well: another one goes on, and counts its own actors
         assert b"\n.\n" not in (folder.path / "parts" / "000000.begun").read_bytes()
         write_block = _BlockWriter(str(branch_plan), str(folder.path), state, {"threads": 1, "share_memory": False})
