@@ -73,7 +73,8 @@ class SharedEngines:
                     if not self._hold_whole(made):  # nobody else has made it meanwhile
                         _remove(made)
                         _make(path, weight_bytes, made, write)
-                        self._hold_whole(made)
+                        if not self._hold_whole(made):
+                            raise OSError("what was written cannot be read again as it was")
         except OSError as error:
             _LOG.warning("weights of %s are not shared between processes: %s cannot be used: %s", path, made, error)
             return path

@@ -92,8 +92,8 @@ class Replica:
             raise ClosedError(f"This replica would go on with other tokens: its machine has {foreign}.")
         handle = await self._submit(sent)
         try:
-            yield Taken(self._kernels)
             with self._callers.serving(sent.caller, handle):
+                yield Taken(self._kernels)
                 async for spans in _messages(handle):
                     yield spans
             self._note([*sent.token_ids, *handle.result().token_ids])
