@@ -36,6 +36,7 @@ from compiler.recipe import Recipe
 from compiler.recipe_backends import (
     PACKAGES,
     BackendBuild,
+    CudaSection,
     OnnxRuntimeCpuSection,
     TensorRtRtxSection,
     TensorRtSection,
@@ -125,7 +126,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     there = old.manifest.backends if old is not None else {}
     kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
     stale = [kind for kind in sections if kind not in kept]
-    dtypes = list(dict.fromkeys(recipe.dtype(sections[kind]) for kind in stale))
+    dtypes = list(dict.fromkeys(recipe.graph_dtype(sections[kind]) for kind in stale))
     each = 1 + len(design.models) + design.searched_layers
     steps = _Steps(progress, len(kept) + each * len(dtypes) + len(design.models) * len(stale) + 1)
     with place.workplace() as root:
@@ -139,7 +140,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
         for dtype in dtypes:
             exported = _export(design, dtype, text, steps)
             reports = _quantize(design, exported)
-            for kind in (kind for kind in stale if recipe.dtype(sections[kind]) == dtype):
+            for kind in (kind for kind in stale if recipe.graph_dtype(sections[kind]) == dtype):
                 written = _write_engines(design, sections[kind], exported, root, steps)
                 engines[kind] = replace(written, reports=(*reports, *written.reports))
         steps.begin("writing the plan")
@@ -269,8 +270,11 @@ def _write_engines(
     """Lower copies of the graphs for one backend, and write its engines and kernels."""
     place = root / "engines" / backend.kind
     place.mkdir(parents=True)
-    cache = design.recipe.timing_cache_path(backend)
-    folder = open_folder(backend, place, lambda text: steps.detail(f"{backend.kind}: {text}"), cache)
+    recipe, cache = design.recipe, design.recipe.timing_cache_path(backend)
+    folder = open_folder(
+        backend, place, lambda text: steps.detail(f"{backend.kind}: {text}"), cache, recipe.dtype(backend)
+    )
+    kv_cache = recipe.kv_dtype(backend) if isinstance(backend, CudaSection) else recipe.kv_cache
     engines: dict[str, Engine] = {}
     reports: list[RuleReport] = []
     # A GPU's kernels choose by the size of a step, and promise less.
@@ -282,7 +286,7 @@ def _write_engines(
             own = graph.clone()
             held = _take_into(own, name, design, backend) if folder.takes_ops(graph) else ()
             caches = 1 + (design.partial is not None and name == names.TARGET)
-            rows, kv_cache = design.limits[name][names.ROWS], design.recipe.kv_cache
+            rows = design.limits[name][names.ROWS]
             reports += lower(name, own, backend.kind, rows=rows, caches=caches, kv_cache=kv_cache)
             engines[name] = folder.write(name, own, design.limits[name]).model_copy(update={"holds": held})
             if name in decide:
@@ -318,18 +322,19 @@ def _backend_plan(design: PlanDesign, backend: BackendBuild, built: Engines, key
 def _compile_kernels(backend: BackendBuild, root: Path, steps: _Steps) -> dict[str, str]:
     """Compile our ops' kernels for a backend's devices, files by architecture; backends of one plan share them."""
     files: dict[str, str] = {}
+    source, folder = ("engine.cu", "kernels/cuda") if isinstance(backend, CudaSection) else ("kernels.cu", "kernels")
     for architecture in kernel_architectures(backend):
-        files[architecture] = f"kernels/{architecture}.cubin"
+        files[architecture] = f"{folder}/{architecture}.cubin"
         path = root / files[architecture]
         if not path.exists():
             steps.detail(f"{backend.kind}: compiling the ops for {architecture}")
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(compile_kernels(architecture))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(compile_kernels(architecture, source))
     return files
 
 
 def _copy(source: Path, to: Path) -> None:
-    to.parent.mkdir(exist_ok=True)
+    to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, to)
 
 

@@ -12,7 +12,13 @@ from compiler.layer_windows import windows_within
 from compiler.models.config import DecoderConfig
 from compiler.opening import read_config
 from compiler.recipe import Recipe, check_capacity
-from compiler.recipe_backends import BackendBuild, OnnxRuntimeCpuSection, TensorRtRtxSection, TensorRtSection
+from compiler.recipe_backends import (
+    BackendBuild,
+    CudaSection,
+    OnnxRuntimeCpuSection,
+    TensorRtRtxSection,
+    TensorRtSection,
+)
 from compiler.recipe_drafters import NgramSection
 from plans import names
 from plans.buffers import Tensor
@@ -230,7 +236,8 @@ def _check_served(recipe: Recipe) -> None:
                 "any of the types is read), and give other backends a dtype of their own in their sections",
             )
         own = recipe.dtype(backend)
-        if not isinstance(backend, OnnxRuntimeCpuSection) and recipe.kv_cache not in (None, own):
+        kept = (None, own, "float16") if isinstance(backend, CudaSection) else (None, own)
+        if not isinstance(backend, OnnxRuntimeCpuSection) and recipe.kv_cache not in kept:
             raise recipe.error(
                 ("kv_cache",),
                 f"is {recipe.kv_cache}; {backend.kind} keeps keys and values as its weights are, {own} here: leave "

@@ -15,6 +15,7 @@ from plans.manifest import FORMAT_VERSION
 
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _SOURCES = ("compiler", "plans", "plugins")
+_KERNELS = ("plugins/csrc/*.h", "plugins/csrc/cuda/**/*")
 _TEXT = ("tokenizer", "added_tokens", "special_tokens_map", "chat_template", "additional_chat_templates")
 """How the names of files begin that engines do not depend on."""
 
@@ -58,8 +59,9 @@ def engines_key(checkpoint: Mapping[str, str], shape: Mapping[str, object], tool
 def _source_digest() -> str:
     root = Path(__file__).resolve().parent.parent
     total = hashlib.sha256()
-    for package in _SOURCES:
-        for path in sorted((root / package).rglob("*.py")):
-            total.update(path.relative_to(root).as_posix().encode())
-            total.update(path.read_bytes())
+    files = [path for package in _SOURCES for path in sorted((root / package).rglob("*.py"))]
+    files += [path for pattern in _KERNELS for path in sorted(root.glob(pattern)) if path.is_file()]
+    for path in files:
+        total.update(path.relative_to(root).as_posix().encode())
+        total.update(path.read_bytes())
     return total.hexdigest()[:16]

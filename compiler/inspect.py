@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import onnx
 from rich.console import Console
 from rich.table import Table
 
+from compiler.kernel_listing import describe_kernels
 from plans.build_record import read_build_record
 from plans.check import kv_bytes, kv_caches, session_bytes
 from plans.manifest import BackendPlan, Engine
@@ -64,14 +66,16 @@ def _backend(plan: Plan, backend: BackendPlan) -> dict[str, Any]:
             model: {"type": str(kv_caches(backend)[model].dtype), "bytes": size}
             for model, size in kv_bytes(backend).items()
         },
-        "engines": {name: _engine(plan, engine) for name, engine in backend.engines.items()},
+        "engines": {
+            name: _engine(plan, engine, backend.symbols.get(name, {})) for name, engine in backend.engines.items()
+        },
         "kernels": backend.kernels,
         "probe": [] if backend.probe is None else sorted(set(backend.probe.ops.values())),
         "lowering": [report.model_dump() for report in backend.lowering],
     }
 
 
-def _engine(plan: Plan, engine: Engine) -> dict[str, Any]:
+def _engine(plan: Plan, engine: Engine, limits: Mapping[str, int]) -> dict[str, Any]:
     built: dict[str, Any] = {}
     if engine.builder is not None:
         built = {"builder": engine.builder, "version_compatible": engine.version_compatible}
@@ -79,11 +83,17 @@ def _engine(plan: Plan, engine: Engine) -> dict[str, Any]:
     profiles = [{s: [r.least, r.most] for s, r in p.symbols.items()} for p in engine.profiles]
     return {
         "file": engine.file,
-        **({"ops": engine.layers} if engine.layers else _graph(plan.file(engine.file))),
+        **_content(plan.file(engine.file), engine, limits),
         **built,
         **({"holds": list(engine.holds)} if engine.holds else {}),
         **({"profiles": profiles} if profiles else {}),
     }
+
+
+def _content(path: Path, engine: Engine, limits: Mapping[str, int]) -> dict[str, Any]:
+    if engine.layers:
+        return {"ops": engine.layers}
+    return describe_kernels(path, limits) if path.suffix == ".json" else _graph(path)
 
 
 def _graph(path: Path) -> dict[str, Any]:
@@ -171,6 +181,8 @@ def print_description(description: dict[str, Any], console: Console) -> None:
                 stored = ", ".join(f"{size / 1e6:.2f} MB {kind}" for kind, size in facts["weights"].items())
                 console.print(f"    weights: {stored}")
             console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))
+            if "parts" in facts:
+                console.print(_kernel_table(facts))
         if backend["kernels"]:
             console.print(f"  our ops compiled for {', '.join(backend['kernels'])}")
         table = Table("engine", "rule", "applied", "declined", box=None, pad_edge=False)
@@ -178,6 +190,18 @@ def print_description(description: dict[str, Any], console: Console) -> None:
             declined = "; ".join(f"{count}x {reason}" for reason, count in report["declined"].items()) or "-"
             table.add_row(report["engine"], report["rule"], str(report["applied"]), declined)
         console.print(table)
+
+
+def _kernel_table(facts: dict[str, Any]) -> Table:
+    """Return the kernels of a step with one new token, by the part of the model that they compute."""
+    keys, title = facts["keys_in_view"], "of one token behind"
+    table = Table(f"{title} {keys} keys", "kernels", "blocks", "MB moved", "Mflop", box=None, pad_edge=False)
+    for part in facts["parts"]:
+        kernels, blocks = (", ".join(map(str, part[name])) for name in ("kernels", "blocks"))
+        table.add_row(
+            part["part"], kernels, blocks, f"{part['bytes_moved'] / 1e6:.3f}", f"{part['operations'] / 1e6:.2f}"
+        )
+    return table
 
 
 def _drafter_cells(drafter: dict[str, Any]) -> tuple[str, str, str]:

@@ -24,7 +24,14 @@ from pydantic_core import PydanticCustomError
 from compiler.formats.gguf_file import is_gguf
 from compiler.models.config import DecoderConfig, WeightType
 from compiler.models.rope import RopeScaling
-from compiler.recipe_backends import DEFAULT_BACKENDS, BackendBuild, BackendEntry, TensorRtSection, choose_backends
+from compiler.recipe_backends import (
+    DEFAULT_BACKENDS,
+    BackendBuild,
+    BackendEntry,
+    CudaSection,
+    TensorRtSection,
+    choose_backends,
+)
 from compiler.recipe_drafters import DrafterSection, GraphSection, ModelSection, NgramSection
 from compiler.recipe_partial import PartialKvSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
@@ -217,6 +224,10 @@ class Recipe(Section):
     def dtype(self, backend: BackendBuild) -> WeightType:
         """Dtype of the weights for a backend."""
         return backend.dtype or self.target.dtype
+
+    def graph_dtype(self, backend: BackendBuild) -> WeightType:
+        """Dtype that a backend's graphs compute in: our own kernels widen what they read."""
+        return "float32" if isinstance(backend, CudaSection) else self.dtype(backend)
 
     def kv_dtype(self, backend: BackendBuild) -> DType:
         """Dtype of the KV caches for a backend."""

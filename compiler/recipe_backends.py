@@ -54,6 +54,20 @@ class OnnxRuntimeCudaSection(Section):
     _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
 
+class CudaSection(Section):
+    """Our own kernels on an NVIDIA GPU: a step is one recorded launch, and a token the same in any company."""
+
+    kind: Literal["cuda"] = Field(description="the backend")
+    dtype: WeightType | None = _DTYPE
+    compute_capabilities: tuple[CudaCapability, ...] = Field(
+        ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
+        strict=False,
+        description="GPUs that the kernels are compiled for",
+    )
+
+    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
+
+
 class TensorRtRtxSection(Section):
     """TensorRT for RTX: engines are built without a GPU, and finished on the user's GPU at the first run."""
 
@@ -103,8 +117,8 @@ def _spelled_out(written: object) -> object:
     return {"kind": written} if isinstance(written, str) else written
 
 
-BackendBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | TensorRtRtxSection | TensorRtSection
-Kind = Literal["onnxruntime-cpu", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt"]
+BackendBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | CudaSection | TensorRtRtxSection | TensorRtSection
+Kind = Literal["onnxruntime-cpu", "onnxruntime-cuda", "cuda", "tensorrt-rtx", "tensorrt"]
 BackendEntry = Annotated[
     Annotated[BackendBuild, Field(discriminator="kind")],
     BeforeValidator(_spelled_out, json_schema_input_type=Annotated[BackendBuild, Field(discriminator="kind")] | Kind),
@@ -115,6 +129,7 @@ _KERNELS = ("nvidia-cuda-nvrtc",)
 PACKAGES: dict[str, tuple[str, ...]] = {
     "onnxruntime-cpu": (),
     "onnxruntime-cuda": _KERNELS,
+    "cuda": _KERNELS,
     "tensorrt-rtx": ("tensorrt_rtx", *_KERNELS),
     "tensorrt": ("tensorrt", *_KERNELS),
 }

@@ -45,7 +45,7 @@ from tests.fake_cuda import compile_libraries
 from tests.fake_cuda.provider import CudaProvider
 from tests.packages import install_apart
 from tests.plans.damage import edit
-from tests.plugins.emulator import Emulator, compile_emulator
+from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -327,6 +327,14 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 
 @pytest.fixture(scope="session")
+def engine_emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Our ops' CUDA kernels and those of engines on the CPU, compiled once."""
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator is compiled with g++")
+    return Emulator(made_once(tmp_path_factory, "engines.so", lambda out: compile_emulator(out, ENGINES)))
+
+
+@pytest.fixture(scope="session")
 def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of CUDA's libraries for a machine without a GPU, compiled once."""
     if shutil.which("g++") is None or sys.platform != "linux":
@@ -365,6 +373,14 @@ def everything_cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFact
     targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_90]}]"
     recipe = load_recipe(toy_recipe, [*EVERYTHING, "capacity.branches=4", targets])
     return made_once(tmp_path_factory, "everything-cuda-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@pytest.fixture(scope="session")
+def everything_kernel_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `everything_plan`, for our own kernels on a GPU, and four sequences: kernels are emulated."""
+    targets = "backends=[onnxruntime-cpu, {kind: cuda, compute_capabilities: [sm_90]}]"
+    recipe = load_recipe(toy_recipe, [*EVERYTHING, "capacity.branches=4", targets])
+    return made_once(tmp_path_factory, "everything-kernel-plan", lambda out: build(recipe, toy_recipe, out))
 
 
 @pytest.fixture

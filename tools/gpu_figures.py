@@ -27,7 +27,7 @@ from tools.verify.agreement import find_parting
 
 RECIPE = Path(__file__).resolve().parent.parent / "plans" / "recipes" / "reference.yaml"
 CPU = "onnxruntime-cpu"
-GPU_BACKENDS = ("onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
+GPU_BACKENDS = ("cuda", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt")
 _COPY, _COPIES = 1 << 30, 20  # bytes, and how often
 _LAUNCHES = 200  # of an op, for its time
 _CHAINS = (0, 1, 3, 7, 15, 31, 63)  # drafted tokens behind the tip

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
 TEXT = Path(__file__).resolve().parent.parent / "plans" / "reference" / "held_out.jsonl"
+MERGES = TEXT.with_name("pair_merges.txt")
+"""Of a byte-level BPE of VOCABULARY tokens, trained on held-out code."""
 VOCABULARY, HEAD_DIM, CONTEXT = 1024, 64, 4096
 QUERY_GAIN = 4.0  # of 256-token greedy texts at 10m: 0.2 % repeated 4-grams, no loop; at 1.0: 30 %, half of them loop
 END = "<|end|>"
@@ -112,7 +114,7 @@ def write_pair(
     progress(0, steps, "drawing weights")
     target = draw_target(shape, seed)
     draft = first_layers(target, draft_layers)
-    tokenizer, prompts = train_tokenizer()
+    tokenizer, prompts = read_text()
     ids = _prompt_ids(tokenizer, prompts)
 
     low, high, share = 1e-3, 3.0, 1.0  # contribution of the later layers
@@ -149,7 +151,7 @@ def write_alone(
     _check_empty(out)
     shape = SHAPES[like]
     write_llama(shape, out / "target", CONTEXT, seed, progress)
-    tokenizer, prompts = train_tokenizer()
+    tokenizer, prompts = read_text()
     _write_tokenizer(tokenizer, out / "target")
     _write_prompts(prompts, out)
     (out / "model.yaml").write_text(_recipe_alone(like), encoding="utf-8")
@@ -276,24 +278,18 @@ def loops(tokens: list[int]) -> bool:
     return any(tokens[size - 3 * p : size - p] == tokens[size - 2 * p :] for p in range(1, size // 3 + 1))
 
 
-def train_tokenizer() -> tuple[Tokenizer, list[str]]:
-    """A byte-level BPE of the repository's held-out code, and its prompts of the task completion."""
+def read_text() -> tuple[Tokenizer, list[str]]:
+    """The tokenizer, and the repository's held-out prompts of the task completion."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
-    from tokenizers.trainers import BpeTrainer
 
-    rows = read_completions(TEXT)
-    tokenizer = Tokenizer(BPE())
+    merges = [(left, right) for left, right in map(str.split, MERGES.read_text(encoding="utf-8").splitlines())]
+    tokens = [END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(BPE({token: number for number, token in enumerate(tokens)}, merges))
+    tokenizer.add_special_tokens([END])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((f"{row['prompt']}{row['continuation']}" for row in rows), trainer)
-    return tokenizer, [str(row["prompt"]) for row in rows]
+    return tokenizer, [str(row["prompt"]) for row in read_completions(TEXT)]
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompts: list[str]) -> torch.Tensor:

@@ -11,7 +11,14 @@ import onnx_ir as ir
 from compiler.engines.front_end import FrontEnd
 from compiler.engines.onnxruntime import OnnxRuntimeEngines
 from compiler.engines.report import Report
-from compiler.recipe_backends import BackendBuild, OnnxRuntimeCpuSection, TensorRtRtxSection, TensorRtSection
+from compiler.models.config import WeightType
+from compiler.recipe_backends import (
+    BackendBuild,
+    CudaSection,
+    OnnxRuntimeCpuSection,
+    TensorRtRtxSection,
+    TensorRtSection,
+)
 from plans.manifest import Engine
 
 
@@ -31,10 +38,17 @@ class EngineFolder(Protocol):
         """Finish the folder; called once, after the last engine or the first that failed."""
 
 
-def open_folder(backend: BackendBuild, folder: Path, report: Report, timing_cache: Path | None = None) -> EngineFolder:
+def open_folder(
+    backend: BackendBuild,
+    folder: Path,
+    report: Report,
+    timing_cache: Path | None = None,
+    dtype: WeightType = "float32",
+) -> EngineFolder:
     """Return the writer for a backend. Raises `PlanError` where the backend's library is missing.
 
-    `timing_cache` is a file of kernel times, for builders that time kernels.
+    `timing_cache` is a file of kernel times, for builders that time kernels; `dtype` is the type of the weights, which
+    other graphs than those of our own kernels are of already.
     """
     # Imported here because builders' libraries are large and optional.
     if isinstance(backend, TensorRtSection):
@@ -47,6 +61,10 @@ def open_folder(backend: BackendBuild, folder: Path, report: Report, timing_cach
         from compiler.engines.tensorrt_library import RtxLibrary
 
         return TensorRtEngines(folder, RtxLibrary(backend), report, _front_end(backend))
+    if isinstance(backend, CudaSection):
+        from compiler.engines.cuda import CudaEngines
+
+        return CudaEngines(folder, dtype)
     return OnnxRuntimeEngines(folder)
 
 

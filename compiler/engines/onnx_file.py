@@ -48,6 +48,11 @@ class WeightFile:
             self._file.write(data)
         return self._offsets[key]
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far."""
+        return self._file.tell()
+
     def close(self) -> None:
         self._file.close()
 

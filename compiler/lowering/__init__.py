@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import onnx_ir as ir
 
 from compiler.lowering.attention import CpuAttention, WindowInside
@@ -28,29 +27,31 @@ from compiler.lowering.softcap import FuseSoftcap
 from compiler.lowering.unbranched import UnbranchedBody
 from plans import names
 from plans.buffers import DType
-from plans.kv_slots import KvType, slot_size
+from plans.kv_slots import slot_size
 from plans.manifest import RuleReport
 
+_OUR_ARITHMETIC: tuple[Rule, ...] = (
+    FuseProjections(),
+    FuseGatedUnit(),
+    FuseSoftcap(),
+    PackQuantized(),
+    CpuRoute(),
+    CpuExperts(),
+    PackExperts(),
+    FuseSkipNorms(),
+    CpuAttention(),
+    WindowInside(),
+    QueriesFromInside(),
+    RotateInside(),
+    NormInside(),
+    PackedInside(),
+    CpuNorms(),
+)
+"""Rules to the operators that we have kernels of our own for, on the CPU and on a GPU, with the same bits."""
+
 RULES: dict[str, tuple[Rule, ...]] = {
-    "onnxruntime-cpu": (
-        FuseProjections(),
-        FuseGatedUnit(),
-        FuseSoftcap(),
-        PackQuantized(),
-        CpuRoute(),
-        CpuExperts(),
-        PackExperts(),
-        FuseSkipNorms(),
-        CpuAttention(),
-        WindowInside(),
-        QueriesFromInside(),
-        RotateInside(),
-        NormInside(),
-        PackedInside(),
-        CpuNorms(),
-        CpuDraftOps(),
-        FunctionBody(),
-    ),
+    "onnxruntime-cpu": (*_OUR_ARITHMETIC, CpuDraftOps(), FunctionBody()),
+    "cuda": _OUR_ARITHMETIC,
     "onnxruntime-cuda": (
         FuseProjections(),
         BlockQuantized(),
@@ -69,7 +70,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def lower(
-    engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1, kv_cache: KvType | None = None
+    engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1, kv_cache: str | None = None
 ) -> list[RuleReport]:
     """Lower `model` in place for the backend `target`, with `rows` rows in its KV cache, which is of type `kv_cache`,
     or of the model's own.
@@ -111,11 +112,19 @@ def _free_capacity(model: ir.Model) -> None:
         value.shape = ir.Shape([rows, heads, names.CAPACITY, size])
 
 
+_CACHE_TYPES = {
+    DType.FLOAT32: ir.DataType.FLOAT,
+    DType.FLOAT16: ir.DataType.FLOAT16,
+    DType.BFLOAT16: ir.DataType.BFLOAT16,
+    DType.INT8: ir.DataType.INT8,
+}
+
+
 def _set_cache_type(model: ir.Model, dtype: DType) -> None:
     """Give the caches the type that they have in memory; only attention, which has a kernel for each, looks inside."""
     for value, (*slots, head_dim) in _caches(model):
         assert isinstance(head_dim, int)
-        value.dtype = ir.DataType.from_numpy(np.dtype(dtype.numpy))
+        value.dtype = _CACHE_TYPES[dtype]
         value.shape = ir.Shape([*slots, slot_size(dtype, head_dim)])
 
 

@@ -10,8 +10,10 @@ from plans.extras import install
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 
 
-def compile_kernels(architecture: str) -> bytes:
-    """Compile all kernels to a cubin for `architecture`, such as sm_90; the bytes are the same every time.
+def compile_kernels(architecture: str, source: str = "kernels.cu") -> bytes:
+    """Compile the kernels of `source` to a cubin for `architecture`, such as sm_90; the bytes are the same every time.
+
+    `kernels.cu` has our ops', `engine.cu` those of engines as well.
 
     Raises `PlanError`, with the compiler's log, where the kernels do not compile or NVRTC is missing.
     """
@@ -28,7 +30,7 @@ def compile_kernels(architecture: str) -> bytes:
         fma=False,  # results must not depend on the compiler: csrc/portable.h
     )
     try:
-        code = Program((SOURCES / "cuda" / "kernels.cu").read_text(encoding="utf-8"), "c++", options).compile("cubin")
+        code = Program((SOURCES / "cuda" / source).read_text(encoding="utf-8"), "c++", options).compile("cubin")
     except Exception as error:  # from NVRTC, with its log as the message, or from the search for its library
         raise PlanError(
             f"our ops cannot be compiled for {architecture}: {error}; if NVRTC is missing, {install('gpu')}"

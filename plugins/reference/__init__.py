@@ -11,6 +11,7 @@ from plugins.reference.draft_sample import draft_sample
 from plugins.reference.kv_gather import kv_gather
 from plugins.reference.kv_slots import from_slots, to_slots
 from plugins.reference.lanes import clamped_unit, gated_unit, lanes_exp, ordered_matmul
+from plugins.reference.lanes_attention import attend
 from plugins.reference.mixture_of_experts import Expert, mixture_of_experts
 from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
 from plugins.reference.philox import philox4x32, uniform
@@ -33,6 +34,7 @@ __all__ = [
     "Reranked",
     "Sampling",
     "SamplingSlots",
+    "attend",
     "bim_mask",
     "block_select",
     "block_summary",

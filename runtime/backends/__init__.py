@@ -32,6 +32,18 @@ def _make_cuda(plan: BackendPlan, settings: Settings) -> Backend:
     return OnnxRuntimeCuda(plan, settings)
 
 
+def _own_reason(plan: BackendPlan) -> str | None:
+    from runtime.backends import cuda
+
+    return cuda.reason_against(plan)
+
+
+def _make_own(plan: BackendPlan, settings: Settings) -> Backend:
+    from runtime.backends.cuda import Cuda
+
+    return Cuda(plan, settings)
+
+
 def _tensorrt_reason(plan: BackendPlan) -> str | None:
     from runtime.backends import tensorrt
 
@@ -60,6 +72,7 @@ BACKENDS: dict[str, Driver] = {
     "tensorrt": Driver(_tensorrt_reason, _make_tensorrt),
     "tensorrt-rtx": Driver(_rtx_reason, _make_rtx),
     "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
+    "cuda": Driver(_own_reason, _make_own),
     "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings)),
 }
 

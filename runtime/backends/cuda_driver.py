@@ -243,14 +243,22 @@ class CudaDevice:
         with self.lock():
             self._modules.append(call("cuModuleLoadData", cubin.read_bytes()))
         self._functions: dict[str, Any] = {}
+        self._shared: dict[str, int] = {}  # the most of a launch that a kernel may have so far
 
-    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None:
-        """Enqueue `kernel`; `values` are ctypes numbers, in the order of its parameters."""
+    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any], shared: int = 0) -> None:
+        """Enqueue `kernel`; `values` are ctypes numbers, in the order of its parameters.
+
+        A block has `shared` bytes of dynamic shared memory.
+        """
         if kernel not in self._functions:
             self._functions[kernel] = call("cuModuleGetFunction", self._modules[-1], kernel.encode())
+        if shared > self._shared.get(kernel, 0):  # more than 48 KiB, the kernel's own included, need leave
+            attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call("cuFuncSetAttribute", self._functions[kernel], attribute, shared)
+            self._shared[kernel] = shared
         parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         call(
-            "cuLaunchKernel", self._functions[kernel], blocks, 1, 1, threads, 1, 1, 0, self.stream,
+            "cuLaunchKernel", self._functions[kernel], blocks, 1, 1, threads, 1, 1, shared, self.stream,
             ctypes.addressof(parameters), 0,
         )  # fmt: skip
 

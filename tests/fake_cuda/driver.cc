@@ -1,9 +1,11 @@
 // libcuda.so.1: what `runtime/backends/cuda_driver.py` and ONNX Runtime call of the driver.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <map>
 
 #include "device.h"
 #include "kernels.h"
@@ -15,9 +17,13 @@ namespace {
 
 enum Result { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kCaptureUnsupported = 900 };
 enum Attribute { kMajor = 75, kMinor = 76 };
+enum FunctionAttribute { kMostDynamicShared = 8 };
 
 constexpr int kVersion = 13000;  // of a driver 580
 char context;                    // whose address is the primary context
+
+constexpr unsigned kFreelyShared = 48 << 10;  // bytes of dynamic shared memory that need no leave
+std::map<void*, unsigned> most_shared;        // that a function has leave for
 
 constexpr int kUnified = 4;  // a kind of memory: the address says which
 
@@ -187,13 +193,18 @@ Result cuModuleGetFunction(void** function, void*, const char* name) {
   *function = strdup(name);
   return fake::has_kernel(name) ? kSuccess : kNotFound;
 }
+Result cuFuncSetAttribute(void* function, FunctionAttribute attribute, int value) {
+  if (attribute != kMostDynamicShared || value > (227 << 10)) return kInvalidValue;
+  most_shared[function] = static_cast<unsigned>(value);
+  return kSuccess;
+}
 Result cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
-                      unsigned, void* stream, void** parameters, void**) {
-  if (blocks == 0 || threads == 0 || threads > 1024) {
+                      unsigned shared, void* stream, void** parameters, void**) {
+  if (blocks == 0 || threads == 0 || threads > 1024 || shared > std::max(kFreelyShared, most_shared[function])) {
     fake::fault(std::string(static_cast<char*>(function)) + " is launched with a size that no GPU takes");
     return kInvalidValue;
   }
-  fake::launch_kernel(static_cast<char*>(function), blocks, threads, parameters, fake::stream_of(stream));
+  fake::launch_kernel(static_cast<char*>(function), blocks, threads, shared, parameters, fake::stream_of(stream));
   return kSuccess;
 }
 

@@ -6,7 +6,8 @@
 namespace fake {
 
 // Enqueue `kernel`. As a driver does, it copies the parameters, of eight bytes each.
-void launch_kernel(const char* kernel, unsigned blocks, unsigned threads, void** parameters, Stream* stream);
+void launch_kernel(const char* kernel, unsigned blocks, unsigned threads, unsigned shared, void** parameters,
+                   Stream* stream);
 bool has_kernel(const char* kernel);
 
 }  // namespace fake

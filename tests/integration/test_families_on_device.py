@@ -1,9 +1,10 @@
-"""Model families over graphs as they are lowered for GPUs, on an emulated device: windows, capped scores, norms behind
-a block, rotations of a part of each head."""
+"""Model families as they are lowered for GPUs, as graphs or to our own kernels, on an emulated device: windows, capped
+scores, norms behind a block, rotations of a part of each head."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import compiler.lowering as lowering
 from compiler.build import build
 from compiler.recipe import load_recipe
 from runtime import PrefixCacheConfig, Runtime
+from runtime.backends import BACKENDS, Driver
 from runtime.request import Options
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
@@ -19,11 +21,12 @@ from tests.integration.long_context import prompt
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.integration.test_rtx_graphs import emulated_engines
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EmulatedDevice
+from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels
 
 pytest.importorskip("cuda.core")
 
 ONE_ROW = ["capacity.batching=false", "capacity.branches=4"]
+CACHE = PrefixCacheConfig(max_cached_tokens=512)
 PREFIX = prompt(3, 50)  # longer than every window
 PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
 
@@ -48,19 +51,47 @@ def on_cpu(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     return Runtime.load(plan, threads=1)
 
 
-@pytest.fixture(scope="module", params=[CUDA, "tensorrt-rtx"])
-def runtime(
-    request: pytest.FixtureRequest, recipe: Path, emulator: Emulator, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Runtime]:
-    loaded = load_recipe(recipe, [*ONE_ROW, f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"])
-    name = f"{recipe.parent.name}/{request.param}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lowering.RULES, CUDA, lowering.RULES[request.param])
-        plan = made_once(tmp_path_factory, name, lambda out: build(loaded, recipe, out))
-    with emulated_engines(EmulatedDevice(emulator), records=True):
-        found = Runtime.load(plan, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))
-        yield found
-        found.close()
+@pytest.fixture(scope="module", params=[CUDA, "tensorrt-rtx", "cuda"])
+def runtime(request: pytest.FixtureRequest, recipe: Path) -> Runtime:
+    """By the recipe, too, so that another one makes another runtime."""
+    made: Callable[..., Runtime] = request.getfixturevalue("by_kernels" if request.param == "cuda" else "by_graphs")
+    return made() if request.param == "cuda" else made(request.param)
+
+
+@pytest.fixture(scope="module")
+def by_kernels(
+    recipe: Path, engine_emulator: Emulator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], Runtime]]:
+    device = EmulatedDevice(engine_emulator)
+    emulated = Driver(lambda plan: None, lambda plan, settings: EmulatedKernels(plan, device, records=True))
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
+        patch.setitem(BACKENDS, "cuda", emulated)
+
+        def load() -> Runtime:
+            loaded = load_recipe(recipe, [*ONE_ROW, "backends=[{kind: cuda, compute_capabilities: [sm_80]}]"])
+            name = f"{recipe.parent.name}/kernels"
+            plan = made_once(tmp_path_factory, name, lambda out: build(loaded, recipe, out))
+            return opened.enter_context(closing(Runtime.load(plan, prefix_cache=CACHE)))
+
+        yield load
+
+
+@pytest.fixture(scope="module")
+def by_graphs(
+    recipe: Path, emulator: Emulator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Runtime]]:
+    with ExitStack() as opened:
+
+        def load(target: str) -> Runtime:
+            loaded = load_recipe(recipe, [*ONE_ROW, f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"])
+            name = f"{recipe.parent.name}/{target}"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(lowering.RULES, CUDA, lowering.RULES[target])
+                plan = made_once(tmp_path_factory, name, lambda out: build(loaded, recipe, out))
+            opened.enter_context(emulated_engines(EmulatedDevice(emulator), records=True))
+            return opened.enter_context(closing(Runtime.load(plan, prefix_cache=CACHE)))
+
+        yield load
 
 
 def test_branches_with_every_drafter(runtime: Runtime, on_cpu: Runtime) -> None:

@@ -19,13 +19,13 @@ from tests.integration.test_onnxruntime_cuda import CUDA
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["cuda", CUDA])
+def plan(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        target = f"backends=[{{kind: {CUDA}, compute_capabilities: [{architecture()}]}}]"
+        target = f"backends=[{{kind: {request.param}, compute_capabilities: [{architecture()}]}}]"
         recipe = load_recipe(toy_recipe, [*EVERYTHING, "capacity.branches=4", target])
         root = build(recipe, toy_recipe, tmp_path_factory.mktemp("everything") / "plan").plan.root
         Runtime.load(root)
     except OutriderError as error:
-        pytest.skip(f"{CUDA}: {error}")
+        pytest.skip(f"{request.param}: {error}")
     return root

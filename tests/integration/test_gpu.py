@@ -23,7 +23,7 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(20)]
 TOLERANCE = 1e-3  # logits, float32 on both sides: the GPU sums in another order
 
 
-@pytest.fixture(scope="module", params=["onnxruntime-cuda", "tensorrt-rtx", "tensorrt"])
+@pytest.fixture(scope="module", params=["cuda", "onnxruntime-cuda", "tensorrt-rtx", "tensorrt"])
 def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugins.reference import SamplingSlots
 from tests.conftest import made_once
-from tests.plugins.emulator import Emulator
+from tests.plugins.emulator import OF_ENGINES, Emulator
 from tests.plugins.gpu import Gpu
 from tests.plugins.ptx import compile_translated
 
@@ -89,6 +89,19 @@ def _kernels(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) ->
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
     """The CUDA kernels: their sources and their PTX as blocks of fibers on the CPU, and on a GPU where there is one."""
     return _kernels(request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=["emulated", "ptx", GPU])
+def engine_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
+    """As `kernels`, those of engines of the backend `cuda` among them."""
+    if request.param == "gpu":
+        return Gpu(tmp_path_factory.mktemp("gpu"), "engine.cu")
+    if request.param == "ptx":
+        pytest.importorskip("cuda.bindings")
+        made = made_once(tmp_path_factory, "engines-translated.so", lambda out: compile_translated(out, OF_ENGINES))
+        return Emulator(made)
+    found: Emulator = request.getfixturevalue("engine_emulator")
+    return found
 
 
 @pytest.fixture(scope="session", params=["emulated", GPU])

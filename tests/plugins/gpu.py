@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,15 @@ class Uploaded:
 
 
 class Gpu:
-    """The kernels, compiled for this machine's device."""
+    """The kernels of a source, compiled for this machine's device."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, source: str = "kernels.cu") -> None:
         try:
             own = architecture()
         except PlanError as error:
             pytest.skip(str(error))
         cubin = folder / f"{own}.cubin"
-        cubin.write_bytes(compile_kernels(own))
+        cubin.write_bytes(compile_kernels(own, source))
         self._device = CudaDevice()
         self._device.load_kernels(cubin)
 
@@ -68,3 +69,26 @@ class Gpu:
             return int(status[0])
 
         return call
+
+    def launch(
+        self,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        tensors: Sequence[NDArray[Any] | None],
+        numbers: Sequence[int],
+        shared: int,
+    ) -> None:
+        """Copy every array there, launch the kernel on them, and copy them back; None is a null pointer."""
+        device = self._device
+        addresses = [0 if array is None else device.allocate(array.nbytes) for array in tensors]
+        both = [(address, array) for address, array in zip(addresses, tensors, strict=True) if array is not None]
+        for address, array in both:
+            device.to_device(address, array.ctypes.data, array.nbytes)
+        values: list[Any] = [*map(ctypes.c_uint64, addresses), *map(ctypes.c_int64, numbers)]
+        device.launch(kernel, blocks, threads, values, shared)
+        for address, array in both:
+            device.to_host(array.ctypes.data, address, array.nbytes)
+        device.wait()
+        for address, _ in both:
+            device.free(address)

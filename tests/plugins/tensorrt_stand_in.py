@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import subprocess
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.cuda.compile import SOURCES
 from plugins.schema import Purpose, TensorSpec
 from plugins.tensorrt import DISTINCT, Plugin
 from plugins.tensorrt.registration import register
-from plugins.tensorrt.source import PARTS, shells
-from tests.plugins.emulator import HERE
+from plugins.tensorrt.source import shells
+from tests.plugins.emulator import Emulator, compile_emulator
 
 SIZES = {
     "capacity": 90, "R": 2, "E": 3, "N": 7, "S": 5, "T": 40, "M": 4, "V": 11, "B": 3, "trees": 3, "depths": 6,
@@ -35,18 +33,11 @@ SIZES = {
 _POISON = 0xA5
 _MARGIN = 64  # poisoned bytes before and behind an output
 
-_TRANSLATION_UNIT = """
-#define emulate emulate_kernels
-#include "emulator.cc"
-#undef emulate
+_KERNELS = """\
+#include "kernels.cu"
 #include "parts.cu.h"
 #define OUTRIDER_PLUGIN extern "C" void
-%s
-extern "C" int emulate(const char* kernel, long long blocks, long long threads, void** params, unsigned seed) {
-  using namespace outrider;
-  const std::map<std::string, Kernel> shells = {%s};
-  return grid.run(blocks, threads, seed, order_of_blocks, [&] { shells.at(kernel).run(params); }) ? 0 : 2;
-}
+#pragma GCC diagnostic ignored "-Wunused-parameter"
 """
 
 
@@ -116,27 +107,21 @@ class Layer:
 
 def compile_shells(library: Path) -> None:
     """Compile the plugins' kernels for the CPU, into the shared library `library`."""
-    named = ", ".join(f'{{"{plugin.kernel}", unpacked({plugin.kernel})}}' for plugin in DISTINCT)
-    source = library.with_suffix(".cc")
-    source.write_text(_TRANSLATION_UNIT % (shells(DISTINCT), named), encoding="utf-8")
-    includes = [f"-I{path}" for path in (SOURCES, SOURCES / "cuda", HERE, PARTS)]
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-ffp-contract=off"]
-    subprocess.run(["g++", *flags, "-fPIC", "-shared", *includes, str(source), "-o", str(library)], check=True)
+    compile_emulator(library, _KERNELS + shells(DISTINCT))
 
 
 @dataclass
 class StandIn:
     """Every plugin, registered; `run` builds and runs an engine of one."""
 
-    library: Any = None
+    kernels: Emulator | None = None
     described: dict[str, Callable[..., Any]] = field(default_factory=dict)
     implemented: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    launches: int = 0
 
     @classmethod
     def load(cls, library: Path) -> StandIn:
         """With the plugins' kernels that `compile_shells` has compiled."""
-        return cls(ctypes.CDLL(str(library)))
+        return cls(Emulator(library))
 
     def __post_init__(self) -> None:
         sizes = {"int32": 4, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
@@ -210,17 +195,10 @@ class StandIn:
         values: list[Any] = [ctypes.c_uint64(array.ctypes.data) for array in inputs]
         values += [ctypes.c_int32(number) for number in layer.arguments]
         values += [ctypes.c_uint64(array.ctypes.data) for array in outputs.values()]
-        self._launch(layer.kernel, layer.blocks, min(layer.threads, 64), values)
+        assert self.kernels is not None
+        self.kernels.launch(layer.kernel, layer.blocks, min(layer.threads, 64), values)
         assert all((margin == _POISON).all() for margin in margins), f"{layer.kernel} writes beside its outputs"
         return outputs
-
-    def _launch(self, kernel: str, blocks: int, threads: int, values: list[Any]) -> None:
-        parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        self.launches += 1
-        emulate = self.library.emulate
-        emulate.argtypes = [ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint]
-        code = emulate(kernel.encode(), blocks, threads, parameters, self.launches)
-        assert code == 0, f"not every thread of a block of {kernel} comes to the same barriers"
 
 
 def carried(array: NDArray[Any]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 from plans.buffers import DType
 from plans.kv_slots import slot_size
 from plugins.onnxruntime_ops import THREADS, cpu_library
+from plugins.reference import attend as attend_to_the_bit
 from plugins.reference import branch_attention, from_slots, to_slots, window_bias
 from plugins.schema import CPU_DOMAIN
 
@@ -102,7 +103,8 @@ def step(
 ) -> Arrays:
     """A step of ragged rows that see a random part of their past and of themselves.
 
-    With `branches`, what they see are a prefix, their branch's keys among the others', and some are dead.
+    With `branches`, what they see are a stretch that all share, half of the time from the first key on, their branch's
+    keys among the others', and some are dead.
     """
     total, rows, view = sum(new), len(new), max(p + n for p, n in zip(past, new, strict=True)) + spare
     shape = (rows, kv_heads, view + 3, size)
@@ -110,9 +112,10 @@ def step(
     for row, (n, p) in enumerate(zip(new, past, strict=True)):
         owner = random.integers(-1, max(branches, 1), p + n)  # -1: of nobody any more
         owner[p:] = np.maximum(owner[p:], 0)
-        prefix = np.arange(p + n) < random.integers(p + 1)
+        first, end = sorted(random.integers(p + 1, size=2) * (random.integers(2), 1))
+        shared = (np.arange(p + n) >= first) & (np.arange(p + n) < end)
         for place in range(n):
-            seen = prefix | (owner == owner[p + place]) if branches else random.random(p + n) < 0.7
+            seen = shared | (owner == owner[p + place]) if branches else random.random(p + n) < 0.7
             bias[row, 0, place, : p + place] = np.where(seen[: p + place], 0, LOWEST)
             bias[row, 0, place, p + place] = 0
     return {
@@ -147,6 +150,25 @@ def expected(
     return branch_attention(**taken, num_heads=heads, kv_num_heads=kv_heads, scale=scale, softcap=softcap)
 
 
+def expected_bits(
+    inputs: Arrays,
+    caches: list[NDArray[Any]],
+    token: int,
+    head: int,
+    kv_head: int,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> NDArray[np.float32]:
+    """What one head of a token of the only row gets of `caches`, those that the step leaves."""
+    size = head_dim(inputs)
+    bias = inputs["attn_bias"][0, 0, token]
+    seen = np.flatnonzero(bias == 0)[-window:]
+    keys, values = (from_slots(slots[0, kv_head, seen]) for slots in caches)
+    sink = inputs["sinks"][head] if "sinks" in inputs else None
+    query = inputs["q"][0, token, head * size : (head + 1) * size]
+    return attend_to_the_bit(query, keys, values, scale=size**-0.5, softcap=softcap, sink=sink)
+
+
 def capped_step(
     random: np.random.Generator, heads: tuple[int, int], sinks: bool, loud: float, inputs: Arrays
 ) -> Arrays:
@@ -159,6 +181,7 @@ def capped_step(
 
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1), (5, 1), (32, 1)])
 SIZES = st.sampled_from([2, 4, 8, 20, 24, 64, 80, 128])
+PASTS = st.one_of(st.integers(0, 300), st.integers(250, 900))  # a chunk of keys, and several
 BRANCHES = st.sampled_from([0, 1, 1, 3, 8])  # one is a chain, whose tokens see all before them
 
 
@@ -166,7 +189,7 @@ BRANCHES = st.sampled_from([0, 1, 1, 3, 8])  # one is a chain, whose tokens see 
 @given(
     heads=HEADS,
     size=SIZES,
-    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=4).filter(
+    rows=st.lists(st.tuples(st.integers(0, 9), PASTS), min_size=1, max_size=4).filter(
         lambda rows: any(new for new, _ in rows)
     ),
     spare=st.integers(0, 17),
@@ -184,7 +207,7 @@ def test_it_gives_what_the_reference_gives(heads, size, rows, spare, branches, d
         np.testing.assert_array_equal(found_cache, wanted_cache)
 
 
-WINDOWS = st.sampled_from([0, 1, 3, 16, 17, 100, 10_000])
+WINDOWS = st.sampled_from([0, 1, 3, 16, 17, 100, 300, 10_000])
 CAPS = st.sampled_from([0.0, 50.0, 0.7])
 
 
@@ -192,7 +215,7 @@ CAPS = st.sampled_from([0.0, 50.0, 0.7])
 @given(
     heads=HEADS,
     size=SIZES,
-    rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=4).filter(
+    rows=st.lists(st.tuples(st.integers(0, 9), PASTS), min_size=1, max_size=4).filter(
         lambda rows: any(new for new, _ in rows)
     ),
     spare=st.integers(0, 17),
@@ -221,7 +244,7 @@ def test_windows_caps_and_sinks_are_the_references(
 @given(
     heads=HEADS,
     size=SIZES,
-    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300)), min_size=1, max_size=3),
+    rows=st.lists(st.tuples(st.integers(1, 40), PASTS), min_size=1, max_size=3),
     branches=BRANCHES,
     window=WINDOWS,
     seed=st.integers(0, 2**32 - 1),
@@ -236,6 +259,55 @@ def test_a_window_has_the_bits_of_a_bias_that_hides_what_is_before_it(
     np.testing.assert_array_equal(
         found.view(np.uint32), attend(inputs | {"attn_bias": hidden}, *heads)[0].view(np.uint32)
     )
+
+
+@pytest.mark.parametrize("dtype", sorted(TYPES))
+@pytest.mark.parametrize("size", [16, 20, 64])
+@pytest.mark.parametrize("visible", [1, 255, 256, 257, 700])
+def test_it_has_the_bits_of_the_rule(visible, size, dtype) -> None:
+    """Nothing is hidden but by windows, which then have the chunks of a token that sees as much."""
+    random = np.random.default_rng(visible)
+    inputs = typed(step(random, 4, 2, size, [1], [visible - 1], 0), dtype)
+    inputs["attn_bias"][:] = 0
+    for sinks, window, softcap in ((False, 0, 0.0), (True, 0, 0.7), (True, 300, 0.0), (False, 256, 50.0)):
+        given = capped_step(random, (4, 2), sinks, 4.0, inputs)
+        out, *caches = attend(given, 4, 2, window=window, softcap=softcap)
+        for head in (0, 3):
+            wanted = expected_bits(given, caches, 0, head, head // 2, window, softcap)
+            np.testing.assert_array_equal(out.reshape(4, size)[head].view(np.uint32), wanted.view(np.uint32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=HEADS,
+    size=SIZES,
+    new=st.integers(1, 40),
+    past=PASTS,
+    branches=BRANCHES,
+    dtype=st.sampled_from(sorted(TYPES)),
+    threads=st.sampled_from([1, 2]),
+    window=WINDOWS,
+    softcap=CAPS,
+    sinks=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example((1, 1), 20, 24, 700, 3, "float32", 1, 0, 0.0, False, 0)
+@example((1, 1), 64, 24, 700, 1, "int8", 1, 300, 0.0, True, 1)
+@example((4, 2), 16, 12, 700, 8, "float16", 1, 0, 0.7, True, 2)
+def test_tokens_at_different_ranks_have_the_bits_of_the_rule(
+    heads, size, new, past, branches, dtype, threads, window, softcap, sinks, seed
+) -> None:
+    """Beside one another, their chunks end at different keys."""
+    random = np.random.default_rng(seed)
+    inputs = typed(step(random, *heads, size, [new], [past], 3, branches), dtype)
+    inputs = capped_step(random, heads, sinks, 4.0, inputs)
+    out, *caches = attend(inputs, *heads, threads=threads, window=window, softcap=softcap)
+    by_head = out.reshape(new, heads[0], size)
+    for _ in range(4):
+        token, head = int(random.integers(new)), int(random.integers(heads[0]))
+        kv_head = head // (heads[0] // heads[1])
+        wanted = expected_bits(inputs, caches, token, head, kv_head, window, softcap)
+        np.testing.assert_array_equal(by_head[token, head].view(np.uint32), wanted.view(np.uint32))
 
 
 def test_a_sink_far_above_takes_all_the_weight_and_one_far_below_none() -> None:
@@ -262,7 +334,7 @@ def test_where_nobody_asks_keys_and_values_are_appended_and_nothing_else(dtype: 
     heads=HEADS,
     size=SIZES,
     new=st.integers(1, 40),
-    past=st.integers(0, 300),
+    past=PASTS,
     gaps=st.integers(0, 60),
     branches=BRANCHES,
     dtype=st.sampled_from(sorted(TYPES)),
@@ -272,6 +344,8 @@ def test_where_nobody_asks_keys_and_values_are_appended_and_nothing_else(dtype: 
     sinks=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
+@example((1, 1), 64, 24, 700, 60, 1, "float32", 1, 0, 0.0, False, 0)
+@example((1, 1), 20, 24, 700, 60, 3, "float16", 1, 0, 0.0, True, 1)
 def test_a_token_is_the_same_bits_alone_and_in_any_company(
     heads, size, new, past, gaps, branches, dtype, threads, window, softcap, sinks, seed
 ) -> None:
@@ -302,7 +376,7 @@ def test_a_token_is_the_same_bits_alone_and_in_any_company(
     heads=HEADS,
     size=SIZES,
     new=st.integers(1, 30),
-    past=st.integers(0, 300),
+    past=PASTS,
     branches=BRANCHES,
     dtype=st.sampled_from(["float16", "int8"]),
     seed=st.integers(0, 2**32 - 1),

@@ -41,6 +41,10 @@ GROWTH = '#include "tree_expand.cu.h"\n'
     [
         ("tanh.approx.f32 \t%r1, %r2;", r"tanh\.approx\.f32 .* in thing"),
         ("cvta.shared.u64 \t%r1, %r2;", r"cvta\.shared\.u64"),
+        ("cvt.rp.f32.s32 \t%r1, %r2;", r"cvt\.rp\.f32\.s32"),
+        ("shfl.sync.up.b32 \t%r1|%p1, %r2, 1, 0, -1;", r"shfl\.sync\.up\.b32"),
+        ("dp4a.s32.s32 \t%r1, %r2, %r0, %r1;", r"dp4a\.s32\.s32"),
+        ("bar.sync \t1;", r"bar\.sync \(bar\.sync 1;"),
         ("mov.u32 \t%r1, %clock;", "the operand '%clock' in thing"),
         (".surf .u32 \tthere;", r"the directive '\.surf .*' of thing"),
     ],

@@ -24,11 +24,12 @@ from runtime.backends.base import BoundEngine, LoadedEngine
 from runtime.backends.cuda_driver import Box, Pinned
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.device_kv import DeviceKv
+from runtime.backends.kernel_engines import KernelEngines
 from runtime.backends.one_thread import OneThread
 from runtime.backends.onnxruntime_cuda import DeviceEngine
 from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory
-from tests.plugins.emulator import Emulator
+from tests.plugins.emulator import ANY_THREADS, Emulator
 
 
 class EmulatedDevice:
@@ -150,12 +151,13 @@ class EmulatedDevice:
 
         self._append(run)
 
-    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any]) -> None:
+    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any], shared: int = 0) -> None:
         kept = [type(value)(value.value) for value in values]  # a driver copies them too
+        threads = min(threads, 32) if kernel in ANY_THREADS else threads
 
         def run() -> None:
             self.launched[kernel] = self.launched.get(kernel, 0) + 1
-            self._emulator.launch(kernel, blocks, min(threads, 32), kept)
+            self._emulator.launch(kernel, blocks, threads, kept, shared)
 
         self.enqueue(run)
 
@@ -209,3 +211,19 @@ class _Enqueued:
             self._device.enqueue(work)
 
         return enqueue
+
+
+class EmulatedKernels:
+    """The engines of a plan for `cuda`: every kernel is emulated."""
+
+    def __init__(self, plan: BackendPlan, device: EmulatedDevice, *, records: bool = False) -> None:
+        self._device, self._records, self._engines = device, records, KernelEngines(plan, device)
+
+    def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        return self._engines.load(path, engine)
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
+
+    def buffers(self, plan: BackendPlan) -> Buffers:
+        return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)

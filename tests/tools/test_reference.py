@@ -21,7 +21,8 @@ from compiler.checkpoint import load_decoder
 from runtime import Runtime
 from tests.conftest import REPOSITORY
 from tools import train_reference
-from tools.reference.corpus import SourceFile, read_standard_library
+from tools.reference.corpus import DIGITS, SourceFile, read_file_list, read_standard_library
+from tools.reference.export import write_tokenizer
 from tools.reference.prompts import TASKS, read_completions
 from tools.reference.tasks import outline_examples, retrieval_example
 
@@ -50,6 +51,14 @@ def test_the_target_has_the_promised_size_and_family() -> None:
     assert sum(f.stat().st_size for f in (REFERENCE / "target").iterdir()) <= 22e6
 
 
+def test_the_tokenizer_stays_as_short_as_an_export_writes_it(tmp_path: Path) -> None:
+    path = REFERENCE / "target" / "tokenizer.json"
+    tokenizer = LibraryTokenizer.from_file(str(path))
+    write_tokenizer(tokenizer, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    assert LibraryTokenizer.from_file(str(tmp_path / "again.json")).to_str() == tokenizer.to_str()
+
+
 def test_the_model_card_names_data_steps_bits_per_byte_and_licence() -> None:
     card = (REFERENCE / "target" / "README.md").read_text(encoding="utf-8")
     for word in ("standard library", "steps", "bits per byte", "Licence"):
@@ -70,25 +79,25 @@ def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Run
 
 
 def test_no_held_out_prompt_comes_from_a_training_file_and_calibration_text_does() -> None:
-    sides = {}
-    for line in (REFERENCE / "corpus.txt").read_text(encoding="utf-8").splitlines()[1:]:
-        _, side, name = line.split(" ", 2)
-        sides[name] = side
-    for file, side in (("held_out.jsonl", "held-out"), ("calibration.jsonl", "train")):
+    held_out = {file.name: file.held_out for file in read_file_list(REFERENCE / "corpus.txt")}
+    for file, expected in (("held_out.jsonl", True), ("calibration.jsonl", False)):
         rows = [json.loads(line) for line in (REFERENCE / file).read_text(encoding="utf-8").splitlines()]
-        assert {sides[row["file"]] for row in rows} == {side}
-    assert list(sides.values()).count("train") > 20 * list(sides.values()).count("held-out")
+        assert {held_out[row["file"]] for row in rows} == {expected}
+    assert len(held_out) > 21 * sum(held_out.values())
 
 
 def test_lists_only_writes_the_hash_of_every_file_and_the_prompts(tmp_path: Path) -> None:
     train_reference.main(["--lists-only", "--out", str(tmp_path / "new")])
-    first, *lines = (tmp_path / "new" / "corpus.txt").read_text(encoding="utf-8").splitlines()
-    assert json.loads(first)["python"] == platform.python_version()
+    listed = tmp_path / "new" / "corpus.txt"
+    assert json.loads(listed.read_text(encoding="utf-8").split("\n")[0])["python"] == platform.python_version()
     root = Path(sysconfig.get_paths()["stdlib"])
-    assert len(lines) > 300
-    for line in lines[::50]:
-        sha256, _, name = line.split(" ", 2)
-        assert sha256 == hashlib.sha256((root / name).read_bytes()).hexdigest()[:16]
+    files = list(read_file_list(listed))
+    assert {(f.name, f.sha256, f.held_out) for f in files} == {
+        (f.name, f.sha256, f.held_out) for f in read_standard_library()
+    }
+    assert len(files) > 300
+    for file in files[::50]:
+        assert file.sha256 == hashlib.sha256((root / file.name).read_bytes()).hexdigest()[:DIGITS]
     prompts = (tmp_path / "new" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     assert Counter(json.loads(line)["task"] for line in prompts) == {"completion": 60, "docstring": 20, "long": 12}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
@@ -115,12 +124,11 @@ def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(refer
 
 def test_prompts_are_what_their_files_hold() -> None:
     """Where the running interpreter has the very files that the reference was trained on."""
-    listed = (REFERENCE / "corpus.txt").read_text(encoding="utf-8").splitlines()[1:]
     files = {file.name: file for file in read_standard_library()}
     same = {
-        name
-        for sha256, _, name in (line.split(" ", 2) for line in listed)
-        if name in files and files[name].sha256 == sha256
+        listed.name
+        for listed in read_file_list(REFERENCE / "corpus.txt")
+        if listed.name in files and files[listed.name].sha256 == listed.sha256
     }
     rows = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["file"] in same]
@@ -128,7 +136,7 @@ def test_prompts_are_what_their_files_hold() -> None:
         pytest.skip("this interpreter's standard library is another")
     for row in rows:
         rest = files[row["file"]].text.split("\n")[row["line"] - 1 :]
-        assert ("\n".join(rest) + "\n").startswith(row["prompt"] + row["continuation"].removesuffix("\n"))
+        assert ("\n".join(rest) + "\n").startswith(row["prompt"])
 
 
 def test_the_split_depends_on_the_path_alone() -> None:

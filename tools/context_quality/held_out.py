@@ -21,7 +21,7 @@ def held_out_files(checkpoint: Path, library: Path | None) -> list[SourceFile]:
     `RequestError` where none is left.
     """
     listed = checkpoint.parent / "corpus.txt"
-    learned = listed_hashes(listed, "train") if listed.is_file() else set()
+    learned = listed_hashes(listed, held_out=False) if listed.is_file() else set()
     files = [file for file in read_standard_library(library) if file.held_out and file.sha256 not in learned]
     if not files:
         where = library or "this Python's standard library"

@@ -10,11 +10,13 @@ import hashlib
 import json
 import platform
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 HELD_OUT_SHARE = 0.03
-DIGITS = 16  # of a file's hash: enough to tell files apart
+HELD_OUT = " held-out"
+DIGITS = 8  # of a file's hash: enough to tell files apart
 _SKIPPED_FOLDERS = {"site-packages", "__pycache__", "pydoc_data", "encodings", "lib2to3"}
 _SKIPPED_PARTS = ("test/badsyntax", "test/bad_", "test/encoded_modules", "test/tokenize_tests")
 _LARGEST = 300_000  # bytes: past this, stdlib files are tables
@@ -39,6 +41,15 @@ class SourceFile:
         return any(part in ("test", "tests", "idle_test") for part in self.name.split("/"))
 
 
+@dataclass(frozen=True)
+class ListedFile:
+    """What a list keeps of a `SourceFile`."""
+
+    name: str
+    sha256: str
+    held_out: bool
+
+
 def read_standard_library(folder: Path | None = None) -> list[SourceFile]:
     """Every usable source file of a standard library by name: that in `folder`, or the running interpreter's."""
     root = folder or Path(sysconfig.get_paths()["stdlib"])
@@ -59,18 +70,30 @@ def read_standard_library(folder: Path | None = None) -> list[SourceFile]:
 
 
 def write_file_list(files: list[SourceFile], path: Path) -> None:
-    """Keep the split: Python version, and each file's sha256, side and name."""
+    """Keep the split: Python version; under each folder's name, which ends in a slash, its files without `.py`: sha256,
+    name, and a sign where the file is held out."""
     lines = [json.dumps({"python": platform.python_version(), "held_out_share": HELD_OUT_SHARE})]
-    lines += [f"{f.sha256} {'held-out' if f.held_out else 'train'} {f.name}" for f in files]
+    by_folder: dict[str, list[str]] = {}
+    for file in files:
+        folder, slash, name = file.name.rpartition("/")
+        line = f"{file.sha256} {name.removesuffix('.py')}{HELD_OUT if file.held_out else ''}"
+        by_folder.setdefault(folder + slash, []).append(line)
+    for folder in sorted(by_folder):
+        lines += [folder] * bool(folder) + by_folder[folder]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def listed_hashes(path: Path, side: str) -> set[str]:
-    """The sha256 of every file of such a list on one `side`: train or held-out."""
-    rows = [line.split(" ", 2) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
-    return {sha256 for sha256, its_side, _ in rows if its_side == side}
+def read_file_list(path: Path) -> Iterator[ListedFile]:
+    """The files of such a list."""
+    folder = ""
+    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+        if line.endswith("/"):
+            folder = line
+        else:
+            sha256, name = line.removesuffix(HELD_OUT).split(" ", 1)
+            yield ListedFile(f"{folder}{name}.py", sha256, line.endswith(HELD_OUT))
 
 
-def held_out_hashes(path: Path) -> set[str]:
-    """The sha256 of every held-out file of such a list."""
-    return listed_hashes(path, "held-out")
+def listed_hashes(path: Path, *, held_out: bool) -> set[str]:
+    """The sha256 of every file of such a list on one side."""
+    return {file.sha256 for file in read_file_list(path) if file.held_out == held_out}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plans.errors import CheckpointError
 from tools.reference.acceptance import DEPTHS, Continuation, Drafts, continue_prompts, measure, read_prompts
-from tools.reference.corpus import SourceFile, held_out_hashes
+from tools.reference.corpus import SourceFile, listed_hashes
 from tools.reference.data import Windows, load_corpus
 from tools.reference.drafter_text import ROWS, DrafterText, GeneratedText
 from tools.reference.loop import Batch, Run, Schedule, Training, window_at
@@ -54,7 +54,7 @@ def prepare(run: Run, files: list[SourceFile], step_tokens: int | None = None) -
     if not prompts.exists():
         raise CheckpointError(f"{prompts} does not exist; train the target into {run.out} first, or use --lists-only")
     teacher = Teacher.load(run.out / "target", run.device)
-    kept_out = held_out_hashes(listed) if listed.exists() else set()
+    kept_out = listed_hashes(listed, held_out=True) if listed.exists() else set()
     corpus = load_corpus(teacher.tokenizer, [f for f in files if f.held_out or f.sha256 not in kept_out])
     windows = Windows(corpus.train_code, corpus.tasks, seed=1)
     generated = GeneratedText(run.work, teacher)

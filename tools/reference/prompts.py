@@ -12,7 +12,7 @@ from tools.reference.corpus import SourceFile
 
 COMPLETION, DOCSTRING, LONG = TASKS = ("completion", "docstring", "long")
 """The opening of a stretch of code; a function's signature and docstring, for its body; a long file's beginning."""
-PROMPTS, PROMPT_LINES, CONTINUATION_LINES = 60, (8, 40), 30
+PROMPTS, PROMPT_LINES, LINES_BEHIND = 60, (8, 40), 30
 FUNCTIONS, FUNCTIONS_OF_A_FILE, HEAD_LINES, BODY_LINES = 20, 2, 30, 5
 LONG_FILES, LONG_CHARACTERS = 12, 5400  # 1.2k to 1.7k tokens of the reference target
 
@@ -20,7 +20,7 @@ Row = dict[str, str | int]
 
 
 def write_prompts(files: list[SourceFile], path: Path) -> None:
-    """A line for each prompt: its task, the file and line it comes from, and how the file goes on."""
+    """A line for each prompt: its task, and the file and line it comes from."""
     rows = [*_completions(files), *_docstrings(files), *_long(files)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -39,7 +39,7 @@ def _completions(files: list[SourceFile]) -> Iterator[Row]:
         size = rng.randint(*PROMPT_LINES)
         if count < size + 8:
             size = max(3, count // 2)
-        start = rng.randrange(max(1, count - size - CONTINUATION_LINES))
+        start = rng.randrange(max(1, count - size - LINES_BEHIND))
         yield _row(COMPLETION, file, start, start + size)
 
 
@@ -71,7 +71,5 @@ def _long(files: list[SourceFile]) -> Iterator[Row]:
 
 
 def _row(task: str, file: SourceFile, start: int, end: int) -> Row:
-    lines = file.text.split("\n")
-    prompt = "\n".join(lines[start:end]) + "\n"
-    rest = "\n".join(lines[end : end + CONTINUATION_LINES]) + "\n"
-    return {"task": task, "file": file.name, "line": start + 1, "prompt": prompt, "continuation": rest}
+    prompt = "\n".join(file.text.split("\n")[start:end]) + "\n"
+    return {"task": task, "file": file.name, "line": start + 1, "prompt": prompt}

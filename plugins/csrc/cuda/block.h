@@ -25,12 +25,23 @@ OUTRIDER_DEVICE void add(u64* to, u64 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE void add(u32* to, u32 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE u32 count_up(u32* counter) { return atomicAdd(counter, 1u); }
 
+// Shared memory of as many bytes as the launch gives a block, at a multiple of 16.
+OUTRIDER_DEVICE char* dynamic_shared() {
+  extern __shared__ __align__(16) char outrider_dynamic_shared[];
+  return outrider_dynamic_shared;
+}
+
 struct alignas(16) Quad {
   float value[4];
 };
 
-// The floats at `from`, a multiple of 16 bytes: one load.
+struct alignas(16) Bytes16 {
+  u32 word[4];
+};
+
+// The floats, or whatever bytes, at `from`, a multiple of 16 bytes: one load.
 OUTRIDER_DEVICE Quad load_quad(const float* from) { return *reinterpret_cast<const Quad*>(from); }
+OUTRIDER_DEVICE Bytes16 load_bytes16(const void* from) { return *static_cast<const Bytes16*>(from); }
 
 }  // namespace outrider
 

@@ -4,9 +4,13 @@
 // neither on the queries beside it, nor on where the keys lie, nor on what lies between them. So a token comes out bit
 // for bit the same alone, in a prefill chunk, as a node of a tree or in a branch among branches. What makes it so:
 //   - a score is a sum over the head's dimensions in one fixed order, whichever query and key it belongs to;
-//   - scores are kept without gaps, so that the sum of their weights goes by their rank among the visible;
-//   - an output is summed key by key.
-// The instruction set changes nothing either: attention_tile.h.
+//   - scores are kept without gaps, so that all that follows goes by the keys' rank among the visible;
+//   - each kChunk ranks are a chunk, which is summed by itself: a weight is exp(score - the chunk's highest), weights
+//     are summed in lanes by rank, and an output is summed key by key, from 0;
+//   - chunks are summed in ascending order by fused multiply-adds, each times exp(its highest score - the highest of
+//     all, a sink's too). A sink's weight is added last, and then an output is divided by the sum of the weights.
+// Until then chunks have nothing to do with one another: whoever splits a query's keys among many workers can have
+// these bits too. The instruction set changes nothing either: attention_tile.h.
 //
 // `Lanes` is a vector of floats of one instruction set: lanes_*.h.
 #pragma once
@@ -232,35 +236,58 @@ void score(const Keys& keys, std::int64_t count, const float* const* query, int 
   }
 }
 
-// out[r][d] += sum over j of weights[r][j] * values(j)[d], key after key, for `Vectors` vectors of d.
+// Calls body(i), i a constant, for i < Count.
+template <int Count, class Body>
+void times(const Body& body) {
+  if constexpr (Count > 1) times<Count - 1>(body);
+  body(std::integral_constant<int, Count - 1>());
+}
+
+// out[r][d] += sum over from <= j < to of weights[r][j] * values(j)[d], key after key, for `Vectors` vectors of d.
+// Constant indices, and a function of its own, are what makes GCC keep the sums and all pointers in registers.
 template <class Lanes, int Rows, int Vectors, class Values, class Access>
-void weigh_slab(const Values& values, std::int64_t count, const float* const* weights, int d, const Access& access,
-                float* const* out) {
+[[gnu::noinline]] void weigh_slab(const Values& values, std::int64_t from, std::int64_t to, const float* const* weights,
+                                  int d, const Access& access, float* const* out) {
   typename Lanes::Vector sums[Rows][Vectors];
-  for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < Vectors; ++v) sums[r][v] = access.load(out[r] + d + v * Lanes::kWidth);
-  for (std::int64_t j = 0; j < count; ++j) {
+  const auto each = [](const auto& body) {
+    times<Rows>([&](auto r) { times<Vectors>([&](auto v) { body(r, v); }); });
+  };
+  each([&](auto r, auto v) { sums[r][v] = access.load(out[r] + d + v * Lanes::kWidth); });
+  for (std::int64_t j = from; j < to; ++j) {
     const auto value = values(j);
     typename Lanes::Vector x[Vectors];
-    for (int v = 0; v < Vectors; ++v) x[v] = value.at(access, d + v * Lanes::kWidth);
-    for (int r = 0; r < Rows; ++r) {
+    times<Vectors>([&](auto v) { x[v] = value.at(access, d + v * Lanes::kWidth); });
+    times<Rows>([&](auto r) {
       const auto weight = Lanes::broadcast(weights[r][j]);
-      for (int v = 0; v < Vectors; ++v) sums[r][v] = Lanes::fma(weight, x[v], sums[r][v]);
-    }
+      times<Vectors>([&](auto v) { sums[r][v] = Lanes::fma(weight, x[v], sums[r][v]); });
+    });
   }
-  for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < Vectors; ++v) access.store(out[r] + d + v * Lanes::kWidth, sums[r][v]);
+  each([&](auto r, auto v) { access.store(out[r] + d + v * Lanes::kWidth, sums[r][v]); });
 }
 
 template <class Lanes, int Rows, class Values>
-void weigh(const Values& values, std::int64_t count, const float* const* weights, int head_dim, float* const* out) {
-  constexpr int kSlab = Lanes::kSlab * Lanes::kWidth;
+void weigh(const Values& values, std::int64_t from, std::int64_t to, const float* const* weights, int head_dim,
+           float* const* out) {
+  constexpr int kVectors = Lanes::kSlab < 4 / Rows ? 4 / Rows : Lanes::kSlab;  // few rows leave room for more
+  constexpr int kSlab = kVectors * Lanes::kWidth;
   int d = 0;
   for (; d + kSlab <= head_dim; d += kSlab)
-    weigh_slab<Lanes, Rows, Lanes::kSlab>(values, count, weights, d, Whole<Lanes>(), out);
+    weigh_slab<Lanes, Rows, kVectors>(values, from, to, weights, d, Whole<Lanes>(), out);
   for (; d + Lanes::kWidth <= head_dim; d += Lanes::kWidth)
-    weigh_slab<Lanes, Rows, 1>(values, count, weights, d, Whole<Lanes>(), out);
-  if (d < head_dim) weigh_slab<Lanes, Rows, 1>(values, count, weights, d, Part<Lanes>{head_dim - d}, out);
+    weigh_slab<Lanes, Rows, 1>(values, from, to, weights, d, Whole<Lanes>(), out);
+  if (d < head_dim) weigh_slab<Lanes, Rows, 1>(values, from, to, weights, d, Part<Lanes>{head_dim - d}, out);
+}
+
+// out[d] += of_chunk[d] * factor, and of_chunk[d] = 0 for the next chunk.
+template <class Lanes>
+void fold(float* of_chunk, float factor, int head_dim, float* out) {
+  const auto add = [&](int d, const auto& access) {
+    access.store(out + d, Lanes::fma(access.load(of_chunk + d), Lanes::broadcast(factor), access.load(out + d)));
+    access.store(of_chunk + d, Lanes::zero());
+  };
+  int d = 0;
+  for (; d + Lanes::kWidth <= head_dim; d += Lanes::kWidth) add(d, Whole<Lanes>());
+  if (d < head_dim) add(d, Part<Lanes>{head_dim - d});
 }
 
 // Scores become at most `cap` in size. The memory is padded to whole vectors.
@@ -272,31 +299,54 @@ void cap_scores(float* scores, std::int64_t count, float cap) {
     Lanes::store(scores + j, capped<Lanes>(Lanes::load(scores + j), Lanes::broadcast(cap)));
 }
 
-// Scores become weights exp(score - highest); returns their sum, the sink's with it: the score of a key without a value,
-// where `sink` is not null. The memory is padded to whole vectors.
+// Scores of a chunk become weights exp(score - highest), and `sum` their sum; returns the highest. The memory is padded
+// to whole vectors.
 template <class Lanes>
-float soften(float* scores, std::int64_t count, const float* sink) {
+float soften_chunk(float* scores, std::int64_t count, float& sum) {
   const std::int64_t padded = (count + Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
   for (std::int64_t j = count; j < padded; ++j) scores[j] = kMinusInfinity;
   auto highest = Lanes::load(scores);
   for (std::int64_t j = Lanes::kWidth; j < padded; j += Lanes::kWidth)
     highest = Lanes::max(highest, Lanes::load(scores + j));
-  float most = Lanes::highest(highest);
-  if (sink != nullptr && *sink > most) most = *sink;
+  const float most = Lanes::highest(highest);
   const auto top = Lanes::broadcast(most);
-  auto sum = Lanes::zero();
+  auto weights = Lanes::zero();
   for (std::int64_t j = 0; j < padded; j += Lanes::kWidth) {
     const auto weight = Lanes::exp(Lanes::sub(Lanes::load(scores + j), top));
     Lanes::store(scores + j, weight);
-    sum = Lanes::add(sum, weight);
+    weights = Lanes::add(weights, weight);
   }
-  typename Lanes::Vector sums[4] = {sum, sum, sum, sum};
+  typename Lanes::Vector four[4] = {weights, weights, weights, weights};
   float total[4];
-  Lanes::sum_each(sums, 1.0f, total);
-  if (sink == nullptr) return total[0];
-  float of_sink[Lanes::kWidth];
-  Lanes::store(of_sink, Lanes::exp(Lanes::sub(Lanes::broadcast(*sink), top)));
-  return total[0] + of_sink[0];
+  Lanes::sum_each(four, 1.0f, total);
+  sum = total[0];
+  return most;
+}
+
+// Scores become weights, chunk by chunk, and factors[c] what chunk c is multiplied with: exp(its highest score - the
+// highest of all). Returns the sum of all weights, the sink's with them, which is the score of a key without a value,
+// where `sink` is not null. `sums` is scratch, a float for each chunk. Scores and factors are padded to whole vectors.
+template <class Lanes>
+float soften(float* scores, std::int64_t count, const float* sink, float* factors, float* sums) {
+  float most = sink == nullptr ? kMinusInfinity : *sink;
+  std::int64_t chunks = 0;
+  for (std::int64_t first = 0; first < count; first += kChunk, ++chunks) {
+    const std::int64_t left = count - first;
+    const float highest = soften_chunk<Lanes>(scores + first, left < kChunk ? left : kChunk, sums[chunks]);
+    if (highest > most) most = highest;
+    factors[chunks] = highest;
+  }
+  const auto top = Lanes::broadcast(most);
+  for (std::int64_t c = chunks; c % Lanes::kWidth != 0; ++c) factors[c] = kMinusInfinity;
+  for (std::int64_t c = 0; c < chunks; c += Lanes::kWidth)
+    Lanes::store(factors + c, Lanes::exp(Lanes::sub(Lanes::load(factors + c), top)));
+  auto sum = Lanes::zero();
+  for (std::int64_t c = 0; c < chunks; ++c)
+    sum = Lanes::fma(Lanes::broadcast(sums[c]), Lanes::broadcast(factors[c]), sum);
+  if (sink != nullptr) sum = Lanes::add(sum, Lanes::exp(Lanes::sub(Lanes::broadcast(*sink), top)));
+  float total[Lanes::kWidth];
+  Lanes::store(total, sum);
+  return total[0];
 }
 
 // Calls body(rows, r) for `count` rows from `first` on, four by four: `rows` of them, a constant, from r on.
@@ -350,18 +400,40 @@ void attend(const Tile<Cached>& tile, Scratch& scratch) {
     score<Lanes, rows()>(keys, count, tile.query + r, tile.head_dim, tile.scale, end + r);
   });
 
+  const std::int64_t chunks = (tile.most() + kChunk - 1) / kChunk;
+  const std::int64_t factor_stride = (chunks + Lanes::kWidth - 1) / Lanes::kWidth * Lanes::kWidth;
+  float* factors = scratch.factors.room(factor_stride * tile.rows);
+  float* of_chunks = scratch.of_chunks.room(std::int64_t{tile.head_dim} * tile.rows);
   float sums[kRows];
+  float* of_chunk[kRows];         // the output of the chunk at hand,
+  const float* factor[kRows];     // what it is multiplied with,
+  const float* chunk_end[kRows];  // and the end of its weights
   const float* next[kRows];
   for (int r = 0; r < tile.rows; ++r) {
     float* start = scores + r * stride;
     const std::int64_t count = end[r] - start;
     if (tile.softcap != 0.0f) cap_scores<Lanes>(start, count, tile.softcap);
-    sums[r] = count == 0 ? 1.0f : soften<Lanes>(start, count, tile.sinks == nullptr ? nullptr : tile.sinks + r);
+    const float* sink = tile.sinks == nullptr ? nullptr : tile.sinks + r;
+    float* row_factors = factors + r * factor_stride;
+    sums[r] = count == 0 ? 1.0f : soften<Lanes>(start, count, sink, row_factors, scratch.sums.room(chunks));
+    of_chunk[r] = of_chunks + r * tile.head_dim;
+    factor[r] = row_factors;
+    chunk_end[r] = count < kChunk ? end[r] : start + kChunk;
     next[r] = start;
-    for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] = 0.0f;
+    for (int d = 0; d < tile.head_dim; ++d) of_chunk[r][d] = tile.out[r][d] = 0.0f;
   }
   over_pieces<Lanes>(tile, scratch, pieces, tile.values, next, [&](auto rows, int r, const auto& values, std::int64_t count) {
-    weigh<Lanes, rows()>(values, count, next + r, tile.head_dim, tile.out + r);
+    for (std::int64_t from = 0, to; from < count; from = to) {
+      to = count;  // or where a row's chunk ends first: rows may be at different ranks
+      for (int i = r; i < r + rows(); ++i)
+        if (chunk_end[i] - next[i] < to) to = chunk_end[i] - next[i];
+      weigh<Lanes, rows()>(values, from, to, next + r, tile.head_dim, of_chunk + r);
+      for (int i = r; i < r + rows(); ++i) {
+        if (next[i] + to != chunk_end[i]) continue;
+        fold<Lanes>(of_chunk[i], *factor[i]++, tile.head_dim, tile.out[i]);
+        chunk_end[i] = end[i] - chunk_end[i] < kChunk ? end[i] : chunk_end[i] + kChunk;
+      }
+    }
   });
   for (int r = 0; r < tile.rows; ++r)
     for (int d = 0; d < tile.head_dim; ++d) tile.out[r][d] /= sums[r];

@@ -17,6 +17,10 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 // the same bits. In each quarter of four lanes: (0 + 2) + (1 + 3). Of quarters: (0 + 2) + (1 + 3).
 constexpr int kLanes = 16;
 
+// Attention sums the keys that a query sees by chunks of so many, by their rank among them, and then the chunks:
+// attention_kernel.h. A multiple of kLanes.
+constexpr std::int64_t kChunk = 256;
+
 // exp(x) = 2^n * p(r), n the integer nearest to x * kLog2E, r = x - n * kLn2High - n * kLn2Low: each a fused
 // multiply-add, and so is each term of the polynomial p.
 constexpr float kExpLowest = -87.0f;  // exp(x) below it is 0: a little above the least normal number
@@ -57,6 +61,9 @@ struct Scratch {
   Memory<Piece> pieces;
   Memory<std::int32_t> lists;
   Memory<float> scores;
+  Memory<float> factors;    // of each row's chunks
+  Memory<float> sums;       // of the weights of one row's chunks
+  Memory<float> of_chunks;  // of each row, the output of the chunk at hand
 };
 
 // The queries of a few neighbouring tokens and of a few heads that share one key/value head; a token's are neighbours.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.cuda import DeviceOp
+from plugins.cuda import LAUNCHES, DeviceOp
 from plugins.cuda.compile import SOURCES
 from plugins.cuda.launches import STATUS
+from plugins.tensorrt.source import PARTS
 
 HERE = Path(__file__).resolve().parent
 
+KERNELS, ENGINES, OF_ENGINES = (f'#include "{name}.cu"\n' for name in ("kernels", "engine", "engine/kernels"))
+"""Our ops' kernels; these and the ones that engines of the backend `cuda` are made of; the latter alone."""
+
+ANY_THREADS = {launch.kernel for launch in LAUNCHES.values()} | {
+    "outrider_set_numbers", "outrider_take_tokens", "outrider_keep_tokens",
+}  # fmt: skip
+"""Kernels that give the same with any number of threads. As fibers are slow, they are run with few."""
 
 ORDERS = ("shuffled", "first to last", "last to first")
 """Orders in which the blocks of a launch may run, as the library numbers them."""
@@ -47,11 +56,22 @@ class Memory:
         return self.array.dtype.name
 
 
-def compile_emulator(library: Path) -> None:
-    """Compile the kernels for the CPU, into the shared library `library`."""
-    includes = [f"-I{path}" for path in (SOURCES, SOURCES / "cuda", HERE)]
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC", "-shared"]
-    subprocess.run(["g++", *flags, *includes, str(HERE / "emulator.cc"), "-o", str(library)], check=True)
+def compile_emulator(library: Path, source: str = KERNELS, headers: Path = SOURCES) -> None:
+    """Compile the kernels of `source` for the CPU, into the shared library `library`.
+
+    `headers` is the folder of what `source` includes.
+    """
+    code = library.with_suffix(".cc")
+    code.write_text(source, encoding="utf-8")
+    includes = [f"-I{path}" for path in (headers, headers / "cuda", PARTS, HERE)]
+    compiler = ["g++", "-std=c++17", *includes, str(code)]
+    seen = subprocess.run([*compiler, "-E"], check=True, capture_output=True, text=True).stdout
+    names = re.findall(r'extern "C" void (\w+)\(', seen)
+    table = ", ".join(f'{{"{name}", unpacked({name}, {int(name in ANY_THREADS)})}}' for name in names)
+    code.write_text(f'{source}\n#define EMULATED_KERNELS {table}\n#include "library.h"\n', encoding="utf-8")
+    flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC", "-shared"]
+    flags.append("-fno-gnu-unique")  # libraries of several kernels in one process have shared memory each
+    subprocess.run([*compiler, *flags, "-o", str(library)], check=True)
 
 
 class Emulator:
@@ -60,7 +80,7 @@ class Emulator:
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.emulate.argtypes = [
-            ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint,
+            ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint,
         ]  # fmt: skip
         if hasattr(self._library, "race"):  # kernels as PTX, of which every access is watched
             self._library.race.restype = ctypes.c_char_p
@@ -100,10 +120,11 @@ class Emulator:
 
         return call
 
-    def launch(self, kernel: str, blocks: int, threads: int, values: list[Any]) -> None:
+    def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any], shared: int = 0) -> None:
         parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self._launches += 1
-        code = self._library.emulate(kernel.encode(), blocks, threads, parameters, self._launches)
+        code = self._library.emulate(kernel.encode(), blocks, threads, shared, parameters, self._launches)
         assert code != 1, f"the emulator has no kernel {kernel}"
-        assert code != 2, f"not every thread of a block of {kernel} comes to the same barriers"
+        assert code != 2, f"threads of {kernel} do not all come to the same barriers, or lanes to the same collectives"
         assert code != 3, f"a race in {self._library.race().decode()}"
+        assert code != 4, f"{kernel} writes beside its {shared} bytes of dynamic shared memory"

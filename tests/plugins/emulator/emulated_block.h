@@ -15,6 +15,7 @@
 namespace outrider {
 
 extern emulator::Grid grid;
+extern char* dynamic_memory;  // of the block that runs
 
 inline i64 thread_index() { return grid.place().thread; }
 inline i64 thread_count() { return grid.place().threads; }
@@ -25,16 +26,26 @@ inline void publish() {}
 inline void add(u64* to, u64 value) { *to += value; }
 inline void add(u32* to, u32 value) { *to += value; }
 inline u32 count_up(u32* counter) { return (*counter)++; }
+inline char* dynamic_shared() { return dynamic_memory; }
+
+// A load of all of a T at once, which a GPU refuses elsewhere than at multiples of its size.
+template <typename T>
+inline T load_aligned(const void* from) {
+  if (reinterpret_cast<std::uintptr_t>(from) % sizeof(T) != 0) std::abort();
+  T loaded;
+  std::memcpy(&loaded, from, sizeof loaded);
+  return loaded;
+}
 
 struct alignas(16) Quad {
   float value[4];
 };
 
-inline Quad load_quad(const float* from) {
-  if (reinterpret_cast<std::uintptr_t>(from) % sizeof(Quad) != 0) std::abort();  // as a GPU would
-  Quad quad;
-  std::memcpy(&quad, from, sizeof quad);
-  return quad;
-}
+struct alignas(16) Bytes16 {
+  u32 word[4];
+};
+
+inline Quad load_quad(const float* from) { return load_aligned<Quad>(from); }
+inline Bytes16 load_bytes16(const void* from) { return load_aligned<Bytes16>(from); }
 
 }  // namespace outrider

@@ -1,13 +1,16 @@
 // Blocks of threads on a machine without a GPU: a thread is a fiber, which runs to its next barrier.
 //
-// Threads run in shuffled order between two barriers, and so do blocks, one after another: a kernel whose result depends on
-// the order is noticed. Fibers are entered once a launch, and from then on switched by jumps, which take no system call.
+// Threads run in shuffled order between two barriers, and so do blocks, one after another: a kernel whose result
+// depends on the order is noticed. Fibers are entered once, and from then on switched by jumps, which take no
+// system call. The lanes of a warp wait for each other too, and go on when all of them are at the same collective.
 #pragma once
 
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <numeric>
@@ -18,52 +21,73 @@ namespace emulator {
 
 using Index = long long;
 
+constexpr Index kLanes = 32;  // of a warp
+
 struct Place {
   Index thread;
   Index threads;
   Index block;
   Index blocks;
+
+  Index lane() const { return thread % kLanes; }
+  Index warp() const { return thread / kLanes; }
 };
 
 enum Order { kShuffled = 0, kFirstToLast = 1, kLastToFirst = 2 };
 
+// What a lane shows the others of its warp.
+struct Shown {
+  std::uint32_t word[6];
+};
+
+enum class State { kReady, kAtCollective, kAtBarrier, kDone };
+
 struct Fiber {
   ucontext_t context;
   jmp_buf here;
-  std::unique_ptr<char[]> stack;
   Place place;
   bool entered;
-  bool done;
+  State state;
+  int collective;      // that it waits at
+  unsigned exchanges;  // of this block
+};
+
+// What happens in a launch, for whoever watches.
+struct Watch {
+  std::function<void()> block_starts = [] {};
+  std::function<void()> interval_starts = [] {};  // all threads of the block have come to a barrier
 };
 
 class Grid {
  public:
-  // Runs `body` in every thread of a launch. False where threads of a block do not all come to the same barriers.
-  // `block_starts` is called before a block, `interval_starts` when all of its threads have come to a barrier.
+  // Runs `body` in every thread of a launch. False where threads of a block do not all come to the same barriers, or
+  // the lanes of a warp not to the same collectives.
   bool run(Index blocks, Index threads, unsigned seed, Order order, const std::function<void()>& body,
-           const std::function<void()>& block_starts = [] {}, const std::function<void()>& interval_starts = [] {}) {
-    std::mt19937 random(seed);
-    std::vector<Fiber> fibers(static_cast<size_t>(threads));
-    for (Fiber& fiber : fibers) prepare(fiber);
+           const Watch& watch) {
+    random_.seed(seed);
     body_ = &body;
+    threads_ = threads;
+    warps_.resize(static_cast<size_t>((threads + kLanes - 1) / kLanes));
+    while (static_cast<Index>(fibers_.size()) < threads) prepare();
     std::vector<Index> places(static_cast<size_t>(blocks));
     std::iota(places.begin(), places.end(), 0);
-    if (order == kShuffled) std::shuffle(places.begin(), places.end(), random);
+    if (order == kShuffled) std::shuffle(places.begin(), places.end(), random_);
     if (order == kLastToFirst) std::reverse(places.begin(), places.end());
-    std::vector<Index> turns(static_cast<size_t>(threads));
-    std::iota(turns.begin(), turns.end(), 0);
     for (Index block : places) {
       for (Index t = 0; t < threads; ++t) {
-        fibers[t].place = {t, threads, block, blocks};
-        fibers[t].done = false;
+        fibers_[t].place = {t, threads, block, blocks};
+        fibers_[t].exchanges = 0;
       }
-      block_starts();
-      for (Index done = 0; done < threads;) {
-        if (done != 0) return false;
-        std::shuffle(turns.begin(), turns.end(), random);
-        interval_starts();
-        for (Index t : turns) resume(fibers[t]);
-        done = std::count_if(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.done; });
+      watch.block_starts();
+      for (bool done = false; !done;) {
+        for (Index t = 0; t < threads; ++t) fibers_[t].state = State::kReady;
+        watch.interval_starts();
+        run_interval();
+        done = all(State::kDone);
+        if (!done && !all(State::kAtBarrier)) {
+          fibers_.clear();  // which are in the middle of it
+          return false;
+        }
       }
     }
     return true;
@@ -73,22 +97,83 @@ class Grid {
   const Place& place() const { return running_->place; }
 
   // The thread that runs waits for the others of its block.
-  void wait() {
-    if (_setjmp(running_->here) == 0) _longjmp(scheduler_, 1);
+  void wait() { pause(State::kAtBarrier); }
+
+  // It waits for the lanes of its warp to come to `collective`.
+  void wait_for_warp(int collective) {
+    running_->collective = collective;
+    pause(State::kAtCollective);
+  }
+
+  // It shows `own` to the lanes of its warp. What each of them shows is there until its next exchange.
+  const Shown* exchange(int collective, const Shown& own) {
+    const Place& place = running_->place;
+    Shown* shown = warps_[place.warp()].shown[running_->exchanges++ % 2];  // others may still read the last ones
+    shown[place.lane()] = own;
+    wait_for_warp(collective);
+    return shown;
   }
 
  private:
   static constexpr size_t kStack = 128 << 10;
 
-  void prepare(Fiber& fiber) {
-    fiber.stack = std::make_unique<char[]>(kStack);
+  struct Warp {
+    Shown shown[2][kLanes];
+  };
+
+  void prepare() {
+    const size_t t = fibers_.size();
+    if (t == stacks_.size()) stacks_.emplace_back(new char[kStack]);
+    Fiber& fiber = fibers_.emplace_back();
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_sp = stacks_[t].get();
     fiber.context.uc_stack.ss_size = kStack;
     fiber.context.uc_link = nullptr;
     fiber.entered = false;
     entering() = this;
     makecontext(&fiber.context, &Grid::enter, 0);
+  }
+
+  bool all(State state) const {
+    return std::all_of(fibers_.begin(), fibers_.begin() + threads_,
+                       [&](const Fiber& fiber) { return fiber.state == state; });
+  }
+
+  // Runs all threads to their next barrier: warps in turn, or one ahead of the others.
+  void run_interval() {
+    waiting_.resize(warps_.size());
+    std::iota(waiting_.begin(), waiting_.end(), 0);
+    while (!waiting_.empty()) {
+      std::shuffle(waiting_.begin(), waiting_.end(), random_);
+      const auto end = random_() % 2 == 0 ? waiting_.begin() + 1 : waiting_.end();
+      waiting_.erase(std::remove_if(waiting_.begin(), end, [&](size_t warp) { return !run_lanes(warp); }), end);
+    }
+  }
+
+  // Runs the lanes of a warp, each once. False where they do not all wait at a collective then.
+  bool run_lanes(size_t warp) {
+    const Index first = static_cast<Index>(warp) * kLanes;
+    const Index count = std::min(kLanes, threads_ - first);
+    lanes_.resize(static_cast<size_t>(count));
+    std::iota(lanes_.begin(), lanes_.end(), first);
+    std::shuffle(lanes_.begin(), lanes_.end(), random_);
+    for (Index t : lanes_) resume(fibers_[t]);
+    if (count < kLanes || !meets(warp)) return false;
+    for (Index t : lanes_) fibers_[t].state = State::kReady;
+    return true;
+  }
+
+  // Whether all lanes of a warp wait at the same collective.
+  bool meets(size_t warp) const {
+    const auto lanes = fibers_.begin() + static_cast<std::ptrdiff_t>(warp * kLanes);
+    return std::all_of(lanes, lanes + kLanes, [&](const Fiber& fiber) {
+      return fiber.state == State::kAtCollective && fiber.collective == lanes->collective;
+    });
+  }
+
+  void pause(State state) {
+    running_->state = state;
+    if (_setjmp(running_->here) == 0) _longjmp(scheduler_, 1);
   }
 
   void resume(Fiber& fiber) {
@@ -103,8 +188,7 @@ class Grid {
     Grid& self = *entering();
     for (;;) {  // block after block
       (*self.body_)();
-      self.running_->done = true;
-      self.wait();
+      self.pause(State::kDone);
     }
   }
 
@@ -116,6 +200,13 @@ class Grid {
   jmp_buf scheduler_;
   Fiber* running_ = nullptr;
   const std::function<void()>* body_ = nullptr;
+  std::mt19937 random_;
+  Index threads_ = 0;
+  std::vector<size_t> waiting_;  // warps that have not come to the barrier
+  std::vector<Index> lanes_;     // of the warp that runs, in the order of their turns
+  std::deque<Fiber> fibers_;  // kept from launch to launch, and never moved
+  std::vector<std::unique_ptr<char[]>> stacks_;  // kept from launch to launch
+  std::vector<Warp> warps_;
 };
 
 }  // namespace emulator

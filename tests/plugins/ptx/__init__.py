@@ -5,8 +5,8 @@ it is, and that no thread relies on an order which nothing keeps. **Start readin
 
     parse.py         PTX as data
     translate.py     functions and instructions as C++
-    arithmetic.h     what instructions calculate
-    machine.h        what translated code runs on
+    arithmetic.h     what instructions calculate; matrix products: emulator/matrix.h
+    machine.h        what translated code runs on, over emulator/grid.h
     races.h          the watch on memory
     library.h        the kernels as a library, with the entries of the emulator of sources
 
@@ -21,13 +21,11 @@ from pathlib import Path
 from plugins.cuda.compile import SOURCES
 from plugins.tensorrt.compile import compile_ptx
 from tests.plugins.emulator import HERE as EMULATOR
+from tests.plugins.emulator import KERNELS
 from tests.plugins.ptx.parse import parse
 from tests.plugins.ptx.translate import translate
 
 HERE = Path(__file__).resolve().parent
-
-
-KERNELS = '#include "kernels.cu"\n'
 
 
 def compile_translated(library: Path, source: str = KERNELS, headers: Path = SOURCES) -> None:
@@ -39,5 +37,5 @@ def compile_translated(library: Path, source: str = KERNELS, headers: Path = SOU
     code.write_text(translate(parse(compile_ptx(source, "translated", headers=headers))), encoding="utf-8")
     flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     flags.append("-fno-gnu-unique")  # libraries of several kernels in one process have a machine each
-    includes = [f"-I{path}" for path in (HERE, EMULATOR)]
+    includes = [f"-I{path}" for path in (HERE, EMULATOR, SOURCES)]
     subprocess.run(["g++", *flags, *includes, str(code), "-o", str(library)], check=True)

@@ -7,6 +7,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "half.h"
+
 namespace ptx {
 
 template <typename To, typename From>
@@ -117,5 +119,15 @@ To truncated(From from) {
   if (whole >= std::ldexp(From{1}, sizeof(To) * 8 - (std::is_signed_v<To> ? 1 : 0))) return std::numeric_limits<To>::max();
   return static_cast<To>(whole);
 }
+
+// As a GPU converts, where every NaN becomes the same.
+inline float float_of_half(uint16_t bits) {
+  const float value = outrider::float_of_half(bits);
+  return value != value ? bits_as<float>(0x7fffffffu) : value;
+}
+
+inline uint32_t half_of(float value) { return value != value ? 0x7fffu : outrider::half_of(value); }
+
+inline uint32_t bfloat_of(float value) { return value != value ? 0x7fffu : outrider::bfloat_of(value); }
 
 }  // namespace ptx

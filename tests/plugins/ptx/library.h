@@ -1,5 +1,5 @@
-// The kernels as a library with the entries of the emulator of sources (../emulator/emulator.cc). Included once, behind the
-// translated functions, with PTX_KERNELS: names, code, and numbers of parameters.
+// The kernels as a library with the entries of the emulator of sources (../emulator/library.h). Included once, behind
+// the translated functions, with PTX_KERNELS: names, code, and numbers of parameters.
 #pragma once
 
 #include <map>
@@ -29,20 +29,21 @@ extern "C" void set_order(int order) { ptx::machine.order = static_cast<emulator
 // The first race of the last launch, as a sentence.
 extern "C" const char* race() { return ptx::machine.races.found().c_str(); }
 
-// 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block comes to, 3 for a race.
-extern "C" int emulate(const char* kernel, long long blocks, long long threads, void** params, unsigned seed) {
+// 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block comes to, or a collective that not
+// every lane of a warp comes to, 3 for a race.
+extern "C" int emulate(const char* kernel, long long blocks, long long threads, long long shared, void** params,
+                       unsigned seed) {
   using ptx::machine;
   const auto found = ptx::kernels().find(kernel);
   if (found == ptx::kernels().end()) return 1;
   machine.races.launch_starts(kernel, blocks, threads);
-  const auto block_starts = [seed] {
-    machine.shared.assign(ptx::kSharedBytes, static_cast<char>(seed * 0x9du + 0x35u));  // whatever is there
+  emulator::Watch watch;
+  watch.block_starts = [=] {
+    machine.shared.assign(ptx::kSharedBytes + shared, static_cast<char>(seed * 0x9du + 0x35u));  // whatever is there
     machine.races.block_starts();
   };
-  const bool whole = machine.grid.run(
-      blocks, threads, seed, machine.order,
-      [&] { found->second.code(nullptr, reinterpret_cast<char**>(params)); }, block_starts,
-      [] { machine.races.interval_starts(); });
-  if (!whole) return 2;
+  watch.interval_starts = [] { machine.races.interval_starts(); };
+  const auto body = [&] { found->second.code(nullptr, reinterpret_cast<char**>(params)); };
+  if (!machine.grid.run(blocks, threads, seed, machine.order, body, watch)) return 2;
   return machine.races.found().empty() ? 0 : 3;
 }

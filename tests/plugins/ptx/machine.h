@@ -1,4 +1,4 @@
-// What translated PTX runs on: the memory of a block, a watch on every access, barriers.
+// What translated PTX runs on: the memory of a block, a watch on every access, barriers, the lanes of a warp.
 //
 // A kernel, or a function that kernels call, gets the address of its result and those of its parameters. Addresses of shared
 // memory are offsets in the block's, as on a GPU; all others are addresses of this process.
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arithmetic.h"
+#include "matrix.h"
 #include "races.h"
 
 namespace ptx {
@@ -20,27 +21,40 @@ struct Machine {
 
   const emulator::Place& place() const { return grid.place(); }
 
-  char* shared_at(uint64_t offset) {
-    if (offset >= shared.size()) std::abort();
+  char* shared_at(uint64_t offset, size_t bytes) {
+    if (offset > shared.size() || bytes > shared.size() - offset) std::abort();
     return shared.data() + offset;
   }
+
+  void wait_for_warp(int site, uint32_t members) {
+    if (members != kWholeWarp) std::abort();  // nobody has thought of parts of a warp
+    grid.wait_for_warp(site);
+    races.warp_barrier(place());
+  }
+
+  uint32_t shuffled(int site, uint32_t value, uint32_t lane, uint32_t clamp, uint32_t members) {
+    if (members != kWholeWarp || clamp != emulator::kLanes - 1) std::abort();
+    return grid.exchange(site, {{value}})[lane % emulator::kLanes].word[0];
+  }
+
+  static constexpr uint32_t kWholeWarp = 0xffffffffu;
 };
 
 inline Machine machine;
 
 enum class Space { kShared, kGlobal, kPrivate };  // the last: of a thread, or of a call
 
-template <Space space>
+template <typename T, Space space>
 char* place_of(uint64_t address) {
-  return space == Space::kShared ? machine.shared_at(address) : reinterpret_cast<char*>(address);
+  return space == Space::kShared ? machine.shared_at(address, sizeof(T)) : reinterpret_cast<char*>(address);
 }
 
 // `bytes`: what the address must be a multiple of: of a vector's first element, the size of the vector.
 template <typename T, Space space>
 __attribute__((noinline)) T load(uint64_t address, size_t bytes) {
-  char* from = place_of<space>(address);
+  char* from = place_of<T, space>(address);
   if (reinterpret_cast<uintptr_t>(from) % bytes != 0) std::abort();  // as a GPU would
-  if (space != Space::kPrivate) machine.races.loads(machine.place(), from, space == Space::kShared);
+  if (space != Space::kPrivate) machine.races.loads(machine.place(), from, sizeof(T), space == Space::kShared);
   T value;
   std::memcpy(&value, from, sizeof value);
   return value;
@@ -48,19 +62,19 @@ __attribute__((noinline)) T load(uint64_t address, size_t bytes) {
 
 template <typename T, Space space>
 __attribute__((noinline)) void store(uint64_t address, T value) {
-  char* to = place_of<space>(address);
+  char* to = place_of<T, space>(address);
   if (space != Space::kPrivate) {
     uint64_t bits = 0;
     std::memcpy(&bits, &value, sizeof value);
-    machine.races.stores(machine.place(), to, space == Space::kShared, bits);
+    machine.races.stores(machine.place(), to, sizeof(T), space == Space::kShared, bits);
   }
   std::memcpy(to, &value, sizeof value);
 }
 
 template <typename T, Space space>
 __attribute__((noinline)) T add_atomically(uint64_t address, T value) {
-  char* at = place_of<space>(address);
-  machine.races.counts(machine.place(), at, space == Space::kShared);
+  char* at = place_of<T, space>(address);
+  machine.races.counts(machine.place(), at, sizeof(T), space == Space::kShared);
   T before;
   std::memcpy(&before, at, sizeof before);
   const T after = static_cast<T>(before + value);

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _NAME = r"[\w$%]+"
-_SPACE = re.compile(rf"\.(shared|local|param)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+({_NAME})(?:\[(\d+)\])?")
+_SPACE = re.compile(rf"\.(shared|local|param)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+({_NAME})(?:\[(\d*)\])?")
+_VARIABLE = re.compile(
+    rf"\.(?:global|const)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+({_NAME})(?:\[(\d+)\])?(?:\s*=\s*([^;]+))?;"
+)
 _REGISTERS = re.compile(rf"\.reg\s+\.(\w+)\s+({_NAME})(?:<(\d+)>)?")
 _FUNCTION = re.compile(
     rf"\.(entry|func)\s*(?:\(([^)]*)\))?\s*({_NAME})\s*\(([^)]*)\)([^{{;]*)([{{;])", re.MULTILINE
@@ -28,8 +31,19 @@ class Memory:
     """A variable in the memory of a block, of a thread or of a call."""
 
     name: str
-    size: int
+    size: int  # 0: what a launch gives a block
     align: int
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of all threads, such as a constant that a source names. Without `values` it is zeros."""
+
+    name: str
+    type: str
+    count: int
+    align: int
+    values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,7 @@ class Function:
 @dataclass
 class Module:
     shared: list[Memory] = field(default_factory=list)
+    variables: list[Variable] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
 
 
@@ -97,6 +112,7 @@ def parse(ptx: str) -> Module:
     module, position = Module(), 0
     while found := _FUNCTION.search(text, position):
         module.shared += [_memory(m) for m in _SPACE.finditer(text, position, found.start()) if m[1] == "shared"]
+        module.variables += map(_variable, _VARIABLE.finditer(text, position, found.start()))
         position = found.end()
         if found[6] == ";":
             continue
@@ -112,7 +128,12 @@ def parse(ptx: str) -> Module:
 
 def _memory(match: re.Match[str]) -> Memory:
     size = bytes_of(match[3])
-    return Memory(match[4], size * int(match[5] or 1), int(match[2] or size))
+    return Memory(match[4], size * (1 if match[5] is None else int(match[5] or 0)), int(match[2] or size))
+
+
+def _variable(match: re.Match[str]) -> Variable:
+    values = tuple(_operands((match[5] or "").strip("{} \n")))
+    return Variable(match[3], match[2], int(match[4] or 1), int(match[1] or bytes_of(match[2])), values)
 
 
 def _end_of_body(text: str, position: int) -> int:

@@ -20,10 +20,24 @@ _SPACES = {
 }
 _SPECIAL = {
     "%tid.x": "machine.place().thread", "%ntid.x": "machine.place().threads", "%ctaid.x": "machine.place().block",
-    "%nctaid.x": "machine.place().blocks",
+    "%nctaid.x": "machine.place().blocks", "%laneid": "machine.place().lane()",
 }  # fmt: skip
 _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _INFIX = {"and": "&", "or": "|", "xor": "^"}
+_CONVERSIONS = {  # opcode: the type of the operand, and what converts it
+    "cvt.f32.f16": ("b16", "float_of_half"),
+    "cvt.rn.f16.f32": ("f32", "half_of"),
+    "cvt.rn.bf16.f32": ("f32", "bfloat_of"),
+    "cvt.rni.f32.f32": ("f32", "std::nearbyint"),
+}
+_OTHER_ROUNDING = {"rz", "rm", "rp", "rni", "rmi", "rpi", "sat", "ftz"}
+_MATRICES = {
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32": "Bytes",
+    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "Halves",
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "Bfloats",
+}
+_OTHER_LANES = {"shfl.sync.idx.b32": "{}", "shfl.sync.bfly.b32": "machine.place().lane() ^ {}"}
+_SITE = "__COUNTER__"  # of a collective: all lanes of a warp come to the same
 
 
 def translate(module: Module) -> str:
@@ -32,13 +46,18 @@ def translate(module: Module) -> str:
     Raises UnknownPtxError, with what nobody has taught the translator.
     """
     offsets, end = {}, 0
-    for memory in module.shared:
+    for memory in sorted(module.shared, key=lambda known: known.size == 0):  # what a launch gives lies behind the rest
         end = -(-end // memory.align) * memory.align
         offsets[memory.name] = end
         end += memory.size
+    variables = "".join(
+        f"alignas({v.align}) {TYPES[v.type]} {_identifier(v.name)}[{v.count}] = "
+        f"{{{', '.join(_number(value, v.type) for value in v.values)}}};\n"
+        for v in module.variables
+    )
     names = {function.name for function in module.functions}
     declared = "".join(f"void {_identifier(name)}(char* result, char** parameters);\n" for name in sorted(names))
-    bodies = "\n".join(_Body(function, offsets, names).code() for function in module.functions)
+    bodies = "\n".join(_Body(function, module, offsets, names).code() for function in module.functions)
     kernels = ", ".join(
         f'{{"{function.name}", {{{_identifier(function.name)}, {len(function.parameters)}}}}}'
         for function in module.functions
@@ -46,7 +65,7 @@ def translate(module: Module) -> str:
     )
     return (
         '#include "machine.h"\n\nnamespace ptx {\nnamespace {\n\n'
-        f"constexpr size_t kSharedBytes = {end};\n{declared}\n"
+        f"constexpr size_t kSharedBytes = {end};\n{variables}{declared}\n"
         f'{bodies}\n}}  // namespace\n}}  // namespace ptx\n\n#define PTX_KERNELS {kernels}\n#include "library.h"\n'
     )
 
@@ -59,16 +78,30 @@ def _register(name: str) -> str:
     return "r_" + re.sub(r"\W", "_", name.lstrip("%"))
 
 
+def _number(text: str, ptx_type: str) -> str:
+    """A number as C++, or nothing where the text is none."""
+    if found := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", text):
+        return f"bits_as<float>(0x{found[1]}u)"
+    if found := re.fullmatch(r"0[dD]([0-9A-Fa-f]{16})", text):
+        return f"bits_as<double>(uint64_t{{0x{found[1]}ull}})"
+    if re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", text):
+        return f"static_cast<{TYPES[ptx_type]}>(uint64_t{{{int(text.rstrip('U'), 0) % 2**64}ull}})"
+    return ""
+
+
 def _unsigned(ptx_type: str) -> str:
     """The type in which overflow wraps around."""
     return ptx_type.replace("s", "u") if ptx_type[0] == "s" else ptx_type
 
 
 class _Body:
-    def __init__(self, function: Function, shared: dict[str, int], names: set[str]) -> None:
+    def __init__(self, function: Function, module: Module, shared: dict[str, int], names: set[str]) -> None:
         self._function, self._shared, self._names = function, shared, names
-        self._local = {memory.name for memory in function.local}
-        self._called = {s.memory.name for s in function.statements if isinstance(s, CallMemory)}
+        self._memory = {
+            *(memory.name for memory in function.local),
+            *(variable.name for variable in module.variables),
+            *(s.memory.name for s in function.statements if isinstance(s, CallMemory)),
+        }
 
     def code(self) -> str:
         function = self._function
@@ -111,15 +144,11 @@ class _Body:
             return f"as<{kind}>({_register(operand)})"
         if operand in _SPECIAL:
             return f"static_cast<{kind}>({_SPECIAL[operand]})"
-        if found := re.fullmatch(r"0[fF]([0-9A-Fa-f]{8})", operand):
-            return f"bits_as<float>(0x{found[1]}u)"
-        if found := re.fullmatch(r"0[dD]([0-9A-Fa-f]{16})", operand):
-            return f"bits_as<double>(uint64_t{{0x{found[1]}ull}})"
-        if re.fullmatch(r"-?(0[xX][0-9A-Fa-f]+|\d+)U?", operand):
-            return f"static_cast<{kind}>(uint64_t{{{int(operand.rstrip('U'), 0) % 2**64}ull}})"
+        if number := _number(operand, ptx_type):
+            return number
         if operand in self._shared:
             return f"static_cast<{kind}>({self._shared[operand]})"
-        if operand in self._local or operand in self._called:
+        if operand in self._memory:
             return f"static_cast<{kind}>(address_of({_identifier(operand)}))"
         raise UnknownPtxError(f"the operand {operand!r} in {self._function.name} is not known")
 
@@ -180,8 +209,39 @@ class _Body:
 
     _fence = _membar
 
-    def _bar(self, i: Instruction) -> str:
-        return "machine.grid.wait();"
+    def _bar(self, i: Instruction) -> str | None:
+        if i.opcode == ("bar", "warp", "sync"):
+            return f"machine.wait_for_warp({_SITE}, {self._value(i.operands[0], 'b32')});"
+        return "machine.grid.wait();" if (i.opcode, i.operands) == (("bar", "sync"), ("0",)) else None
+
+    # Of a warp.
+
+    def _shfl(self, i: Instruction) -> str | None:
+        lane = _OTHER_LANES.get(".".join(i.opcode))
+        if lane is None:
+            return None
+        to, _, in_range = i.operands[0].partition("|")
+        value, by, clamp, members = (self._value(operand, "b32") for operand in i.operands[1:])
+        shuffled = f"machine.shuffled({_SITE}, {value}, {lane.format(by)}, {clamp}, {members})"
+        return self._set(to, shuffled) + (self._set(in_range, "true") if in_range else "")
+
+    def _mma(self, i: Instruction) -> str | None:
+        kind = _MATRICES.get(".".join(i.opcode))
+        if kind is None:
+            return None
+        to, a, b, c = map(self._elements, i.operands)
+        own = ", ".join(self._value(register, "b32") for register in (*a, *b))
+        sums = ", ".join(self._value(register, i.type) for register in c)
+        lanes = f"machine.grid.exchange({_SITE}, {{{{{own}}}}})"
+        added = f"emulator::add_products<emulator::{kind}>(sums, {lanes}, machine.place().lane());"
+        results = " ".join(self._set(register, f"sums[{n}]") for n, register in enumerate(to))
+        return f"{{ {TYPES[i.type]} sums[] = {{{sums}}}; {added} {results} }}"
+
+    def _dp4a(self, i: Instruction) -> str | None:
+        if i.opcode[1:] != ("s32", "u32"):
+            return None
+        a, b, c = (self._value(operand, "b32") for operand in i.operands[1:])
+        return self._set(i.operands[0], f"emulator::dot_four({a}, {b}, as<int32_t>({c}))")
 
     # Control.
 
@@ -204,21 +264,26 @@ class _Body:
 
     def _mov(self, i: Instruction) -> str:
         to, value = i.operands
+        if not to.startswith("{") and not value.startswith("{"):
+            return self._set(to, self._value(value, i.type))
+        parts = self._elements(value if value.startswith("{") else to)
+        bits = 8 * bytes_of(i.type) // len(parts)
         if value.startswith("{"):
-            low, high = (self._value(part, "b32") for part in self._elements(value))
-            return self._set(to, f"uint64_t{{{high}}} << 32 | uint64_t{{{low}}}")
-        if to.startswith("{"):
-            low, high = self._elements(to)
-            whole = self._value(value, "b64")
-            halves = (f"static_cast<uint32_t>({whole})", f"static_cast<uint32_t>({whole} >> 32)")
-            return f"{self._set(low, halves[0])} {self._set(high, halves[1])}"
-        return self._set(to, self._value(value, i.type))
+            placed = (f"uint64_t{{{self._value(part, f'b{bits}')}}} << {bits * n}" for n, part in enumerate(parts))
+            return self._set(to, f"static_cast<{TYPES[i.type]}>({' | '.join(placed)})")
+        whole, kind = self._value(value, i.type), TYPES[f"b{bits}"]
+        return " ".join(self._set(part, f"static_cast<{kind}>({whole} >> {bits * n})") for n, part in enumerate(parts))
 
     def _cvta(self, i: Instruction) -> str | None:
         return None if "shared" in i.opcode else self._set(i.operands[0], self._value(i.operands[1], i.type))
 
     def _cvt(self, i: Instruction) -> str | None:
-        to, source = [part for part in i.opcode if part in TYPES]
+        if special := _CONVERSIONS.get(".".join(i.opcode)):
+            kind, conversion = special
+            return self._set(i.operands[0], f"{conversion}({self._value(i.operands[1], kind)})")
+        if _OTHER_ROUNDING & {*i.opcode} or not {*i.opcode[-2:]} <= {*TYPES}:
+            return None
+        to, source = i.opcode[-2:]
         value = self._value(i.operands[1], source)
         if source[0] == "f" and to[0] != "f":
             return self._set(i.operands[0], f"truncated<{TYPES[to]}>({value})") if "rzi" in i.opcode else None
@@ -278,6 +343,9 @@ class _Body:
 
     def _rcp(self, i: Instruction) -> str:
         return self._operation(i, lambda a: f"1 / {a}")
+
+    def _sqrt(self, i: Instruction) -> str | None:
+        return self._operation(i, lambda a: f"std::sqrt({a})") if i.opcode[1:-1] == ("rn",) else None
 
     def _min(self, i: Instruction) -> str:
         return self._operation(i, lambda a, b: f"least({a}, {b})")

@@ -1,0 +1,55 @@
+"""Engines for our own kernels: a list of launches each, `plans.kernel_engine`; all share one file of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from compiler.engines.onnx_file import WeightFile, describe_engine
+from compiler.kernels import HANDLERS
+from compiler.kernels.emitter import Emitter
+from compiler.models.config import WeightType
+from plans.errors import PlanError
+from plans.kernel_engine import problems
+from plans.manifest import Engine
+
+
+class _Weights:
+    """The file of weights, as an emitter fills it."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file, self.name = file, file.path.name
+
+    def place(self, size: int, read: Callable[[], NDArray[np.generic]]) -> int:
+        data = np.ascontiguousarray(read()).reshape(-1).view(np.uint8)
+        assert data.nbytes == size
+        return self._file.add(data.data)
+
+
+class CudaEngines:
+    """Writes the engines of the backend into `folder`; the weights of products and look-ups are of type `dtype`."""
+
+    def __init__(self, folder: Path, dtype: WeightType) -> None:
+        self._folder, self._dtype = folder, dtype
+        self._weights = WeightFile(folder)
+
+    def takes_ops(self, model: ir.Model) -> bool:
+        return False
+
+    def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
+        """Write the engine. Raises `PlanError` for an operator that has no kernel."""
+        content = Emitter(name, model.graph, limits, _Weights(self._weights), HANDLERS, self._dtype).emit()
+        path = self._folder / f"{name}.json"
+        engine = describe_engine(model, f"engines/{self._folder.name}/{path.name}")
+        bound = {tensor.name for tensor in (*engine.inputs, *engine.outputs)}
+        for problem in problems(content, bound, limits, self._weights.size):
+            raise PlanError(f"the engine {name!r} for the backend cuda: {problem}")
+        path.write_text(content.model_dump_json(indent=1, exclude_defaults=True), encoding="utf-8")
+        return engine
+
+    def close(self) -> None:
+        self._weights.close()

@@ -1,0 +1,302 @@
+"""Nodes that are kernels of their own beside products: norms, attention, draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from compiler.kernels.code import Word
+from compiler.kernels.elements import softcap
+from compiler.kernels.emitter import Emitter, Handler
+from compiler.kernels.products import Output, bytes_of, output_for, part_of, real
+from compiler.kernels.sizes import Size, product, quotient, size
+from compiler.kernels.values import Ruled, Shape, Stored, Weight
+from plans import names
+from plans.kernel_engine import TURN, Launch
+from plugins.cuda import LAUNCHES
+from plugins.cuda.engine_kernels import CHUNK, MOST_HEAD
+from plugins.cuda.launches import ELEMENTS as CACHE_TYPES
+from plugins.cuda.launches import THREADS, as_number
+from plugins.onnx_ops import DOMAIN
+from plugins.quant_layout import BLOCK
+from plugins.schema import CPU_DOMAIN
+from plugins.schemas import SCHEMAS
+
+_PARTIAL_BYTES = 64 * 2**20  # of chunks of attention that are not put together yet
+_MOST_TOKENS = 64  # whose chunks are computed before they are put together
+
+
+def _optional(e: Emitter, node: ir.Node, place: int) -> Stored | None:
+    each = node.inputs[place] if place < len(node.inputs) else None
+    return None if each is None else e.stored(e.value(each))
+
+
+def _name_of(stored: Stored | None) -> str | None:
+    return None if stored is None else stored.name
+
+
+def rms_norm(e: Emitter, node: ir.Node) -> None:
+    x, weight, added = real(e, node.inputs[0]), e.value(node.inputs[1]), _optional(e, node, 2)
+    assert isinstance(weight, Weight)
+    rows, width = product(x.shape[:-1]), x.shape[-1]
+    normed = output_for(e, node.outputs[0], x.shape)
+    total = None
+    if added is not None:
+        total = e.new("real", x.shape, node.outputs[1] if len(node.outputs) > 1 else None)
+        if len(node.outputs) > 1:
+            e.set(node.outputs[1], total)
+    e.launch(
+        "outrider_rms_norm",
+        {
+            "x": x.name, "weight": e.stored(weight).name, "added": _name_of(added), "normed": normed.to,
+            "scales": normed.scales, "sums": normed.sums, "sum": _name_of(total),
+        },
+        {"size": width, "epsilon": e.bits(node.attributes.get_float("epsilon", 1e-5)), "form": normed.form},
+        rows,
+        part=part_of(weight.name),
+        moves=rows * width * ((4 if added is None else 12) + bytes_of(normed)),
+        operations=rows * width * 4,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The sizes of one attention node."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    rows: Size
+    places: Size
+    view: Size
+    tokens: Size
+    capacity: Size
+
+
+def attention(e: Emitter, node: ir.Node) -> None:
+    """Append keys and values, and attend over the keys that each token sees: see `csrc/cuda/engine/attention.cu.h`."""
+    query, key, value, k_cache, v_cache, bias, past, splits = [*node.inputs, None][:8]
+    number = {name: node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads", "window")}
+    asks = node.attributes.get_int("asks", 1) == 1
+    keys, values, seen = e.value(k_cache), e.value(v_cache), real(e, bias)
+    given = real(e, query) if asks or key is None else None
+    assert isinstance(keys, Stored)
+    assert isinstance(values, Stored)
+    assert k_cache is not None
+    element = _element(e, k_cache)
+    of_tokens = given if given is not None else real(e, key)
+    h = _Heads(
+        number["num_heads"], number["kv_num_heads"], keys.shape[3].number or 0, seen.shape[0], seen.shape[2],
+        seen.shape[3], product(of_tokens.shape[:-1]), keys.shape[2],
+    )  # fmt: skip
+    if h.size > MOST_HEAD:
+        raise e.refusal(f"heads have {h.size} numbers, more than {MOST_HEAD}")
+    row_splits = e.stored(e.value(splits)) if splits is not None else _one_row(e, h.tokens)
+    part = keys.name.replace("k_cache", "attention")
+    width = h.heads * h.size
+    queries = _queries(e, node, h) if asks else None
+    packed = key is None
+    split = (0, width, width + h.kv_heads * h.size) if packed else (0, 0, 0)
+    turned = _optional(e, node, 9)
+    rotated = 0 if turned is None else 2 * (turned.shape[1].number or 0)
+    e.launch(
+        "outrider_append",
+        {
+            "query": _name_of(given), "key": of_tokens.name if packed else real(e, key).name,
+            "value": of_tokens.name if packed else real(e, value).name, "row_splits": row_splits.name,
+            "past_length": e.stored(e.value(past)).name, "positions": _name_of(_optional(e, node, 8)),
+            "cos": _name_of(turned), "sin": _name_of(_optional(e, node, 10)),
+            "query_norm": _name_of(_optional(e, node, 11)), "key_norm": _name_of(_optional(e, node, 12)),
+            "queries": _name_of(queries), "keys": keys.name, "values": values.name,
+        },
+        {
+            "rows": h.rows, "heads": h.heads if asks else 0, "kv_heads": h.kv_heads, "size": h.size, "rotated": rotated,
+            "capacity": h.capacity, "query_stride": of_tokens.shape[-1],
+            "kv_stride": of_tokens.shape[-1] if packed else h.kv_heads * h.size, "query_place": split[0],
+            "key_place": split[1], "value_place": split[2], "element": element,
+            "epsilon": e.bits(node.attributes.get_float("epsilon", 0.0)),
+        },
+        h.tokens * ((h.heads if asks else 0) + h.kv_heads),
+        threads=min(THREADS, max(32, -(-h.size // 32) * 32)),
+        part=f"{part}, appending",
+        moves=h.tokens * (8 * width + 12 * h.kv_heads * h.size),
+    )  # fmt: skip
+    if queries is None:
+        zero = e.nodes.constant(0)
+        shape = (*of_tokens.shape[:-1], size(width))
+        e.set(node.outputs[0], Ruled("real", shape, lambda index: zero))
+        return
+    lists, counts = _visible(e, seen, row_splits, h)
+    out = _output_of_heads(e, node.outputs[0], (*of_tokens.shape[:-1], size(width)), h.size)
+    _attend(
+        e, h, number["window"], element, part,
+        {
+            "queries": queries.name, "keys": keys.name, "values": values.name, "row_splits": row_splits.name,
+            "lists": lists.name, "counts": counts.name,
+        },
+        _name_of(_optional(e, node, 13)), out,
+        e.bits(node.attributes.get_float("scale", 1.0)), e.bits(node.attributes.get_float("softcap", 0.0)),
+    )  # fmt: skip
+
+
+def _output_of_heads(e: Emitter, output: ir.Value, shape: Shape, head: int) -> Output:
+    """Return memory for what heads attend to: blocks of numbers that share a scale are of one head."""
+    if head % BLOCK == 0:
+        return output_for(e, output, shape)
+    stored = e.new("real", shape, output)
+    e.set(output, stored)
+    return Output(stored, 0, stored.name)
+
+
+def _element(e: Emitter, cache: ir.Value) -> int:
+    assert cache.dtype is not None
+    name = str(cache.dtype.name).lower()
+    name = {"float": "float32"}.get(name, name)
+    if name not in CACHE_TYPES:
+        raise e.refusal(f"KV caches of {name}; it has {', '.join(CACHE_TYPES)}")
+    return CACHE_TYPES.index(name)
+
+
+def _one_row(e: Emitter, tokens: Size) -> Stored:
+    """Return the splits of a step whose only row has all tokens."""
+    key = f"splits.{tokens}"
+    if key not in e.shared:
+        nodes = e.nodes
+        rule = Ruled("integer", (size(2),), lambda index: nodes.apply(Word.MULTIPLY, index, nodes.size(tokens)))
+        e.shared[key] = e.stored(rule)
+    return e.shared[key]
+
+
+def _queries(e: Emitter, node: ir.Node, h: _Heads) -> Stored:
+    """Return memory for the queries that are compared with keys: an output of the engine, where it is one."""
+    output = node.outputs[3] if len(node.outputs) > 3 else None
+    made = e.new("real", (h.tokens, size(h.heads * h.size)), output)
+    if output is not None and output.name:
+        e.set(output, made)
+    return made
+
+
+def _visible(e: Emitter, bias: Stored, row_splits: Stored, h: _Heads) -> tuple[Stored, Stored]:
+    """Return the slots that each token sees, int32 `[tokens, view]`, and how many: once for all layers of a pass."""
+    key = f"visible.{bias.name}.{row_splits.name}"
+    if key not in e.shared:
+        lists = e.new("integer", (h.tokens, h.view), itemsize=4)
+        counts = e.new("integer", (h.tokens,), itemsize=4)
+        e.launch(
+            "outrider_visible",
+            {"bias": bias.name, "row_splits": row_splits.name, "lists": lists.name, "counts": counts.name},
+            {"rows": h.rows, "places": h.places, "view": h.view},
+            h.tokens,
+            part="visible keys",
+            moves=h.tokens * h.view * 8,
+        )
+        e.shared |= {key: lists, f"{key}.counts": counts}
+    return e.shared[key], e.shared[f"{key}.counts"]
+
+
+def _attend(
+    e: Emitter,
+    h: _Heads,
+    window: int,
+    element: int,
+    part: str,
+    tensors: Mapping[str, str | None],
+    sinks: str | None,
+    out: Output,
+    scale: int,
+    softcap: int,
+) -> None:
+    """Attend with some tokens at a time, so that what chunks of keys leave stays small."""
+    group, most_view = h.heads // h.kv_heads, e.limits[names.VIEW]
+    widest = min(window, most_view) if window else most_view
+    chunk_bytes = h.heads * -(-widest // CHUNK) * (2 + h.size) * 4
+    at_once = max(1, min(_MOST_TOKENS, _PARTIAL_BYTES // chunk_bytes))
+    view: Size | str = f"min({h.view}, {window})" if window else h.view
+    chunks = f"({view} + {CHUNK - 1}) // {CHUNK}"
+    partial = e.new("real", (size(at_once * chunk_bytes // 4),))
+    counters = e.counter(f"finished.{h.kv_heads}", 4 * _MOST_TOKENS * h.kv_heads)
+    first = f"{TURN} * {at_once}"
+    tokens = f"min({h.tokens} - {first}, {at_once})"
+    itemsize = 4 if element == 0 else 2
+
+    def body() -> None:
+        e.launch(
+            "outrider_attend",
+            {
+                **tensors, "sinks": sinks, "partial": partial.name, "counters": counters, "out": out.to,
+                "out_scales": out.scales, "out_sums": out.sums,
+            },
+            {
+                "rows": h.rows, "heads": h.heads, "kv_heads": h.kv_heads, "size": h.size, "capacity": h.capacity,
+                "view": h.view, "chunks": chunks, "first_token": first, "window": window, "element": element,
+                "scale": scale, "softcap": softcap, "form": out.form,
+            },
+            f"{tokens} * {h.kv_heads} * ({chunks})",
+            shared=4 * (group * CHUNK + group * h.size + group + CHUNK),
+            part=part,
+            moves=f"{view} * {2 * h.kv_heads * h.size * itemsize}",
+            operations=f"{tokens} * ({view}) * {4 * h.heads * h.size}",
+        )  # fmt: skip
+
+    e.loop(quotient(h.tokens, at_once), body)
+
+
+def draft_op(e: Emitter, node: ir.Node) -> None:
+    """Launch one of our ops' kernels on the tensors of a draft."""
+    schema, launch = SCHEMAS[node.op_type], LAUNCHES[node.op_type]
+    sizes: dict[str, Any] = {}
+    tensors: dict[str, Stored] = {}
+    for spec, each in zip(schema.inputs, node.inputs, strict=True):
+        stored = e.stored(e.value(each))
+        tensors[spec.name] = stored
+        for dim, extent in zip(spec.shape, stored.shape, strict=True):
+            if isinstance(dim, str):
+                sizes.setdefault(dim, extent)
+    for attribute in schema.attributes:
+        given = node.attributes.get(attribute.name)
+        value = attribute.default if given is None else given.value
+        sizes[attribute.name] = as_number(attribute.kind, value or 0)
+    if "nodes" in sizes and "nodes - 1" not in sizes:
+        sizes["nodes - 1"] = size(sizes["nodes"]) - 1
+    for spec, output in zip(schema.outputs, node.outputs, strict=True):
+        shape = tuple(
+            size(sizes[dim]) if isinstance(dim, str) and dim in sizes else _extent(dim, sizes) for dim in spec.shape
+        )
+        tensors[spec.name] = e.new("integer" if spec.dtype == "int64" else "real", shape, output)
+        e.set(output, tensors[spec.name])
+    named = {name: stored.name for name, stored in tensors.items()}
+    for name, scratch in launch.scratch.items():
+        assert scratch.zeroed, "an op of a draft needs no memory but a counter"
+        named[name] = e.counter(name, scratch.size({}))
+    e.add(
+        Launch(
+            kernel=launch.kernel,
+            tensors=tuple(named[name] for name in launch.pointers),
+            numbers=tuple(str(sizes[name]) for name in launch.numbers),
+            blocks=str(launch.blocks(sizes)),
+            threads=launch.threads(sizes),
+            part=node.op_type,
+        )
+    )
+
+
+def _extent(dim: int | str, sizes: Mapping[str, Any]) -> Size:
+    if isinstance(dim, int):
+        return size(dim)
+    if dim == "candidates":
+        return size(sizes["frontier"]) * size(sizes["top_k"])
+    raise KeyError(dim)
+
+
+LAYERS: dict[tuple[str, str], Handler] = {
+    (CPU_DOMAIN, "RmsNorm"): rms_norm,
+    (CPU_DOMAIN, "BranchAttention"): attention,
+    (CPU_DOMAIN, "Softcap"): softcap,
+    (DOMAIN, "TreeExpand"): draft_op,
+    (DOMAIN, "TreeRerank"): draft_op,
+    (DOMAIN, "DraftSample"): draft_op,
+}
+"""Handlers by domain and operator."""

@@ -1,0 +1,88 @@
+"""Values of a graph while it becomes launches: in memory, or known by a rule for each element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from compiler.kernels.code import Node
+from compiler.kernels.sizes import Size
+
+Kind = Literal["real", "integer"]
+"""float32, or int64 (truths are integers)."""
+
+Shape = tuple[Size, ...]
+At = Callable[[Node], Node]
+"""Gives the node of an element by the node of its index, counted over all dimensions."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A dense tensor in memory, by its name in the engine."""
+
+    name: str
+    kind: Kind
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A tensor whose elements follow from a rule. It is written nowhere before somebody needs it in memory.
+
+    `known` are its elements as sizes, of a small one that depends on the sizes of the step alone.
+    """
+
+    kind: Kind
+    shape: Shape
+    at: At
+    known: tuple[Size, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant of the graph, read when it is needed."""
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    read: Callable[[], NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A tensor in memory in a form that products read (`plugins.cuda.engine_kernels.FORMS`), other than float32: of
+    integers, with the tensors of their `scales` and `sums`."""
+
+    name: str
+    form: int
+    shape: Shape
+    scales: str | None = None
+    sums: str | None = None
+
+
+@dataclass(frozen=True)
+class Unmultiplied:
+    """A product that waits for the gated unit behind it: one kernel computes both."""
+
+    node: ir.Node
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The logarithms of the softmax of `of`, or that times itself: parts of an entropy, which one kernel computes."""
+
+    of: Stored
+    times: Literal["log p", "p", "p log p"]
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum of everything, which stands for its time alone: it is multiplied by zero."""
+
+
+Value = Stored | Ruled | Weight | Formed | Unmultiplied | Logs | Total

@@ -1,0 +1,65 @@
+// The form in which a kernel leaves numbers for the product that reads them: as float32, as halves, or as integers of 8 bits
+// in blocks of 32 with a scale each. What norms them, or computes them, writes them so at once.
+#pragma once
+
+#include "../element.h"
+#include "../warp.h"
+#include "lane_math.h"
+
+namespace outrider {
+
+constexpr int kBlock = 32;       // numbers that share a scale
+constexpr int kIntegers = 3;     // a form beside those of Element: FORMS in compiler/kernels/forms.py
+constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: a sum with it has no places behind the point
+
+// Where numbers go. Of integers, scales and sums are [rows, blocks], and `to` has bytes.
+struct Formed {
+  char* to;
+  float* scales;
+  i32* sums;
+  i64 form;
+};
+
+OUTRIDER_DEVICE i32 of_warp_largest(i32 value) {
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const i32 other = shuffle_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+OUTRIDER_DEVICE i32 of_warp_sum(i32 value) {
+  for (int mask = 16; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+
+// A warp keeps a block of numbers, one of each lane; `block` counts those of all rows. quantize in onnxruntime/quantize.h
+// says what integers they become.
+OUTRIDER_DEVICE void keep_block(const Formed& formed, i64 block, float value) {
+  const i64 at = block * kBlock + lane_index();
+  if (formed.form != kIntegers) {
+    keep_element(formed.to, at, formed.form, value);
+    return;
+  }
+  const i32 most = of_warp_largest(bits_of(value) & 0x7fffffff);
+  const bool usable = most >= 0x0d800000 && most < 0x7f800000;  // 2^-100, infinity
+  const float largest = float_of(most);
+  const i32 integer = usable ? bits_of(value * (127.0f / largest) + kRounds) - bits_of(kRounds) : 0;
+  const i32 sum = of_warp_sum(integer);
+  formed.to[at] = static_cast<char>(integer);
+  if (lane_index() == 0) {
+    formed.scales[block] = usable ? largest / 127.0f : most >= 0x7f800000 ? float_of(0x7fc00000) : 0.0f;
+    formed.sums[block] = sum;
+  }
+}
+
+// Rows of float32 in another form: a warp has a block of 32 at a time.
+OUTRIDER_KERNEL outrider_form(const float* x, char* to, float* scales, i32* sums, i64 blocks, i64 form) {
+  const Formed formed = {to, scales, sums, form};
+  const i64 warps = thread_count() / 32;
+  for (i64 b = block_index() * warps + thread_index() / 32; b < blocks; b += block_count() * warps) {
+    keep_block(formed, b, x[b * kBlock + lane_index()]);
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,101 @@
+"""Kernels that engines of the backend `cuda` are made of: the parameters of each, in order, by name.
+
+`csrc/cuda/engine/*.cu.h` has the kernels. Tensors are addresses, numbers int64; a real number is passed as the bits of
+a float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plans import names
+
+
+@dataclass(frozen=True)
+class EngineKernel:
+    """A kernel's parameters. Tensors of `optional` may be left out."""
+
+    name: str
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+    optional: frozenset[str] = frozenset()
+
+
+_SOURCES = tuple(f"source.{i}" for i in range(8))
+
+ENGINE_KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        EngineKernel(
+            "outrider_evaluate", ("to", "code", *_SOURCES), ("elements", "length", "real", *names.SYMBOLS),
+            frozenset(_SOURCES),
+        ),
+        EngineKernel(
+            "outrider_scatter", ("to", "places", "given"), ("rows", "width", "count", "value", "real"),
+            frozenset({"given"}),
+        ),
+        EngineKernel(
+            "outrider_rms_norm", ("x", "weight", "added", "normed", "scales", "sums", "sum"),
+            ("size", "epsilon", "form"),
+            frozenset({"added", "sum", "scales", "sums"}),
+        ),
+        EngineKernel("outrider_gated_unit", ("both", "to"), ("rows", "size", "unit")),
+        EngineKernel(
+            "outrider_form", ("x", "to", "scales", "sums"), ("blocks", "form"), frozenset({"scales", "sums"})
+        ),
+        EngineKernel("outrider_product", ("x", "weight", "to"), ("rows", "inputs", "outputs", "turned")),
+        EngineKernel(
+            "outrider_half_product", ("x", "weight", "to", "to_scales", "to_sums"),
+            ("rows", "inputs", "outputs", "element", "unit", "form"), frozenset({"to_scales", "to_sums"}),
+        ),
+        EngineKernel("outrider_half_gather", ("ids", "weight", "to"), ("count", "inputs", "outputs", "element")),
+        EngineKernel(
+            "outrider_quant_product", ("integers", "scales", "sums", "packed", "to", "to_scales", "to_sums"),
+            ("rows", "inputs", "outputs", "bits", "wide", "minimums", "unit", "form"),
+            frozenset({"to_scales", "to_sums"}),
+        ),
+        EngineKernel(
+            "outrider_quant_gather", ("ids", "packed", "to"), ("count", "inputs", "outputs", "bits", "wide", "minimums")
+        ),
+        EngineKernel("outrider_entropy", ("logits", "to"), ("vocabulary",)),
+        EngineKernel(
+            "outrider_visible", ("bias", "row_splits", "lists", "counts"), ("rows", "places", "view")
+        ),
+        EngineKernel(
+            "outrider_append",
+            (
+                "query", "key", "value", "row_splits", "past_length", "positions", "cos", "sin", "query_norm",
+                "key_norm", "queries", "keys", "values",
+            ),
+            (
+                "rows", "heads", "kv_heads", "size", "rotated", "capacity", "query_stride", "kv_stride", "query_place",
+                "key_place", "value_place", "element", "epsilon",
+            ),
+            frozenset({"query", "queries", "positions", "cos", "sin", "query_norm", "key_norm"}),
+        ),
+        EngineKernel(
+            "outrider_attend",
+            (
+                "queries", "keys", "values", "row_splits", "lists", "counts", "sinks", "partial", "counters", "out",
+                "out_scales", "out_sums",
+            ),
+            (
+                "rows", "heads", "kv_heads", "size", "capacity", "view", "chunks", "first_token", "window", "element",
+                "scale", "softcap", "form",
+            ),
+            frozenset({"sinks", "out_scales", "out_sums"}),
+        ),
+    )
+}  # fmt: skip
+
+FORMS = ("float32", "float16", "bfloat16", "int8")
+"""Forms in which kernels leave numbers for products, in the kernels' numbering (`engine/form.h`)."""
+
+UNITS = ("", "silu", "gelu_tanh")
+"""Gated units behind a product, in the kernels' numbering (`engine/units.h`)."""
+
+CHUNK = 256
+"""Keys that are summed by themselves (kChunk of `engine/attention.cu.h`)."""
+
+MOST_HEAD = 1024
+"""Numbers of a head, at most."""

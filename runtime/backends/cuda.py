@@ -1,0 +1,56 @@
+"""Our own kernels on an NVIDIA GPU: engines are lists of launches, and a step with all its ops is one CUDA graph.
+
+Never executed on a GPU so far; tests run it on an emulated device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from numpy.typing import DTypeLike
+
+from plans.errors import PlanError
+from plans.manifest import BackendPlan, Engine
+from runtime.backends.base import LoadedEngine, Settings
+from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
+from runtime.backends.device import DeviceBuffers
+from runtime.backends.device_kv import DeviceKv
+from runtime.backends.kernel_engines import KernelEngines
+from runtime.execution.buffers import Buffers
+from runtime.kv.memory import KvMemory
+
+
+def reason_against(plan: BackendPlan) -> str | None:
+    """Why this machine cannot run the backend; None where it can."""
+    try:
+        own = architecture()
+    except PlanError as error:
+        return str(error)
+    if fitting_kernels(own, list(plan.kernels)) is None:
+        return f"the GPU is {own}, and the kernels were compiled for {', '.join(plan.kernels)}; add it to the recipe"
+    return None
+
+
+class Cuda:
+    """One device and one stream for all sessions, on which engines and ops run in order."""
+
+    def __init__(self, plan: BackendPlan, settings: Settings) -> None:
+        self._records, self._device = settings.cuda_graphs, CudaDevice()
+        own = architecture()
+        fitting = fitting_kernels(own, list(plan.kernels))
+        if fitting is None:
+            raise PlanError(f"the plan has no kernels for {own}, it has them for {', '.join(plan.kernels)}")
+        self._cubin: str | None = plan.kernels[fitting]
+        self._engines = KernelEngines(plan, self._device)
+
+    def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        if self._cubin is not None:  # the plan is where its engines are: engines/BACKEND/FILE
+            self._device.load_kernels(path.parent.parent.parent / self._cubin)
+            self._cubin = None
+        return self._engines.load(path, engine)
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
+
+    def buffers(self, plan: BackendPlan) -> Buffers:
+        return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)

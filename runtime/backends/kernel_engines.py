@@ -1,0 +1,151 @@
+"""Engines of the backend `cuda`: lists of kernel launches, on whatever device launches them (`device_contract.py`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from plans import names
+from plans.errors import PlanError
+from plans.formulas import Formula, formula
+from plans.kernel_engine import NO_TENSOR, TURN, KernelEngine, Launch, problems
+from plans.manifest import BackendPlan, Engine
+from runtime.backends.base import BoundEngine
+from runtime.backends.device import DeviceBuffers
+from runtime.backends.device_contract import Device
+from runtime.execution.buffers import Buffers
+
+_MOST_RESOLVED = 64  # sizes of plain steps whose launches are kept
+_UPLOAD = 64 * 2**20  # bytes of weights that go to the device at once
+_Number = ctypes.c_uint64 | ctypes.c_int64
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A launch with the numbers of one step."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    values: Sequence[_Number]
+    shared: int
+
+
+class KernelEngines:
+    """The engines of one plan on one device: what they share. Weights are there once, whatever sessions there are."""
+
+    def __init__(self, plan: BackendPlan, device: Device) -> None:
+        self._plan, self._device = plan, device
+        self._weights: dict[Path, tuple[int, int]] = {}
+        self.workspace = 0
+        """Bytes that the largest of them needs, and all of a session share."""
+
+    def load(self, path: Path, engine: Engine) -> LoadedKernels:
+        """Load an engine. Raises `PlanError` where its file is damaged."""
+        name = next(name for name, each in self._plan.engines.items() if each is engine or each.file == engine.file)
+        try:
+            content = KernelEngine.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise PlanError(f"{path} is no list of kernels: {error}; build the plan again") from None
+        address, size = self._upload(path.parent / content.weights)
+        bound = {tensor.name for tensor in (*engine.inputs, *engine.outputs)}
+        for problem in problems(content, bound, self._plan.symbols[name], size):
+            raise PlanError(f"{path}: {problem}; build the plan again")
+        self.workspace = max(self.workspace, content.workspace_size)
+        return LoadedKernels(self, engine, content, address)
+
+    def _upload(self, path: Path) -> tuple[int, int]:
+        """Return the address and the size of a file of weights on the device."""
+        if path not in self._weights:
+            try:
+                size = path.stat().st_size
+                data = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
+            except OSError as error:
+                raise PlanError(f"{path} cannot be read: {error}; build the plan again") from None
+            address = self._device.allocate(size)
+            for start in range(0, size, _UPLOAD):
+                part = np.ascontiguousarray(data[start : start + _UPLOAD])
+                with self._device.lock():
+                    self._device.to_device(address + start, part.ctypes.data, part.nbytes)
+                    there = self._device.mark()
+                self._device.wait_for(there)
+            self._weights[path] = address, size
+        return self._weights[path]
+
+
+class LoadedKernels:
+    """An engine whose weights are on the device."""
+
+    def __init__(self, engines: KernelEngines, engine: Engine, content: KernelEngine, weights: int) -> None:
+        self._engines, self._engine, self._content, self._weights = engines, engine, content, weights
+
+    def bind(self, buffers: Buffers, bound: dict[str, str]) -> BoundEngine:
+        assert isinstance(buffers, DeviceBuffers)
+        content = self._content
+        workspace = buffers.workspace("engines", self._engines.workspace, False)
+        counters = buffers.workspace(f"counters of {self._engine.file}", content.counters_size, True)
+        addresses = {NO_TENSOR: 0}
+        for places, first in (
+            (content.constants, self._weights),
+            (content.workspace, workspace),
+            (content.counters, counters),
+        ):
+            addresses |= {name: first + place.offset for name, place in places.items()}
+        addresses |= {name: buffers.memory[buffer].address for name, buffer in bound.items()}
+        capacity = next((buffers.memory[bound[n]].shape[2] for n in bound if n == names.k_cache(0)), 0)
+        return BoundKernels(buffers.device, content, addresses, capacity)
+
+
+class BoundKernels:
+    """Called with the device's lock held: launches every kernel with the sizes of the step."""
+
+    def __init__(self, device: Device, content: KernelEngine, addresses: Mapping[str, int], capacity: int) -> None:
+        self._device, self._capacity = device, capacity
+        self._items = [
+            (formula("1"), [_Resolved(item, addresses)])
+            if isinstance(item, Launch)
+            else (formula(item.times), [_Resolved(launch, addresses) for launch in item.launches])
+            for item in content.items
+        ]
+        self._calls: OrderedDict[tuple[int, ...], list[_Call]] = OrderedDict()  # used last comes last
+
+    def __call__(self, sizes: list[int]) -> None:
+        for call in self._of(tuple(sizes)):
+            self._device.launch(call.kernel, call.blocks, call.threads, call.values, call.shared)
+
+    def _of(self, sizes: tuple[int, ...]) -> list[_Call]:
+        calls = self._calls.pop(sizes, None)
+        if calls is None:
+            at = dict(zip(names.SYMBOLS, sizes, strict=True)) | {names.CAPACITY: self._capacity}
+            calls = [
+                call
+                for times, launches in self._items
+                for turn in range(times.value(at))
+                for launch in launches
+                if (call := launch.call(at | {TURN: turn})).blocks > 0
+            ]
+            if len(self._calls) == _MOST_RESOLVED:
+                self._calls.popitem(last=False)
+        self._calls[sizes] = calls
+        return calls
+
+
+class _Resolved:
+    """A launch whose tensors have addresses."""
+
+    def __init__(self, launch: Launch, addresses: Mapping[str, int]) -> None:
+        self._kernel, self._threads = launch.kernel, launch.threads
+        self._pointers = [ctypes.c_uint64(addresses[name]) for name in launch.tensors]
+        self._numbers: list[Formula] = [formula(text) for text in launch.numbers]
+        self._blocks, self._shared = formula(launch.blocks), formula(launch.shared)
+
+    def call(self, sizes: Mapping[str, int]) -> _Call:
+        numbers = [ctypes.c_int64(number.value(sizes)) for number in self._numbers]
+        blocks, shared = self._blocks.value(sizes), self._shared.value(sizes)
+        return _Call(self._kernel, blocks, self._threads, [*self._pointers, *numbers], shared)

@@ -1,0 +1,161 @@
+"""The backend `cuda` on an emulated device: its tokens, to the bit where weights are quantised, and what it refuses.
+
+`test_features_on_kernels.py` has every feature in every way of asking.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shutil import copytree
+
+import pytest
+
+from compiler.build import build
+from compiler.design import design_plan
+from compiler.inspect import describe
+from compiler.recipe import load_recipe
+from plans.errors import PlanError, RecipeError
+from plans.plan import open_plan
+from plugins.cuda.engine_kernels import ENGINE_KERNELS
+from plugins.cuda.resources import kernel_resources
+from runtime import Runtime
+from runtime.backends import BACKENDS, Driver
+from runtime.request import Options
+from tests.conftest import made_once, write_toy
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels
+
+pytest.importorskip("cuda.core")
+
+CUDA, CPU = "cuda", "onnxruntime-cpu"
+PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
+_DRAFTERS = (
+    "drafters=[{name: ngram, kind: ngram}, {name: chain, kind: model, checkpoint: drafter, gamma: 4, weights: "
+    "{type: int8}}, {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 3, depth: 1, nodes: 6}}]"
+)
+_CAPACITY = "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"
+_BACKENDS = f"backends=[{CPU}, {{kind: {CUDA}, compute_capabilities: [sm_90]}}]"
+
+
+@pytest.fixture(scope="module")
+def quantised_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """int4, with KV in float16, for the CPU and for our kernels."""
+    changes = ["target.weights={type: int4}", "kv_cache=float16", _DRAFTERS, _CAPACITY, _BACKENDS]
+    recipe = load_recipe(toy_recipe, changes)
+    return made_once(tmp_path_factory, "quantised-kernel-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@pytest.fixture(scope="module")
+def half_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    backends = f"backends=[{{kind: {CUDA}, dtype: bfloat16, compute_capabilities: [sm_90]}}]"
+    recipe = load_recipe(toy_recipe, [_DRAFTERS.replace("int8", "int4"), _CAPACITY, backends])
+    return made_once(tmp_path_factory, "half-kernel-plan", lambda out: build(recipe, toy_recipe, out))
+
+
+@pytest.fixture
+def device(engine_emulator: Emulator) -> EmulatedDevice:
+    return EmulatedDevice(engine_emulator)
+
+
+@pytest.fixture
+def emulated(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
+    made = Driver(
+        lambda plan: None,
+        lambda plan, settings: EmulatedKernels(plan, device, records=settings.cuda_graphs),
+    )
+    monkeypatch.setitem(BACKENDS, CUDA, made)
+    return device
+
+
+def asked(drafter: str, temperature: float) -> Options:
+    return Options(
+        drafter=drafter, temperature=temperature, seed=5, max_new_tokens=24, ignore_eos=True, logprobs=3,
+        auto_disable=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_quantised_weights_give_the_bits_of_the_cpu(
+    quantised_plan: Path, emulated: EmulatedDevice, temperature: float
+) -> None:
+    """Log-probabilities and all, with any drafter."""
+    on_cpu = Runtime.load(quantised_plan, backend=CPU, threads=1)
+    ours = Runtime.load(quantised_plan, backend=CUDA, cuda_graphs=False)
+    expected = on_cpu.generate(PROMPT, **asked("none", temperature))
+    for drafter in ("none", "ngram", "chain", "head"):
+        found = ours.generate(PROMPT, **asked(drafter, temperature))
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == expected.logprobs
+    assert emulated.launched["outrider_quant_product"] > 0
+
+
+def test_bfloat16_gives_the_same_bits_with_any_drafter_and_beside_others(
+    half_plan: Path, emulated: EmulatedDevice
+) -> None:
+    runtime = Runtime.load(half_plan, backend=CUDA, cuda_graphs=False)
+    expected = runtime.generate(PROMPT, **asked("none", 0.9))
+    for drafter in ("ngram", "chain", "head"):
+        found = runtime.generate(PROMPT, **asked(drafter, 0.9))
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+    alone = runtime.generate([*PROMPT, 7], **asked("none", 0.9))
+    branches = [{"prompt": [token], "stream_id": 0, **asked("chain", 0.9)} for token in (7, 8, 9)]
+    together = runtime.generate_branches(PROMPT, branches, mode="in-one-sequence")
+    assert (together[0].token_ids, together[0].logprobs) == (alone.token_ids, alone.logprobs)
+    assert emulated.launched["outrider_half_product"] > 0
+
+
+def test_a_step_is_one_recorded_launch(quantised_plan: Path, emulated: EmulatedDevice) -> None:
+    runtime = Runtime.load(quantised_plan, backend=CUDA)
+    plain = Runtime.load(quantised_plan, backend=CUDA, cuda_graphs=False)
+    session = runtime.session()
+    assert emulated.graphs > 0
+    options = asked("chain", 0.0)
+    del options["logprobs"]
+    session.generate(PROMPT, **options)
+    session.reset()
+    before, enqueued = emulated.replays, emulated.enqueued
+    result = session.generate(PROMPT, **options)
+    rounds = result.stats.rounds
+    assert emulated.replays - before >= rounds - 1
+    assert emulated.enqueued - enqueued < 3 * rounds + 800  # prompts are enqueued call by call
+    assert result.token_ids == plain.generate(PROMPT, **asked("none", 0.0)).token_ids
+
+
+def test_a_plan_has_the_kernels_of_its_engines(quantised_plan: Path) -> None:
+    plan = open_plan(quantised_plan)
+    cubin = plan.file(plan.manifest.backends[CUDA].kernels["sm_90"]).read_bytes()
+    assert set(ENGINE_KERNELS) <= set(kernel_resources(cubin))
+
+
+def test_inspect_lists_kernels_by_part(quantised_plan: Path) -> None:
+    engine = describe(quantised_plan)["backends"][CUDA]["engines"]["target"]
+    parts = {part["part"]: part for part in engine["parts"]}
+    product = parts["layers.0.q+k+v"]
+    assert product["kernels"] == ["quant_product"]
+    assert product["operations"] == 2 * 32 * 128
+    assert product["bytes_moved"] > 32 * 128 // 2
+    assert parts["attention.3"]["kernels"] == ["attend"]
+
+
+def test_an_engine_that_was_changed_is_refused(quantised_plan: Path, emulated: EmulatedDevice, tmp_path: Path) -> None:
+    changed = copytree(quantised_plan, tmp_path / "plan")
+    path = changed / "engines" / CUDA / "target.json"
+    path.write_text(path.read_text().replace('"kernel"', '"colonel"', 1))
+    with pytest.raises(PlanError, match=r"target\.json"):
+        Runtime.load(changed, backend=CUDA)  # by its hash
+    with pytest.raises(PlanError, match=r"no list of kernels.*build the plan again"):
+        Runtime.load(changed, backend=CUDA, verify=False)
+
+
+def test_experts_are_refused_by_name(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = made_once(tmp_path_factory, "experts-toy", lambda out: write_toy(out, experts=True))
+    backend = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_90]}}]"
+    recipe = load_recipe(folder / "model.yaml", ["drafters=[]", backend])
+    with pytest.raises(PlanError, match=r"the engine 'target'.*operator outrider\.cpu\.Route.*onnxruntime-cuda"):
+        build(recipe, folder / "model.yaml", tmp_path_factory.mktemp("refused") / "plan")
+
+
+def test_an_int8_cache_is_refused(toy_recipe: Path) -> None:
+    recipe = load_recipe(toy_recipe, ["kv_cache=int8", f"backends=[{CUDA}]"])
+    with pytest.raises(RecipeError, match="kv_cache"):
+        design_plan(recipe)

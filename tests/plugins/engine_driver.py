@@ -1,0 +1,47 @@
+"""Kernels of engines, called by the names of their parameters, on arrays: emulated, or on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plugins.cuda.engine_kernels import ENGINE_KERNELS
+from tests.plugins.emulator import Emulator
+from tests.plugins.gpu import Gpu
+
+Arrays = Mapping[str, "NDArray[Any] | None"]
+
+
+def real(number: float) -> int:
+    """A real number as a kernel takes it."""
+    return int(np.float32(number).view(np.int32))
+
+
+def launch(
+    kernels: Emulator | Gpu,
+    name: str,
+    tensors: Arrays,
+    numbers: Mapping[str, int],
+    blocks: int,
+    threads: int = 256,
+    shared: int = 0,
+) -> None:
+    """Run a kernel; arrays are changed in place. What is left out is a null pointer."""
+    spec = ENGINE_KERNELS[name]
+    assert set(tensors) <= set(spec.tensors)
+    assert set(numbers) == set(spec.numbers)
+    given = [tensors.get(each) for each in spec.tensors]
+    assert {each for each, array in zip(spec.tensors, given, strict=True) if array is None} <= spec.optional
+    own = [int(numbers[each]) for each in spec.numbers]
+    if isinstance(kernels, Gpu):
+        kernels.launch(name, blocks, threads, given, own, shared)
+        return
+    for array in given:
+        assert array is None or array.flags.c_contiguous
+    values: list[Any] = [ctypes.c_uint64(0 if array is None else array.ctypes.data) for array in given]
+    values += [ctypes.c_int64(number) for number in own]
+    kernels.launch(name, blocks, threads, values, shared)

@@ -1,0 +1,448 @@
+"""Kernels of the backend `cuda` give what the references give, to the bit: as fibers, as PTX, and on a GPU (`-m gpu`).
+
+The references are the CPU kernels' own: a product, a norm and an attention have the same bits on both.
+"""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from compiler.kernels.code import MOST_KEPT, MOST_STACK, Word
+from plugins.cuda.compile import SOURCES, compile_kernels
+from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS
+from plugins.cuda.launches import ELEMENTS
+from plugins.quant_layout import QuantLayout, pack
+from plugins.reference import lanes_attention
+from plugins.reference.lanes import gated_unit, ordered_matmul
+from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
+from tests.plugins.emulator import Emulator
+from tests.plugins.engine_driver import launch, real
+from tests.plugins.gpu import Gpu
+from tests.plugins.test_cpu_norm import norm
+
+Kernels = Emulator | Gpu
+POISON = np.float32(-77)
+INTEGERS = FORMS.index("int8")
+ROWS = (1, 2, 7, 8, 16, 32, 37)
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def poisoned(*shape: int) -> NDArray[np.float32]:
+    return np.full(shape, POISON, np.float32)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_kernels_compile(architecture: str) -> None:
+    cubin = compile_kernels(architecture, "engine.cu")
+    assert all(name.encode() in cubin for name in ENGINE_KERNELS)
+
+
+def test_the_words_of_code_are_those_of_the_kernel() -> None:
+    text = (SOURCES / "cuda" / "engine" / "evaluate.cu.h").read_text(encoding="utf-8")
+    listed = re.sub(r"//[^\n]*", "", text[text.index("enum class Word") : text.index("};")])
+    names = re.findall(r"\bk(\w+)", listed)
+    assert [re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper() for name in names] == [word.name for word in Word]
+    assert f"kMostKept = {MOST_KEPT}, kMostStack = {MOST_STACK}" in text
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_have_the_bits_of_the_reference_whatever_the_rows(
+    engine_kernels: Kernels, rows: int, turned: bool
+) -> None:
+    rng = np.random.default_rng(rows)
+    x, weight = rng.normal(size=(rows, 40)).astype(np.float32), rng.normal(size=(40, 300)).astype(np.float32)
+    to = poisoned(rows, 300)
+    launch(
+        engine_kernels, "outrider_product",
+        {"x": x, "weight": np.ascontiguousarray(weight.T) if turned else weight, "to": to},
+        {"rows": rows, "inputs": 40, "outputs": 300, "turned": int(turned)}, 2 * -(-rows // 8),
+    )  # fmt: skip
+    np.testing.assert_array_equal(to, ordered_matmul(x, weight))
+
+
+@pytest.mark.parametrize("size", [16, 24, 64, 200])
+@pytest.mark.parametrize("added", [False, True])
+def test_norms_have_the_bits_of_the_cpu(engine_kernels: Kernels, size: int, added: bool) -> None:
+    rng = np.random.default_rng(size)
+    x, more = rng.normal(size=(2, 5, size)).astype(np.float32)
+    weight = rng.normal(size=size).astype(np.float32)
+    normed, total = poisoned(5, size), poisoned(5, size)
+    tensors = {"x": x, "weight": weight, "normed": normed} | ({"added": more, "sum": total} if added else {})
+    launch(engine_kernels, "outrider_rms_norm", tensors, {"size": size, "epsilon": real(1e-6), "form": 0}, 5)
+    expected = norm(x[None], weight, more[None] if added else None, summed=added)
+    np.testing.assert_array_equal(normed, expected[0][0])
+    if added:
+        np.testing.assert_array_equal(total, expected[1][0])
+
+
+def test_gated_units_have_the_bits_of_the_reference(engine_kernels: Kernels) -> None:
+    rng = np.random.default_rng(0)
+    both = (rng.normal(size=(3, 2, 37)) * 8).astype(np.float32)
+    both[0, 0, :4] = [0.0, -0.0, 90.0, -90.0]
+    to = poisoned(3, 37)
+    launch(engine_kernels, "outrider_gated_unit", {"both": both, "to": to}, {"rows": 3, "size": 37, "unit": 1}, 1)
+    np.testing.assert_array_equal(to, gated_unit(both[:, 0], both[:, 1]))
+
+
+def quantized(rng: np.random.Generator, outputs: int, inputs: int, bits: int, minimums: bool, wide: bool):
+    """Weights, what they are as floats' parts, and packed."""
+    low, high = (0, 2**bits) if minimums else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+    integers = rng.integers(low, high, (outputs, inputs)).astype(np.uint8 if minimums else np.int8)
+    kind = np.float32 if wide else np.float16
+    scales = (rng.random((outputs, inputs // 32)) / 50).astype(kind).astype(np.float32)
+    least = -(rng.random((outputs, inputs // 32)) / 9).astype(kind).astype(np.float32) if minimums else None
+    layout = QuantLayout(outputs, inputs, bits, wide, minimums)
+    return integers, scales, least, pack(integers, scales, least, layout)
+
+
+@pytest.mark.parametrize(
+    ("bits", "minimums", "wide"), [(4, False, False), (4, True, True), (8, False, True), (8, True, False)]
+)
+@pytest.mark.parametrize("rows", ROWS)
+def test_quantised_products_have_the_bits_of_the_reference(
+    engine_kernels: Kernels, rows: int, bits: int, minimums: bool, wide: bool
+) -> None:
+    rng = np.random.default_rng(100 * rows + bits)
+    outputs, inputs = 40, 320
+    integers, scales, least, packed = quantized(rng, outputs, inputs, bits, minimums, wide)
+    x = rng.normal(size=(rows, inputs)).astype(np.float32)
+    x[0, 32:64] = 0.0
+    words, factors = np.zeros((rows, inputs), np.int8), poisoned(rows, inputs // 32)
+    sums = np.full((rows, inputs // 32), -77, np.int32)
+    blocks = rows * (inputs // 32)
+    launch(
+        engine_kernels, "outrider_form", {"x": x, "to": words, "scales": factors, "sums": sums},
+        {"blocks": blocks, "form": INTEGERS}, -(-blocks // 8),
+    )  # fmt: skip
+    expected, expected_scales = quantize_rows(x)
+    np.testing.assert_array_equal(words, expected.reshape(rows, inputs))
+    np.testing.assert_array_equal(factors, expected_scales)
+    np.testing.assert_array_equal(sums, expected.sum(-1))
+    to = poisoned(rows, outputs)
+    launch(
+        engine_kernels, "outrider_quant_product",
+        {"integers": words, "scales": factors, "sums": sums, "packed": packed, "to": to},
+        {
+            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": bits, "wide": int(wide),
+            "minimums": int(minimums), "unit": 0, "form": 0,
+        },
+        2 * -(-rows // 32),
+    )  # fmt: skip
+    np.testing.assert_array_equal(to, quant_matmul(x, integers, scales, least))
+
+
+def narrowed(x: NDArray[np.float32], dtype: str) -> NDArray[np.uint16]:
+    """The bits of numbers as float16 or bfloat16."""
+    return x.astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16).view(np.uint16)
+
+
+def widened(bits: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
+    return bits.view(np.float16 if dtype == "float16" else ml_dtypes.bfloat16).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_products_are_of_the_row_alone(engine_kernels: Kernels, dtype: str) -> None:
+    """Near the exact product, and each row with the same bits in any company."""
+    rng = np.random.default_rng(3)
+    inputs, outputs, element = 288, 75, ELEMENTS.index(dtype)
+    x = rng.normal(size=(max(ROWS), inputs)).astype(np.float32)
+    weight = narrowed(rng.normal(size=(outputs, inputs)).astype(np.float32), dtype)
+    found = {}
+    for rows in ROWS:
+        halves, to = np.zeros((rows, inputs), np.uint16), poisoned(rows, outputs)
+        own = np.ascontiguousarray(x[-rows:])
+        launch(
+            engine_kernels, "outrider_form", {"x": own, "to": halves}, {"blocks": own.size // 32, "form": element}, 3
+        )
+        np.testing.assert_array_equal(halves, narrowed(own, dtype))
+        launch(
+            engine_kernels, "outrider_half_product", {"x": halves, "weight": weight, "to": to},
+            {"rows": rows, "inputs": inputs, "outputs": outputs, "element": element, "unit": 0, "form": 0},
+            3 * -(-rows // 32),
+        )  # fmt: skip
+        exact = widened(halves, dtype) @ widened(weight, dtype).T
+        np.testing.assert_allclose(to, exact, rtol=0, atol=2e-5 * np.sqrt(inputs))  # float32 sums of about 17
+        found[rows] = to
+    for rows in ROWS:
+        np.testing.assert_array_equal(found[rows], found[max(ROWS)][-rows:])
+
+
+def test_rows_of_half_weights_are_looked_up(engine_kernels: Kernels) -> None:
+    weight = narrowed(np.random.default_rng(1).normal(size=(70, 64)).astype(np.float32), "bfloat16")
+    ids, to = np.array([3, 69, 0, 70, -1]), poisoned(5, 64)
+    launch(
+        engine_kernels, "outrider_half_gather", {"ids": ids, "weight": weight, "to": to},
+        {"count": 5, "inputs": 64, "outputs": 70, "element": ELEMENTS.index("bfloat16")}, 2,
+    )  # fmt: skip
+    np.testing.assert_array_equal(to[:3], widened(weight, "bfloat16")[ids[:3]].astype(np.float32))
+    assert not to[3:].any()
+
+
+@pytest.mark.parametrize(("bits", "minimums", "wide"), [(4, False, False), (8, True, True)])
+def test_rows_of_quantised_weights_are_looked_up(
+    engine_kernels: Kernels, bits: int, minimums: bool, wide: bool
+) -> None:
+    rng = np.random.default_rng(bits)
+    integers, scales, least, packed = quantized(rng, 70, 64, bits, minimums, wide)
+    ids, to = np.array([3, 69, 0, 33, 70, -1]), poisoned(6, 64)
+    launch(
+        engine_kernels, "outrider_quant_gather", {"ids": ids, "packed": packed, "to": to},
+        {"count": 6, "inputs": 64, "outputs": 70, "bits": bits, "wide": int(wide), "minimums": int(minimums)}, 2,
+    )  # fmt: skip
+    np.testing.assert_array_equal(to[:4], dequantize(integers, scales, least)[ids[:4]])
+    assert not to[4:].any()
+
+
+def attend(
+    kernels: Kernels,
+    queries: NDArray[np.float32],
+    caches: NDArray[np.generic],
+    bias: NDArray[np.float32],
+    splits: NDArray[np.int64],
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: NDArray[np.float32] | None = None,
+    at_once: int = 64,
+) -> NDArray[np.float32]:
+    """Attention of queries `[N, heads, D]` over KV caches `[2, R, kv_heads, C, D]`, as an engine launches it."""
+    tokens, heads, size = queries.shape
+    _, rows, kv_heads, capacity, _ = caches.shape
+    places, view = bias.shape[1:]
+    lists, counts = np.full((tokens, view), -77, np.int32), np.full(tokens, -77, np.int32)
+    launch(
+        kernels, "outrider_visible", {"bias": bias, "row_splits": splits, "lists": lists, "counts": counts},
+        {"rows": rows, "places": places, "view": view}, tokens,
+    )  # fmt: skip
+    chunks = -(-(min(view, window) if window else view) // CHUNK)
+    out, group = poisoned(tokens, heads, size), heads // kv_heads
+    for first in range(0, tokens, at_once):
+        count = min(at_once, tokens - first)
+        partial, counters = poisoned(count, heads, chunks, 2 + size), np.zeros((count, kv_heads), np.uint32)
+        launch(
+            kernels, "outrider_attend",
+            {
+                "queries": queries, "keys": caches[0], "values": caches[1], "row_splits": splits, "lists": lists,
+                "counts": counts, "sinks": sinks, "partial": partial, "counters": counters, "out": out,
+            },
+            {
+                "rows": rows, "heads": heads, "kv_heads": kv_heads, "size": size, "capacity": capacity, "view": view,
+                "chunks": chunks, "first_token": first, "window": window, "element": ELEMENTS.index(caches.dtype.name),
+                "scale": real(scale), "softcap": real(softcap), "form": 0,
+            },
+            count * kv_heads * chunks, shared=4 * (group * CHUNK + group * size + group + CHUNK),
+        )  # fmt: skip
+        assert not counters.any()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    ("softcap", "window", "sinks"), [(0.0, 0, False), (5.0, 0, False), (0.0, 300, False), (0.0, 7, True)]
+)
+def test_attention_has_the_bits_of_the_reference(
+    engine_kernels: Kernels, dtype: type, softcap: float, window: int, sinks: bool
+) -> None:
+    """Two rows, keys that lie scattered, of tokens that see nothing, one key, or more than one chunk."""
+    rng = np.random.default_rng(window)
+    heads, kv_heads, size, capacity = 4, 2, 20, 640
+    caches = rng.normal(size=(2, 2, kv_heads, capacity, size)).astype(dtype)
+    splits = np.array([0, 3, 5])
+    queries = rng.normal(size=(5, heads, size)).astype(np.float32)
+    seen = rng.random((2, 3, 600)) < np.array([0.9, 0.5, 0.0])[:, None]
+    seen[1, 1] = False
+    seen[1, 1, 40] = True
+    bias = np.where(seen, np.float32(0), np.finfo(np.float32).min)
+    sink = rng.normal(size=heads).astype(np.float32) if sinks else None
+    found = attend(engine_kernels, queries, caches, bias, splits, scale=0.3, softcap=softcap, window=window, sinks=sink)
+    for token in range(5):
+        row = int(token >= 3)
+        slots = np.flatnonzero(seen[row, token - splits[row]])[-window:]
+        for head in range(heads):
+            own = caches[:, row, head // 2, slots].astype(np.float32)
+            expected = lanes_attention.attend(
+                queries[token, head], *own, scale=0.3, softcap=softcap, sink=None if sink is None else float(sink[head])
+            )
+            np.testing.assert_array_equal(found[token, head], expected, err_msg=f"token {token}, head {head}")
+
+
+def test_a_token_attends_the_same_in_any_company(engine_kernels: Kernels) -> None:
+    """Alone, among others, and with its keys elsewhere."""
+    rng = np.random.default_rng(5)
+    caches = rng.normal(size=(2, 1, 1, 400, 16)).astype(np.float32)
+    queries = rng.normal(size=(9, 2, 16)).astype(np.float32)
+    seen = rng.random((1, 9, 400)) < 0.8
+    bias = np.where(seen, np.float32(0), np.finfo(np.float32).min)
+    whole = attend(engine_kernels, queries, caches, bias, np.array([0, 9]), scale=0.25, at_once=4)
+    for token in (0, 4, 8):
+        alone = attend(
+            engine_kernels, queries[token : token + 1].copy(), caches, bias[:, token : token + 1].copy(),
+            np.array([0, 1]), scale=0.25,
+        )  # fmt: skip
+        np.testing.assert_array_equal(alone[0], whole[token])
+        slots = np.flatnonzero(seen[0, token])
+        dense = np.zeros_like(caches)
+        dense[:, :, :, : len(slots)] = caches[:, :, :, slots]
+        near = np.full((1, 1, 400), np.finfo(np.float32).min, np.float32)
+        near[..., : len(slots)] = 0
+        elsewhere = attend(engine_kernels, queries[token : token + 1].copy(), dense, near, np.array([0, 1]), scale=0.25)
+        np.testing.assert_array_equal(elsewhere[0], whole[token])
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: Kernels, form: str) -> None:
+    rng = np.random.default_rng(2)
+    x, weight = rng.normal(size=(3, 96)).astype(np.float32), rng.normal(size=96).astype(np.float32)
+    normed = np.zeros((3, 96), np.int8 if form == "int8" else np.uint16)
+    scales, sums = poisoned(3, 3), np.zeros((3, 3), np.int32)
+    launch(
+        engine_kernels, "outrider_rms_norm",
+        {"x": x, "weight": weight, "normed": normed, "scales": scales, "sums": sums},
+        {"size": 96, "epsilon": real(1e-6), "form": FORMS.index(form)}, 3,
+    )  # fmt: skip
+    expected = norm(x[None], weight)[0][0]
+    if form != "int8":
+        np.testing.assert_array_equal(normed, narrowed(expected, form))
+        return
+    integers, factors = quantize_rows(expected)
+    np.testing.assert_array_equal(normed, integers.reshape(3, 96))
+    np.testing.assert_array_equal(scales, factors)
+    np.testing.assert_array_equal(sums, integers.sum(-1))
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize("rows", [1, 19, 37])
+def test_a_quantised_product_with_a_gated_unit_behind_it(engine_kernels: Kernels, rows: int, form: str) -> None:
+    rng = np.random.default_rng(rows)
+    inputs, outputs = 96, 64
+    integers, scales, _, packed = quantized(rng, 2 * outputs, inputs, 4, False, False)
+    x = rng.normal(size=(rows, inputs)).astype(np.float32)
+    words, factors = quantize_rows(x)
+    both = quant_matmul(x, integers, scales)
+    expected = gated_unit(both[:, :outputs], both[:, outputs:])
+    to = np.zeros((rows, outputs), np.int8 if form == "int8" else np.float32)
+    to_scales, to_sums = poisoned(rows, outputs // 32), np.zeros((rows, outputs // 32), np.int32)
+    launch(
+        engine_kernels, "outrider_quant_product",
+        {
+            "integers": words.astype(np.int8), "scales": factors, "sums": words.sum(-1).astype(np.int32),
+            "packed": packed, "to": to, "to_scales": to_scales, "to_sums": to_sums,
+        },
+        {
+            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": 4, "wide": 0, "minimums": 0, "unit": 1,
+            "form": FORMS.index(form),
+        },
+        2 * -(-rows // 32),
+    )  # fmt: skip
+    if form == "float32":
+        np.testing.assert_array_equal(to, expected)
+        return
+    own, own_scales = quantize_rows(expected)
+    np.testing.assert_array_equal(to, own.reshape(rows, outputs))
+    np.testing.assert_array_equal(to_scales, own_scales)
+    np.testing.assert_array_equal(to_sums, own.sum(-1))
+
+
+def test_a_half_product_with_a_gated_unit_behind_it(engine_kernels: Kernels) -> None:
+    """As the product of both halves, and then the unit."""
+    rng = np.random.default_rng(4)
+    rows, inputs, outputs, element = 5, 64, 32, FORMS.index("bfloat16")
+    x, weight = (narrowed(rng.normal(size=(n, inputs)).astype(np.float32), "bfloat16") for n in (rows, 2 * outputs))
+    numbers = {"rows": rows, "inputs": inputs, "element": element}
+    whole, to = poisoned(rows, 2 * outputs), np.zeros((rows, outputs), np.uint16)
+    launch(
+        engine_kernels, "outrider_half_product", {"x": x, "weight": weight, "to": whole},
+        {**numbers, "outputs": 2 * outputs, "unit": 0, "form": 0}, 2,
+    )  # fmt: skip
+    launch(
+        engine_kernels, "outrider_half_product", {"x": x, "weight": weight, "to": to},
+        {**numbers, "outputs": outputs, "unit": 1, "form": element}, 1,
+    )  # fmt: skip
+    np.testing.assert_array_equal(to, narrowed(gated_unit(whole[:, :outputs], whole[:, outputs:]), "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_appending(engine_kernels: Kernels, dtype: str, normed: bool) -> None:
+    """Queries and keys normed and half of each rotated, keys and values in the slots behind those of each row."""
+    rng = np.random.default_rng(6)
+    heads, kv_heads, size, rotated, capacity = 4, 2, 24, 16, 9
+    packed = rng.normal(size=(5, (heads + 2 * kv_heads) * size)).astype(np.float32)
+    splits, past, positions = np.array([0, 2, 5]), np.array([7, 3]), np.array([4, 5, 0, 1, 9])
+    angles = rng.random((10, rotated // 2)).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    norms = rng.normal(size=(2, size)).astype(np.float32)
+    kind = np.dtype(np.float32) if dtype == "float32" else np.dtype(np.uint16)
+    caches, queries = np.zeros((2, 2, kv_heads, capacity, size), kind), poisoned(5, heads, size)
+    launch(
+        engine_kernels, "outrider_append",
+        {
+            "query": packed, "key": packed, "value": packed, "row_splits": splits, "past_length": past,
+            "positions": positions, "cos": cos, "sin": sin, "queries": queries, "keys": caches[0], "values": caches[1],
+            **({"query_norm": norms[0], "key_norm": norms[1]} if normed else {}),
+        },
+        {
+            "rows": 2, "heads": heads, "kv_heads": kv_heads, "size": size, "rotated": rotated, "capacity": capacity,
+            "query_stride": packed.shape[1], "kv_stride": packed.shape[1], "query_place": 0,
+            "key_place": heads * size, "value_place": (heads + kv_heads) * size, "element": ELEMENTS.index(dtype),
+            "epsilon": real(1e-6),
+        },
+        5 * (heads + kv_heads), 32,
+    )  # fmt: skip
+    split = packed.reshape(5, -1, size)
+
+    def ready(head: NDArray[np.float32], token: int, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        if normed:
+            partial = np.zeros(8, np.float32)
+            for part in head.reshape(-1, 8):
+                partial = partial + part * part
+            total = np.float32(0)
+            for each in partial:
+                total = total + each
+            factor = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(1e-6))
+            head = head * factor * weight
+        c, s = cos[positions[token]], sin[positions[token]]
+        first, second = head[:8], head[8:16]
+        return np.concatenate((first * c - second * s, second * c + first * s, head[16:]))
+
+    def kept(x: NDArray[np.float32]) -> NDArray[np.generic]:
+        return x if dtype == "float32" else narrowed(x, dtype)
+
+    used = np.zeros(caches.shape[1:], bool)
+    for token, (row, slot) in enumerate([(0, 7), (0, 8), (1, 3), (1, 4), (1, 5)]):
+        for head in range(heads):
+            np.testing.assert_array_equal(queries[token, head], ready(split[token, head], token, norms[0]))
+        for head in range(kv_heads):
+            used[row, head, slot] = True
+            key = ready(split[token, heads + head], token, norms[1])
+            np.testing.assert_array_equal(caches[0, row, head, slot], kept(key))
+            np.testing.assert_array_equal(caches[1, row, head, slot], kept(split[token, heads + kv_heads + head]))
+    assert not caches[:, ~used].any()
+
+
+def test_the_entropy_of_rows(engine_kernels: Kernels) -> None:
+    logits = (np.random.default_rng(0).normal(size=(3, 500)) * 3).astype(np.float32)
+    logits[2] = 1.5
+    to = poisoned(3)
+    launch(engine_kernels, "outrider_entropy", {"logits": logits, "to": to}, {"vocabulary": 500}, 3)
+    p = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    np.testing.assert_allclose(to, (p * np.log(p)).sum(-1), rtol=1e-6)  # exp has about 1e-7 of the result
+
+
+def test_scattering(engine_kernels: Kernels) -> None:
+    places = np.array([[3, 0, 99], [1, -1, 4]])
+    given = np.arange(6, dtype=np.float32).reshape(2, 3) + 1
+    to = poisoned(2, 5)
+    numbers = {"rows": 2, "width": 5, "count": 3, "value": 0, "real": 1}
+    launch(engine_kernels, "outrider_scatter", {"to": to, "places": places, "given": given}, numbers, 1)
+    expected = poisoned(2, 5)
+    expected[0, 3], expected[0, 0], expected[1, 1], expected[1, 4] = 1, 2, 4, 6
+    np.testing.assert_array_equal(to, expected)
