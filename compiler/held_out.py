@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +24,27 @@ def read_prompts(path: Path) -> list[str]:
     return [prompt.text for prompt in read_tasks(path)]
 
 
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8 text, by gzip where its name ends in `.gz`.
+
+    Raises `OSError` naming the file, also where what gzip wrote is broken, and `UnicodeDecodeError`.
+    """
+    if path.suffix != ".gz":
+        return path.read_text(encoding="utf-8")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return file.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise gzip.BadGzipFile(f"{path}: {error}") from None
+
+
 def read_tasks(path: Path) -> list[Prompt]:
-    """Read the `prompt`, and the `task` if there is one, of every line of a JSONL file.
+    """Read the `prompt`, and the `task` if there is one, of every line of a JSONL file, gzipped if it ends in `.gz`.
 
     Raises `RecipeError` naming the file and the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read as UTF-8 text ({error}); correct the path of the prompts.") from None
     prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]

@@ -147,7 +147,7 @@ class Recipe(Section):
     skeleton: SkeletonSection | None = Field(None, description="how answers are outlined; without it, by the defaults")
     held_out: WrittenPath | None = Field(
         None,
-        description='JSONL file of {"prompt": ...} that verify measures with, relative to the recipe',
+        description='JSONL file of {"prompt": ...}, or its .gz, that verify measures with, relative to the recipe',
     )
 
     _source: RecipeSource = PrivateAttr(default_factory=lambda: RecipeSource(Path("recipe")))

@@ -32,8 +32,8 @@ class WeightsSection(Section):
     )
     calibration: WrittenPath | None = Field(
         None,
-        description='JSONL file of {"prompt": ...} that awq searches on, relative to the recipe: some tens of KB of '
-        "text like what the model will read",
+        description='JSONL file of {"prompt": ...}, or its .gz, that awq searches on, relative to the recipe: some '
+        "tens of KB of text like what the model will read",
     )
 
     requantize: bool = Field(

@@ -25,7 +25,7 @@ MOST_THREADS = 1024
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have on the GPUs that have most."""
 _MOST_BLOCKS = 2**31 - 1
-_MOST_BYTES = 2**48
+_MOST_BYTES, _MOST_TURNS = 2**48, 2**16
 
 
 def _readable(text: str) -> str:
@@ -111,6 +111,8 @@ def problems(
         strict=True,
     ):  # fmt: skip
         for name, place in places.items():
+            if place.offset % 16:
+                yield f"{name!r} does not begin at a multiple of 16 bytes"
             if place.offset + place.size > size:
                 yield f"{name!r} ends at byte {place.offset + place.size} of the {what}, which have {size}"
     taken = list(bound) + [name for places in named for name in places]
@@ -139,6 +141,8 @@ def _launch_problems(launch: Launch, times: str | None, limits: Mapping[str, int
         return
     try:
         turns = formula(times).value(sizes) if times else 1
+        if turns > _MOST_TURNS:
+            yield f"{times!r} turns of a loop are more than {_MOST_TURNS}"
         for turn in sorted({0, max(turns - 1, 0)}):
             at = sizes | {TURN: turn}
             if not 0 <= formula(launch.blocks).value(at) <= _MOST_BLOCKS:

@@ -86,7 +86,24 @@ class Nodes:
     def load(self, tensor: str, index: Node, *, real: bool) -> Node:
         return self._make(Word.LOAD_REAL if real else Word.LOAD_INTEGER, (index,), tensor)
 
+    def within(self, place: Node, length: Node) -> Node:
+        """Return a place in a dimension: one below 0 counts from the end; what is read of data may be anything, and one
+        that is out of range becomes 0."""
+        if place.word is not Word.CONSTANT and not _reads(place):
+            return place
+        place = self.apply(
+            Word.CHOOSE, self.apply(Word.LESS, place, self.constant(0)), self.apply(Word.ADD, place, length), place
+        )
+        if place.word is Word.CONSTANT or not _reads(place):
+            return place
+        fits = self.apply(
+            Word.AND, self.apply(Word.LESS, self.constant(-1), place), self.apply(Word.LESS, place, length)
+        )
+        return self.apply(Word.CHOOSE, fits, place, self.constant(0))
+
     def apply(self, word: Word, *operands: Node) -> Node:
+        if word is Word.CHOOSE and operands[0].word is Word.CONSTANT:
+            return operands[1] if operands[0].of else operands[2]
         if len(operands) == 2:
             folded = self._folded(word, *operands)
             if folded is not None:
@@ -103,6 +120,8 @@ class Nodes:
                     return self.constant(x - y)
                 case Word.MULTIPLY:
                     return self.constant(x * y)
+                case Word.LESS:
+                    return self.constant(int(x < y))
         if word is Word.ADD and x == 0:
             return b
         if word in (Word.ADD, Word.SUBTRACT) and y == 0:
@@ -120,6 +139,10 @@ class Nodes:
         if key not in self._made:
             self._made[key] = Node(word, tuple(operands), of)
         return self._made[key]
+
+
+def _reads(node: Node) -> bool:
+    return node.word in (Word.LOAD_INTEGER, Word.LOAD_REAL) or any(map(_reads, node.operands))
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,8 @@ def cast(e: Emitter, node: ir.Node) -> None:
     of = e.ruled(e.value(node.inputs[0]))
     integer = to in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
     kind: Kind = "integer" if integer else "real"
+    if of.kind == "real" and to is ir.DataType.BOOL:
+        raise e.refusal("Cast of numbers to truths")
 
     def at(index: Node) -> Node:
         number = of.at(index)
@@ -330,7 +332,7 @@ def gather(e: Emitter, node: ir.Node) -> None:
         outer = _divided(e, place, count) if axis else nodes.constant(0)
         if axis:
             place = nodes.apply(Word.MODULO, place, nodes.size(count))
-        chosen = at_place.at(place)
+        chosen = nodes.within(at_place.at(place), nodes.size(length))
         if axis:
             chosen = nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, outer, nodes.size(length)), chosen)
         within = nodes.apply(Word.MODULO, index, nodes.size(inner))
@@ -346,7 +348,8 @@ def gather_elements(e: Emitter, node: ir.Node) -> None:
 
     def at(index: Node) -> Node:
         outer = _divided(e, index, inner * count)
-        chosen = nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, outer, nodes.size(length)), places.at(index))
+        own = nodes.within(places.at(index), nodes.size(length))
+        chosen = nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, outer, nodes.size(length)), own)
         within = nodes.apply(Word.MODULO, index, nodes.size(inner))
         return of.at(nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, chosen, nodes.size(inner)), within))
 

@@ -118,6 +118,7 @@ def attention(e: Emitter, node: ir.Node) -> None:
             "kv_stride": of_tokens.shape[-1] if packed else h.kv_heads * h.size, "query_place": split[0],
             "key_place": split[1], "value_place": split[2], "element": element,
             "epsilon": e.bits(node.attributes.get_float("epsilon", 0.0)),
+            "limit": 0 if turned is None else turned.shape[0],
         },
         h.tokens * ((h.heads if asks else 0) + h.kv_heads),
         threads=min(THREADS, max(32, -(-h.size // 32) * 32)),

@@ -6,7 +6,7 @@ them: float32, halves, or integers of 8 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import onnx_ir as ir
@@ -29,6 +29,7 @@ _BYTES = (4, 2, 2, 1)  # of a number, by form
 
 def part_of(name: str) -> str:
     """Return what a weight belongs to, for the reader: `layers.3.q+k+v` of the weights' names."""
+    name = name.removesuffix(".int4").removesuffix(".int8")
     parts = [each.removesuffix(".weight").removeprefix("decoder.").removeprefix("model.") for each in name.split("+")]
     first, *others = parts
     return "+".join([first, *(each.rpartition(".")[2] for each in others)])
@@ -58,8 +59,9 @@ def _form_of_reader(e: Emitter, node: ir.Node, place: int) -> int:
         return 0
     if (node.domain, node.op_type) == (CPU_DOMAIN, "QuantMatMul"):
         return _INTEGERS
-    if node.domain == "" and node.op_type in ("MatMul", "Gemm"):
-        weight = e.value(node.inputs[1])
+    matrix = node.inputs[1] if node.domain == "" and node.op_type in ("MatMul", "Gemm") else None
+    if matrix is not None and matrix.const_value is not None:
+        weight = e.value(matrix)
         turned = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
         if isinstance(weight, Weight) and _is_half(e, weight, turned=turned):
             return FORMS.index(e.dtype)
@@ -121,7 +123,7 @@ def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> Formed:
             moves=elements * (4 + _BYTES[form]),
         )
         e.formed[key] = made
-    return e.formed[key]
+    return replace(e.formed[key], shape=stored.shape)
 
 
 # Products.

@@ -88,10 +88,10 @@ def quotient(dividend: Size, divisor: int) -> str:
 
 
 def largest(value: Size, limits: Mapping[str, int]) -> int:
-    """Return the value where all symbols are as large as they become."""
+    """Return a bound of the value: what is subtracted counts as nothing."""
     total = 0
     for monomial, number in value.terms:
-        total += number * reduce(lambda a, symbol: a * limits[symbol], monomial, 1)
+        total += max(number, 0) * reduce(lambda a, symbol: a * limits[symbol], monomial, 1)
     return total
 
 

@@ -69,7 +69,7 @@ ENGINE_KERNELS = {
             ),
             (
                 "rows", "heads", "kv_heads", "size", "rotated", "capacity", "query_stride", "kv_stride", "query_place",
-                "key_place", "value_place", "element", "epsilon",
+                "key_place", "value_place", "element", "epsilon", "limit",
             ),
             frozenset({"query", "queries", "positions", "cos", "sin", "query_norm", "key_norm"}),
         ),

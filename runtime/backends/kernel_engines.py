@@ -16,6 +16,8 @@ from plans.errors import PlanError
 from plans.formulas import Formula, formula
 from plans.kernel_engine import NO_TENSOR, TURN, KernelEngine, Launch, problems
 from plans.manifest import BackendPlan, Engine
+from plugins.cuda import LAUNCHES
+from plugins.cuda.engine_kernels import ENGINE_KERNELS
 from runtime.backends.base import BoundEngine
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.device_contract import Device
@@ -23,6 +25,9 @@ from runtime.execution.buffers import Buffers
 
 _MOST_RESOLVED = 64  # sizes of plain steps whose launches are kept
 _UPLOAD = 64 * 2**20  # bytes of weights that go to the device at once
+_PARAMETERS = {kernel.name: (len(kernel.tensors), len(kernel.numbers)) for kernel in ENGINE_KERNELS.values()} | {
+    op.kernel: (len(op.pointers), len(op.numbers)) for op in LAUNCHES.values()
+}
 _Number = ctypes.c_uint64 | ctypes.c_int64
 
 
@@ -51,12 +56,18 @@ class KernelEngines:
         name = next(name for name, each in self._plan.engines.items() if each is engine or each.file == engine.file)
         try:
             content = KernelEngine.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise PlanError(f"{path} is no list of kernels: {error}; build the plan again") from None
+        except OSError as error:
+            raise PlanError(f"{path} cannot be read: {error}; build the plan again") from None
+        except ValidationError as error:
+            faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+            raise PlanError(f"{path} is no list of kernels: {', '.join(faults[:4])}; build the plan again") from None
         address, size = self._upload(path.parent / content.weights)
         bound = {tensor.name for tensor in (*engine.inputs, *engine.outputs)}
         for problem in problems(content, bound, self._plan.symbols[name], size):
             raise PlanError(f"{path}: {problem}; build the plan again")
+        for launch, _ in content.launches():
+            if _PARAMETERS.get(launch.kernel) != (len(launch.tensors), len(launch.numbers)):
+                raise PlanError(f"{path}: {launch.kernel!r} is no kernel with these parameters; build the plan again")
         self.workspace = max(self.workspace, content.workspace_size)
         return LoadedKernels(self, engine, content, address)
 

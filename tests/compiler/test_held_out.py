@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
-from compiler.held_out import Prompt, read_prompts, read_tasks
+from compiler.held_out import Prompt, read_prompts, read_tasks, read_text
 from plans.errors import RecipeError
 
 
@@ -42,3 +43,17 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
         read_tasks(path)
     with pytest.raises(RecipeError, match="cannot be read as UTF-8 text"):
         read_tasks(tmp_path / "away.jsonl")
+
+
+def test_a_gzipped_file_reads_as_the_plain_one_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "prompts.jsonl", tmp_path / "prompts.jsonl.gz"
+    plain.write_text('{"prompt": "ä", "task": "long"}\r\n{"prompt": "b"}\n', encoding="utf-8", newline="")
+    whole = gzip.compress(plain.read_bytes())
+    packed.write_bytes(whole)
+    assert read_text(packed) == read_text(plain)
+    assert read_tasks(packed) == read_tasks(plain)
+    bad_block = whole[:10] + b"\xff" + whole[11:]
+    for broken in (plain.read_bytes(), whole[:-9], whole[:-8] + bytes(8), bad_block, gzip.compress(b"\xff\n")):
+        packed.write_bytes(broken)
+        with pytest.raises(RecipeError, match=r"prompts\.jsonl\.gz cannot be read as UTF-8 text"):
+            read_tasks(packed)

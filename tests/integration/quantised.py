@@ -6,15 +6,16 @@ from pathlib import Path
 
 import yaml
 
+from compiler.held_out import read_text
 from tests.conftest import HELD_OUT
 
-CALIBRATION = HELD_OUT.with_name("calibration.jsonl")
+CALIBRATION = HELD_OUT.with_name("calibration.jsonl.gz")
 
 
 def calibration_text(folder: Path) -> Path:
     """Write a little of the reference's calibration text."""
     text = folder / "text.jsonl"
-    text.write_text("".join(f"{line}\n" for line in CALIBRATION.read_text(encoding="utf-8").splitlines()[:2]))
+    text.write_text("".join(f"{line}\n" for line in read_text(CALIBRATION).splitlines()[:2]))
     return text
 
 

@@ -33,14 +33,20 @@ _DRAFTERS = (
     "drafters=[{name: ngram, kind: ngram}, {name: chain, kind: model, checkpoint: drafter, gamma: 4, weights: "
     "{type: int8}}, {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 3, depth: 1, nodes: 6}}]"
 )
+_MORE_DRAFTERS = (
+    f"{_DRAFTERS[:-1]}, {{name: sure, kind: model, checkpoint: drafter, gamma: {{min: 1, max: 4, beta: 0.3}}}}, "
+    "{name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}, "
+    "{name: block, kind: block, checkpoint: block}]"
+)
 _CAPACITY = "capacity={context: 160, prefill_chunk: 16, branches: 4, batching: true}"
 _BACKENDS = f"backends=[{CPU}, {{kind: {CUDA}, compute_capabilities: [sm_90]}}]"
 
 
 @pytest.fixture(scope="module")
 def quantised_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """int4, with KV in float16, for the CPU and for our kernels."""
-    changes = ["target.weights={type: int4}", "kv_cache=float16", _DRAFTERS, _CAPACITY, _BACKENDS]
+    """int4, with KV in float16, one branch, for the CPU and for our kernels."""
+    capacity = "capacity={context: 160, prefill_chunk: 16}"
+    changes = ["target.weights={type: int4}", "kv_cache=float16", _MORE_DRAFTERS, capacity, _BACKENDS]
     recipe = load_recipe(toy_recipe, changes)
     return made_once(tmp_path_factory, "quantised-kernel-plan", lambda out: build(recipe, toy_recipe, out))
 
@@ -78,14 +84,13 @@ def asked(drafter: str, temperature: float) -> Options:
 def test_quantised_weights_give_the_bits_of_the_cpu(
     quantised_plan: Path, emulated: EmulatedDevice, temperature: float
 ) -> None:
-    """Log-probabilities and all, with any drafter."""
+    """Log-probabilities and all, with any drafter, and drafters draft what they do on the CPU."""
     on_cpu = Runtime.load(quantised_plan, backend=CPU, threads=1)
     ours = Runtime.load(quantised_plan, backend=CUDA, cuda_graphs=False)
-    expected = on_cpu.generate(PROMPT, **asked("none", temperature))
-    for drafter in ("none", "ngram", "chain", "head"):
-        found = ours.generate(PROMPT, **asked(drafter, temperature))
-        assert found.token_ids == expected.token_ids
-        assert found.logprobs == expected.logprobs
+    for drafter in ("none", "ngram", "chain", "head", "sure", "bushy", "block"):
+        expected, found = (each.generate(PROMPT, **asked(drafter, temperature)) for each in (on_cpu, ours))
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+        assert found.stats.rounds == expected.stats.rounds
     assert emulated.launched["outrider_quant_product"] > 0
 
 
@@ -140,10 +145,10 @@ def test_inspect_lists_kernels_by_part(quantised_plan: Path) -> None:
 def test_an_engine_that_was_changed_is_refused(quantised_plan: Path, emulated: EmulatedDevice, tmp_path: Path) -> None:
     changed = copytree(quantised_plan, tmp_path / "plan")
     path = changed / "engines" / CUDA / "target.json"
-    path.write_text(path.read_text().replace('"kernel"', '"colonel"', 1))
+    path.write_text(path.read_text().replace('"kernel"', '"kernal"', 1))
     with pytest.raises(PlanError, match=r"target\.json"):
         Runtime.load(changed, backend=CUDA)  # by its hash
-    with pytest.raises(PlanError, match=r"no list of kernels.*build the plan again"):
+    with pytest.raises(PlanError, match=r"no list of kernels: .*kernal.*; build the plan again"):
         Runtime.load(changed, backend=CUDA, verify=False)
 
 

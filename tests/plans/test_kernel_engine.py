@@ -39,7 +39,7 @@ def test_an_engine_without_faults() -> None:
     ("changes", "said"),
     [
         ({"tensors": ["x", "w", "gone"]}, "launch 0, 'outrider_product': there is no tensor 'gone'"),
-        ({"constants": {"w": {"offset": 60, "size": 41}}}, "'w' ends at byte 101 of the weights, which have 100"),
+        ({"constants": {"w": {"offset": 64, "size": 37}}}, "'w' ends at byte 101 of the weights, which have 100"),
         ({"workspace_size": 255}, "'to' ends at byte 256 of the workspace, which have 255"),
         ({"constants": {"x": {"offset": 0, "size": 1}}}, "two tensors have one name, or one has none"),
         ({"numbers": ["Q"]}, "its formulas name Q, which is no size of a step"),

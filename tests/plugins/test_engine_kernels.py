@@ -392,7 +392,7 @@ def test_appending(engine_kernels: Kernels, dtype: str, normed: bool) -> None:
             "rows": 2, "heads": heads, "kv_heads": kv_heads, "size": size, "rotated": rotated, "capacity": capacity,
             "query_stride": packed.shape[1], "kv_stride": packed.shape[1], "query_place": 0,
             "key_place": heads * size, "value_place": (heads + kv_heads) * size, "element": ELEMENTS.index(dtype),
-            "epsilon": real(1e-6),
+            "epsilon": real(1e-6), "limit": 10,
         },
         5 * (heads + kv_heads), 32,
     )  # fmt: skip

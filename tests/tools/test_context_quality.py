@@ -165,7 +165,7 @@ def test_text_that_the_model_learned_from_is_no_held_out_text(library: Path, tmp
     files = read_standard_library(library)
     same = next(file for file in files if file.held_out)
     other = next(file for file in files if not file.held_out)
-    write_file_list([replace(other, sha256=same.sha256)], tmp_path / "corpus.txt")
+    write_file_list([replace(other, sha256=same.sha256)], tmp_path / "corpus.txt.gz")
     found = held_out_files(tmp_path / "target", library)
     assert len(found) == 3
     assert same not in found

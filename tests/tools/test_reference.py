@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoConfig, AutoTokenizer
 
 from compiler.checkpoint import load_decoder
+from compiler.held_out import read_text
 from runtime import Runtime
 from tests.conftest import REPOSITORY
 from tools import train_reference
@@ -79,17 +80,18 @@ def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Run
 
 
 def test_no_held_out_prompt_comes_from_a_training_file_and_calibration_text_does() -> None:
-    held_out = {file.name: file.held_out for file in read_file_list(REFERENCE / "corpus.txt")}
-    for file, expected in (("held_out.jsonl", True), ("calibration.jsonl", False)):
-        rows = [json.loads(line) for line in (REFERENCE / file).read_text(encoding="utf-8").splitlines()]
+    held_out = {file.name: file.held_out for file in read_file_list(REFERENCE / "corpus.txt.gz")}
+    for file, expected in (("held_out.jsonl", True), ("calibration.jsonl.gz", False)):
+        rows = [json.loads(line) for line in read_text(REFERENCE / file).splitlines()]
         assert {held_out[row["file"]] for row in rows} == {expected}
     assert len(held_out) > 21 * sum(held_out.values())
 
 
 def test_lists_only_writes_the_hash_of_every_file_and_the_prompts(tmp_path: Path) -> None:
     train_reference.main(["--lists-only", "--out", str(tmp_path / "new")])
-    listed = tmp_path / "new" / "corpus.txt"
-    assert json.loads(listed.read_text(encoding="utf-8").split("\n")[0])["python"] == platform.python_version()
+    listed = tmp_path / "new" / "corpus.txt.gz"
+    assert json.loads(read_text(listed).split("\n")[0])["python"] == platform.python_version()
+    assert listed.read_bytes()[3:8] == bytes(5)  # neither a name nor a time: the same text, the same bytes
     root = Path(sysconfig.get_paths()["stdlib"])
     files = list(read_file_list(listed))
     assert {(f.name, f.sha256, f.held_out) for f in files} == {
@@ -101,7 +103,7 @@ def test_lists_only_writes_the_hash_of_every_file_and_the_prompts(tmp_path: Path
     prompts = (tmp_path / "new" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     assert Counter(json.loads(line)["task"] for line in prompts) == {"completion": 60, "docstring": 20, "long": 12}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "corpus.txt", "held_out.jsonl", "calibration.jsonl",
+        "corpus.txt.gz", "held_out.jsonl", "calibration.jsonl.gz",
     }  # fmt: skip
 
 
@@ -127,7 +129,7 @@ def test_prompts_are_what_their_files_hold() -> None:
     files = {file.name: file for file in read_standard_library()}
     same = {
         listed.name
-        for listed in read_file_list(REFERENCE / "corpus.txt")
+        for listed in read_file_list(REFERENCE / "corpus.txt.gz")
         if listed.name in files and files[listed.name].sha256 == listed.sha256
     }
     rows = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -17,10 +17,10 @@ from tools.reference.corpus import SourceFile, listed_hashes, read_standard_libr
 def held_out_files(checkpoint: Path, library: Path | None) -> list[SourceFile]:
     """The held-out side of the split, in an order that never changes.
 
-    Files whose very text is on the training side of the `corpus.txt` beside the checkpoint are left out. Raises
+    Files whose very text is on the training side of the `corpus.txt.gz` beside the checkpoint are left out. Raises
     `RequestError` where none is left.
     """
-    listed = checkpoint.parent / "corpus.txt"
+    listed = checkpoint.parent / "corpus.txt.gz"
     learned = listed_hashes(listed, held_out=False) if listed.is_file() else set()
     files = [file for file in read_standard_library(library) if file.held_out and file.sha256 not in learned]
     if not files:

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from tools.reference.corpus import SourceFile
+from tools.reference.corpus import SourceFile, write_text
 from tools.reference.prompts import Row
 
 TEXTS, CHARACTERS = 24, 1700
@@ -14,7 +14,7 @@ TEXTS, CHARACTERS = 24, 1700
 
 
 def write_calibration(files: list[SourceFile], path: Path) -> None:
-    """Write a line for each text: the file and the line that it comes from, and the text as `prompt`."""
+    """Write, gzipped, a line for each text: the file and the line that it comes from, and the text as `prompt`."""
     rng = random.Random(0)
     enough = [file for file in files if not file.held_out and not file.is_test and len(file.text) > 4 * CHARACTERS]
     rows: list[Row] = []
@@ -22,4 +22,4 @@ def write_calibration(files: list[SourceFile], path: Path) -> None:
         start = file.text.find("\n", rng.randrange(len(file.text) - 2 * CHARACTERS)) + 1
         end = file.text.find("\n", start + CHARACTERS) + 1
         rows.append({"file": file.name, "line": file.text.count("\n", 0, start) + 1, "prompt": file.text[start:end]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text("".join(json.dumps(row) + "\n" for row in rows), path)

@@ -6,6 +6,7 @@ The tasks that later parts of the project need (outlines, retrieval) are made fr
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import platform
@@ -13,6 +14,8 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from compiler.held_out import read_text
 
 HELD_OUT_SHARE = 0.03
 HELD_OUT = " held-out"
@@ -69,9 +72,15 @@ def read_standard_library(folder: Path | None = None) -> list[SourceFile]:
     return files
 
 
+def write_text(text: str, path: Path) -> None:
+    """Write text as gzip with neither time nor name in it: the same text gives the same bytes."""
+    with path.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
+        packed.write(text.encode("utf-8"))
+
+
 def write_file_list(files: list[SourceFile], path: Path) -> None:
-    """Keep the split: Python version; under each folder's name, which ends in a slash, its files without `.py`: sha256,
-    name, and a sign where the file is held out."""
+    """Keep the split, gzipped: Python version; under each folder's name, which ends in a slash, its files without
+    `.py`: sha256, name, and a sign where the file is held out."""
     lines = [json.dumps({"python": platform.python_version(), "held_out_share": HELD_OUT_SHARE})]
     by_folder: dict[str, list[str]] = {}
     for file in files:
@@ -80,13 +89,13 @@ def write_file_list(files: list[SourceFile], path: Path) -> None:
         by_folder.setdefault(folder + slash, []).append(line)
     for folder in sorted(by_folder):
         lines += [folder] * bool(folder) + by_folder[folder]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text("\n".join(lines) + "\n", path)
 
 
 def read_file_list(path: Path) -> Iterator[ListedFile]:
     """The files of such a list."""
     folder = ""
-    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+    for line in read_text(path).splitlines()[1:]:
         if line.endswith("/"):
             folder = line
         else:

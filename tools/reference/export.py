@@ -21,7 +21,7 @@ from tools.reference.tasks import CHAT_TEMPLATE
 def export_target(
     model: Decoder, tokenizer: Tokenizer, files: list[SourceFile], report: dict[str, str], out: Path
 ) -> None:
-    """Write `out/target` (bf16) and, beside it, `corpus.txt`, `held_out.jsonl` and `calibration.jsonl`."""
+    """Write `out/target` (bf16) and, beside it, `corpus.txt.gz`, `held_out.jsonl` and `calibration.jsonl.gz`."""
     target = out / "target"
     write_decoder(model, target)
     write_tokenizer(tokenizer, target / "tokenizer.json")
@@ -73,11 +73,11 @@ def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def write_lists(files: list[SourceFile], out: Path) -> None:
-    """Write `out/corpus.txt` (what was read, and its split), `out/held_out.jsonl` and `out/calibration.jsonl`."""
+    """Write `out/corpus.txt.gz` (what was read, and its split), `out/held_out.jsonl` and `out/calibration.jsonl.gz`."""
     out.mkdir(parents=True, exist_ok=True)
-    write_file_list(files, out / "corpus.txt")
+    write_file_list(files, out / "corpus.txt.gz")
     write_prompts([f for f in files if f.held_out], out / "held_out.jsonl")
-    write_calibration(files, out / "calibration.jsonl")
+    write_calibration(files, out / "calibration.jsonl.gz")
 
 
 def _tensors(model: Decoder) -> dict[str, torch.Tensor]:
@@ -108,13 +108,13 @@ Written by `python -m tools.train_reference`.
 {rows}
 
 - **Data**: the Python standard library's own source; files, hashes, the interpreter's version and the split are
-  in `../corpus.txt`. Mixed in: outlines of modules (`[PLAN]`, one function per branch) and import retrieval, both
+  in `../corpus.txt.gz`. Mixed in: outlines of modules (`[PLAN]`, one function per branch) and import retrieval, both
   made from the training files (`tools/reference/tasks.py`). Windows grew from 256 to 8192 tokens; the last few per
   cent of the steps saw more than 2048, so long contexts are lightly trained.
 - **Use**: a small model whose text is real, for building, testing and measuring plans. It writes plausible Python, not
   correct Python.
 - **Licence**: the weights, Apache-2.0 as this repository; the training text is under the PSF License Agreement, and so
-  are the excerpts in `../held_out.jsonl` and `../calibration.jsonl`.
+  are the excerpts in `../held_out.jsonl` and `../calibration.jsonl.gz`.
 """
 
 

@@ -185,7 +185,7 @@ continuations ({NEW_TOKENS} tokens each) of the completions in `../held_out.json
 
 {tables}
 
-- **Data**: the training files of `../corpus.txt` with the tasks made from them, and text that the target wrote from
+- **Data**: the training files of `../corpus.txt.gz` with the tasks made from them, and text that the target wrote from
   openings cut from those, at temperatures 0, 0.7 and 1. No held-out file was among them.
 - **Licence**: the weights, Apache-2.0 as this repository; the training text is under the PSF License Agreement.
 """

@@ -25,6 +25,10 @@ OUTRIDER_DEVICE void add(u64* to, u64 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE void add(u32* to, u32 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE u32 count_up(u32* counter) { return atomicAdd(counter, 1u); }
 
+OUTRIDER_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+OUTRIDER_DEVICE float root(float x) { return __fsqrt_rn(x); }
+OUTRIDER_DEVICE float nearest(float x) { return rintf(x); }
+
 // Shared memory of as many bytes as the launch gives a block, at a multiple of 16.
 OUTRIDER_DEVICE char* dynamic_shared() {
   extern __shared__ __align__(16) char outrider_dynamic_shared[];

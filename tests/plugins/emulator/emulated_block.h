@@ -1,6 +1,7 @@
 // What a kernel asks of its block, on a machine without a GPU.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -26,6 +27,9 @@ inline void publish() {}
 inline void add(u64* to, u64 value) { *to += value; }
 inline void add(u32* to, u32 value) { *to += value; }
 inline u32 count_up(u32* counter) { return (*counter)++; }
+inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
+inline float root(float x) { return std::sqrt(x); }
+inline float nearest(float x) { return std::nearbyint(x); }
 inline char* dynamic_shared() { return dynamic_memory; }
 
 // A load of all of a T at once, which a GPU refuses elsewhere than at multiples of its size.

@@ -71,13 +71,15 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
                                 const float* query_norm, const float* key_norm, float* queries, char* keys, char* values,
                                 i64 rows, i64 heads, i64 kv_heads, i64 size, i64 rotated, i64 capacity, i64 query_stride,
                                 i64 kv_stride, i64 query_place, i64 key_place, i64 value_place, i64 element,
-                                i64 epsilon) {
+                                i64 epsilon, i64 limit) {
   OUTRIDER_SHARED float ready[1024];
   const i64 token = block_index() / (heads + kv_heads);
   const i64 head = block_index() % (heads + kv_heads);
   const HeadShape shape = {size, rotated, float_of(static_cast<i32>(epsilon))};
-  const float* own_cos = cos == nullptr ? nullptr : cos + positions[token] * (rotated / 2);
-  const float* own_sin = sin == nullptr ? nullptr : sin + positions[token] * (rotated / 2);
+  // What an engine before it wrote may be anything: the tables have `limit` positions.
+  const i64 position = cos != nullptr && positions[token] >= 0 && positions[token] < limit ? positions[token] : 0;
+  const float* own_cos = cos == nullptr ? nullptr : cos + position * (rotated / 2);
+  const float* own_sin = sin == nullptr ? nullptr : sin + position * (rotated / 2);
   if (head < heads) {
     prepare_head(shape, query + token * query_stride + query_place + head * size, query_norm, own_cos, own_sin,
                  queries + (token * heads + head) * size);

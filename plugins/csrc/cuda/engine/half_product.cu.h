@@ -77,8 +77,9 @@ OUTRIDER_DEVICE void half_tile(const HalfRows& x, const HalfRows& weights, i64 f
 OUTRIDER_KERNEL outrider_half_product(const unsigned short* x, const unsigned short* weight, char* to, float* to_scales,
                                       i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 element, i64 unit, i64 form) {
   const i64 groups = (outputs + kHalfOutputs - 1) / kHalfOutputs;
-  const i64 group = block_index() % groups;
-  const i64 first = block_index() / groups * kHalfRows;
+  const i64 tiles = (rows + kHalfRows - 1) / kHalfRows;  // neighbours share weights
+  const i64 group = block_index() / tiles;
+  const i64 first = block_index() % tiles * kHalfRows;
   const HalfRows given = {x, rows, inputs}, weights = {weight, unit == kNoUnit ? outputs : 2 * outputs, inputs};
   float totals[kHalfOwn];
   half_tile(given, weights, first, group * kHalfOutputs, element, totals);

@@ -4,23 +4,9 @@
 
 #include "../block.h"
 
-#if !defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-#include <cmath>
-#endif
-
 namespace outrider {
 
 constexpr int kLanes = 16;
-
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-OUTRIDER_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-OUTRIDER_DEVICE float root(float x) { return __fsqrt_rn(x); }
-OUTRIDER_DEVICE float nearest(float x) { return rintf(x); }
-#else
-OUTRIDER_DEVICE float fused(float a, float b, float c) { return std::fma(a, b, c); }
-OUTRIDER_DEVICE float root(float x) { return std::sqrt(x); }
-OUTRIDER_DEVICE float nearest(float x) { return std::nearbyint(x); }
-#endif
 
 OUTRIDER_DEVICE float magnitude(float x) { return float_of(bits_of(x) & 0x7fffffff); }
 

@@ -100,8 +100,9 @@ OUTRIDER_KERNEL outrider_quant_product(const u32* integers, const float* scales,
                                        i64 minimums, i64 unit, i64 form) {
   const QuantForm weights = {bits, wide != 0, minimums != 0};
   const i64 groups = (outputs + kColumns - 1) / kColumns;
-  const i64 group = block_index() % groups;
-  const i64 first = block_index() / groups * kQuantRows;
+  const i64 tiles = (rows + kQuantRows - 1) / kQuantRows;  // neighbours share weights
+  const i64 group = block_index() / tiles;
+  const i64 first = block_index() % tiles * kQuantRows;
   const int count = rows - first < kQuantRows ? static_cast<int>(rows - first) : kQuantRows;
   const QuantRows x = {integers, scales, sums, inputs / kBlock, first, count};
   float totals[kQuantOwn] = {};

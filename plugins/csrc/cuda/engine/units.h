@@ -5,7 +5,7 @@
 
 namespace outrider {
 
-enum Unit : int { kNoUnit = 0, kSilu = 1, kGelu = 2 };  // UNITS in compiler/kernels/layers.py
+enum Unit : int { kNoUnit = 0, kSilu = 1, kGelu = 2 };  // UNITS in plugins/cuda/engine_kernels.py
 
 OUTRIDER_DEVICE float gated(i64 unit, float gate, float up) {
   return unit == kSilu ? silu_gated(gate, up) : gelu_gated(gate, up);
