@@ -126,7 +126,7 @@ class Emitter:
         kind: Kind = "real" if value.dtype.kind == "f" else "integer"
         return Ruled(kind, tuple(map(size, value.shape)), lambda index: node)
 
-    def stored(self, value: Value, destination: ir.Value | None = None) -> Stored:
+    def stored(self, value: Value) -> Stored:
         """Return a value in memory; it is written there once."""
         if isinstance(value, Stored):
             return value
@@ -135,7 +135,7 @@ class Emitter:
         if not isinstance(value, Ruled):
             raise self.refusal(f"a {type(value).__name__} is read by an operator that it was not made for")
         if id(value) not in self._made:
-            made = self.new(value.kind, value.shape, destination)
+            made = self.new(value.kind, value.shape)
             self.evaluate(value, made)
             self._made[id(value)] = (value, made)
         return self._made[id(value)][1]

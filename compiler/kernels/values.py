@@ -82,7 +82,7 @@ class Logs:
 
 @dataclass(frozen=True)
 class Total:
-    """A sum of everything, which stands for its time alone: it is multiplied by zero."""
+    """A sum that an export multiplies by zero, only to have it computed first: launches are in order anyway."""
 
 
 Value = Stored | Ruled | Weight | Formed | Unmultiplied | Logs | Total
