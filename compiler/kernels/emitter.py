@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from compiler.kernels.code import Nodes, TooLongError, count, write
 from compiler.kernels.sizes import Size, largest, product, quotient, size
 from compiler.kernels.values import Formed, Kind, Ruled, Shape, Stored, Value, Weight
-from compiler.kernels.workspace import Area, arrange
+from compiler.kernels.workspace import arrange
 from compiler.models.config import WeightType
 from plans import names
 from plans.errors import PlanError
@@ -71,7 +71,7 @@ class Emitter:
         self._values: dict[str, Value] = {}
         self._constants: dict[str, Place] = {}
         self._code: dict[tuple[int, ...], str] = {}
-        self._areas: dict[str, Area] = {}
+        self._areas: dict[str, int] = {}  # bytes at the largest
         self._counters: dict[str, Place] = {}
         self._items = _Items()
         self._made: dict[int, tuple[Value, Stored]] = {}  # by the identity of a value that was put into memory
@@ -151,7 +151,7 @@ class Emitter:
         if name is None:
             name = f"w{len(self._areas)}"
             elements = largest(product(shape), self.limits)
-            self._areas[name] = Area(max(elements, 1) * (itemsize or _ITEM[kind]))
+            self._areas[name] = max(elements, 1) * (itemsize or _ITEM[kind])
         return Stored(name, kind, shape)
 
     def new_formed(self, form: int, shape: Shape) -> Formed:
@@ -207,7 +207,7 @@ class Emitter:
         missing = (set(spec.tensors) - spec.optional - set(given)) | (set(spec.numbers) ^ set(numbers))
         assert not missing, f"{kernel}: {missing}"
         assert set(given) <= set(spec.tensors), f"{kernel}: {given}"
-        self._add(
+        self.add(
             Launch(
                 kernel=kernel,
                 tensors=tuple(given.get(name, NO_TENSOR) for name in spec.tensors),
@@ -218,10 +218,7 @@ class Emitter:
         )  # fmt: skip
 
     def add(self, launch: Launch) -> None:
-        """Add a launch of an op's kernel (`plugins.cuda.LAUNCHES`)."""
-        self._add(launch)
-
-    def _add(self, launch: Launch) -> None:
+        """Add a launch of any kernel: `plugins.cuda.LAUNCHES` has those of our ops."""
         if self._items.within is not None:
             self._items.within.append(launch)
         else:
@@ -284,7 +281,7 @@ class Emitter:
             self._put_out(output)
         items = tuple(self._items.done)
         offsets, total = arrange(items, self._areas)
-        workspace = {name: Place(offset=offsets[name], size=area.size) for name, area in self._areas.items()}
+        workspace = {name: Place(offset=offsets[name], size=area) for name, area in self._areas.items()}
         counters = max((place.offset + place.size for place in self._counters.values()), default=0)
         return KernelEngine(
             weights=self._weights.name,
@@ -330,10 +327,6 @@ def spread(elements: Size, threads: int = THREADS) -> str:
 def shape_of(value: ir.Value) -> Shape:
     assert value.shape is not None
     return tuple(size(d) if isinstance(d, int) else size(str(d.value)) for d in value.shape)
-
-
-def attributes_of(node: ir.Node) -> dict[str, object]:
-    return {name: attribute.value for name, attribute in node.attributes.items()}
 
 
 def _name(value: ir.Value) -> str:

@@ -149,7 +149,7 @@ def _output_of_heads(e: Emitter, output: ir.Value, shape: Shape, head: int) -> O
         return output_for(e, output, shape)
     stored = e.new("real", shape, output)
     e.set(output, stored)
-    return Output(stored, 0, stored.name)
+    return Output(0, stored.name)
 
 
 def _element(e: Emitter, cache: ir.Value) -> int:

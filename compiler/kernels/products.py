@@ -77,7 +77,6 @@ def _is_half(e: Emitter, weight: Weight, *, turned: bool) -> bool:
 class Output:
     """Memory for numbers in some form, as kernels that make them take it."""
 
-    value: Stored | Formed
     form: int
     to: str
     scales: str | None = None
@@ -90,10 +89,10 @@ def output_for(e: Emitter, output: ir.Value, shape: Shape) -> Output:
     if form == 0:
         stored = e.new("real", shape, output)
         e.set(output, stored)
-        return Output(stored, 0, stored.name)
+        return Output(0, stored.name)
     formed = e.new_formed(form, shape)
     e.set(output, formed)
-    return Output(formed, form, formed.name, formed.scales, formed.sums)
+    return Output(form, formed.name, formed.scales, formed.sums)
 
 
 def bytes_of(output: Output) -> int:

@@ -11,22 +11,17 @@ _ALIGNMENT = 256  # bytes: what kernels may assume of an address
 
 
 @dataclass(frozen=True)
-class Area:
-    """Memory of a tensor, in bytes at its largest."""
-
-    size: int
-
-
-@dataclass(frozen=True)
 class _Taken:
+    """Bytes `[offset, end)`, from the `first` to the `last` item that names them."""
+
     first: int
     last: int
     offset: int
     end: int
 
 
-def arrange(items: Sequence[Launch | Loop], areas: Mapping[str, Area]) -> tuple[dict[str, int], int]:
-    """Return the offset of each area, and the size of all. Areas that are in use at the same time do not overlap.
+def arrange(items: Sequence[Launch | Loop], areas: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Return the offset of each area, by its bytes, and the size of all. What is in use at the same time lies apart.
 
     An area is in use from the first item that names it to the last; a loop is one item.
     """
@@ -37,9 +32,9 @@ def arrange(items: Sequence[Launch | Loop], areas: Mapping[str, Area]) -> tuple[
                 if tensor in areas:
                     uses.setdefault(tensor, []).append(place)
     offsets, taken = dict[str, int](), list[_Taken]()
-    for name in sorted(areas, key=lambda name: (-areas[name].size, name)):
+    for name in sorted(areas, key=lambda name: (-areas[name], name)):
         first, last = (min(uses[name]), max(uses[name])) if name in uses else (0, 0)
-        size = -(-areas[name].size // _ALIGNMENT) * _ALIGNMENT
+        size = -(-areas[name] // _ALIGNMENT) * _ALIGNMENT
         offset = 0
         for other in sorted(taken, key=lambda each: each.offset):
             if other.last < first or last < other.first:

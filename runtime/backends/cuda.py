@@ -9,10 +9,9 @@ from pathlib import Path
 
 from numpy.typing import DTypeLike
 
-from plans.errors import PlanError
 from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import LoadedEngine, Settings
-from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
+from runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.device_kv import DeviceKv
 from runtime.backends.kernel_engines import KernelEngines
@@ -22,13 +21,7 @@ from runtime.kv.memory import KvMemory
 
 def reason_against(plan: BackendPlan) -> str | None:
     """Why this machine cannot run the backend; None where it can."""
-    try:
-        own = architecture()
-    except PlanError as error:
-        return str(error)
-    if fitting_kernels(own, list(plan.kernels)) is None:
-        return f"the GPU is {own}, and the kernels were compiled for {', '.join(plan.kernels)}; add it to the recipe"
-    return None
+    return kernels_reason(plan.kernels)
 
 
 class Cuda:
@@ -36,17 +29,11 @@ class Cuda:
 
     def __init__(self, plan: BackendPlan, settings: Settings) -> None:
         self._records, self._device = settings.cuda_graphs, CudaDevice()
-        own = architecture()
-        fitting = fitting_kernels(own, list(plan.kernels))
-        if fitting is None:
-            raise PlanError(f"the plan has no kernels for {own}, it has them for {', '.join(plan.kernels)}")
-        self._cubin: str | None = plan.kernels[fitting]
+        self._kernels = PlanKernels(self._device, plan.kernels)
         self._engines = KernelEngines(plan, self._device)
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        if self._cubin is not None:  # the plan is where its engines are: engines/BACKEND/FILE
-            self._device.load_kernels(path.parent.parent.parent / self._cubin)
-            self._cubin = None
+        self._kernels.load(path)
         return self._engines.load(path, engine)
 
     def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:

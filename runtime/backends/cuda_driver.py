@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -81,6 +81,34 @@ def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
     later a minor one. None where there is none."""
     fits = [one for one in available if one[:-1] == own[:-1] and int(one[-1]) <= int(own[-1])]
     return max(fits, default=None)
+
+
+def kernels_reason(kernels: Mapping[str, str]) -> str | None:
+    """Say why none of a plan's kernels, files by architecture, runs on the device; None where one does."""
+    try:
+        own = architecture()
+    except PlanError as error:
+        return str(error)
+    if fitting_kernels(own, list(kernels)) is None:
+        return f"the GPU is {own}, and our kernels were compiled for {', '.join(kernels)}; add it to the recipe"
+    return None
+
+
+class PlanKernels:
+    """The kernels of a plan that run on a device, loaded with the first engine. Raises `PlanError` for none."""
+
+    def __init__(self, device: CudaDevice, kernels: Mapping[str, str]) -> None:
+        fitting = fitting_kernels(architecture(), list(kernels))
+        if fitting is None:
+            raise PlanError(str(kernels_reason(kernels)))
+        self._device, self._file = device, kernels[fitting]
+        self._loaded = False
+
+    def load(self, engine: Path) -> None:
+        """Load them, if they are not there yet; `engine` is any engine of the plan."""
+        if not self._loaded:  # the plan is where its engines are: engines/BACKEND/FILE
+            self._device.load_kernels(engine.parent.parent.parent / self._file)
+            self._loaded = True
 
 
 @dataclass(frozen=True)

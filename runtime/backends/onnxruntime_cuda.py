@@ -26,7 +26,7 @@ from plans.errors import PlanError
 from plans.extras import install_on_gpu
 from plans.manifest import BackendPlan, Engine
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
-from runtime.backends.cuda_driver import CudaDevice, architecture, fitting_kernels
+from runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
 from runtime.backends.cuda_libraries import missing_libraries
 from runtime.backends.device import DeviceBuffers, Memory
 from runtime.backends.device_kv import DeviceKv
@@ -47,12 +47,8 @@ def reason_against(plan: BackendPlan) -> str | None:
     """Why this machine cannot run the backend; None where it can."""
     if _PROVIDER not in ort.get_available_providers():
         return f"this onnxruntime {ort.__version__} has no {_PROVIDER}; {install_on_gpu()}"
-    try:
-        own = architecture()
-    except PlanError as error:
-        return str(error)
-    if fitting_kernels(own, list(plan.kernels)) is None:
-        return f"the GPU is {own}, and our ops were compiled for {', '.join(plan.kernels)}; add it to the recipe"
+    if reason := kernels_reason(plan.kernels):
+        return reason
     if missing := missing_libraries():
         return f"ONNX Runtime's {_PROVIDER} needs {', '.join(missing)}, which cannot be loaded; {install_on_gpu()}"
     return None
@@ -64,16 +60,10 @@ class OnnxRuntimeCuda:
     def __init__(self, plan: BackendPlan, settings: Settings) -> None:
         self._thread = OneThread() if settings.cuda_graphs else None
         self._device = CudaDevice()
-        own = architecture()
-        fitting = fitting_kernels(own, list(plan.kernels))
-        if fitting is None:
-            raise PlanError(f"the plan has no kernels for {own}, it has them for {', '.join(plan.kernels)}")
-        self._cubin: str | None = plan.kernels[fitting]
+        self._kernels = PlanKernels(self._device, plan.kernels)
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        if self._cubin is not None:  # the plan is where its engines are: engines/BACKEND/FILE
-            self._device.load_kernels(path.parent.parent.parent / self._cubin)
-            self._cubin = None
+        self._kernels.load(path)
         session, thread = self._open(path)
         if _PROVIDER not in session.get_providers():
             raise PlanError(
