@@ -19,7 +19,14 @@ from plans.manifest import BackendPlan, Engine
 from plugins.tensorrt.log import make_log
 from runtime.backends import base
 from runtime.backends.base import LoadedEngine, Settings
-from runtime.backends.cuda_driver import CudaDevice, architecture, device_name, driver_version, fitting_kernels
+from runtime.backends.cuda_driver import (
+    CudaDevice,
+    PlanKernels,
+    architecture,
+    device_name,
+    driver_version,
+    fitting_kernels,
+)
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.device_kv import DeviceKv
 from runtime.backends.kept_kernels import KeptKernels, kernel_file
@@ -92,16 +99,13 @@ class TensorRt:
         self._library, self._records = library, settings.cuda_graphs
         self._trt = importlib.import_module(library.package)
         self._device = CudaDevice()
-        fitting = fitting_kernels(architecture(), list(plan.kernels))
-        self._cubin = None if fitting is None else plan.kernels[fitting]
+        self._cubin = PlanKernels(self._device, plan.kernels)
         self._log = make_log(self._trt)
         self._runtime = self._trt.Runtime(self._log)
         self.activations = 0  # bytes of scratch memory that any engine needs
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        if self._cubin is not None:  # the plan is where its engines are: engines/BACKEND/FILE
-            self._device.load_kernels(path.parent.parent.parent / self._cubin)
-            self._cubin = None
+        self._cubin.load(path)
         own_version = f"{self._library.package} {self._trt.__version__}"
         runtime = self._runtime if engine.builder == own_version else self._older(engine)
         built = runtime.deserialize_cuda_engine(path.read_bytes())

@@ -106,20 +106,6 @@ def test_shuffles(kernels: Kernels, mask: int) -> None:
         np.testing.assert_array_equal(other, array[:, np.arange(32) ^ mask])
 
 
-def test_dots_of_four_bytes_wrap_around(kernels: Kernels) -> None:
-    rng = np.random.default_rng(0)
-    signed, unsigned = (
-        rng.integers(-128, 128, (192, 4)).astype(np.int8),
-        rng.integers(0, 256, (192, 4)).astype(np.uint8),
-    )
-    signed[:2], unsigned[:2] = [[-128] * 4, [127] * 4], 255
-    sums = rng.integers(-(2**31), 2**31, 192).astype(np.int32)
-    sums[:2] = -(2**31), 2**31 - 1
-    to = np.zeros(192, np.int32)
-    launch(kernels, "dots", signed, unsigned, sums, to)
-    np.testing.assert_array_equal(to, (sums + (signed.astype(np.int64) * unsigned).sum(1)).astype(np.int32))
-
-
 def test_products_of_bytes(kernels: Kernels) -> None:
     rng = np.random.default_rng(1)
     a = rng.integers(-128, 128, (WARPS, 16, 32)).astype(np.int8)

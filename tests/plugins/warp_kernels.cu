@@ -20,11 +20,6 @@ OUTRIDER_KERNEL shuffles(const u32* words, const i32* integers, const float* flo
   floats_across[i] = shuffle_xor(floats[i], *mask);
 }
 
-OUTRIDER_KERNEL dots(const u32* signed_bytes, const u32* unsigned_bytes, const i32* sums, i32* to) {
-  const i64 i = own_place();
-  to[i] = dot_four(signed_bytes[i], unsigned_bytes[i], sums[i]);
-}
-
 // c[warp] += a[warp] b[warp], of a [16, k], b [8, k] (turned), c [16, 8]; `kWords` hold the elements of a row.
 template <int kWords, typename T, typename Multiply>
 OUTRIDER_DEVICE void products(const u32* a, const u32* b, T* c, const Multiply& multiply) {

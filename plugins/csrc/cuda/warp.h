@@ -46,13 +46,6 @@ OUTRIDER_DEVICE T shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
-// `sum` and the products of four bytes by four. No collective.
-OUTRIDER_DEVICE i32 dot_four(u32 signed_bytes, u32 unsigned_bytes, i32 sum) {
-  i32 total;
-  asm("dp4a.s32.u32 %0, %1, %2, %3;" : "=r"(total) : "r"(signed_bytes), "r"(unsigned_bytes), "r"(sum));
-  return total;
-}
-
 // Signed bytes by unsigned ones.
 OUTRIDER_DEVICE void multiply_bytes(i32 (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(

@@ -26,10 +26,6 @@ T shuffle_xor(T value, int mask) {
   return shuffle(value, static_cast<int>(lane_index()) ^ mask);
 }
 
-inline i32 dot_four(u32 signed_bytes, u32 unsigned_bytes, i32 sum) {
-  return emulator::dot_four(signed_bytes, unsigned_bytes, sum);
-}
-
 template <typename Kind, typename T>
 void multiply(Collective collective, T (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   const emulator::Shown* shown = grid.exchange(collective, {{a[0], a[1], a[2], a[3], b[0], b[1]}});

@@ -35,11 +35,6 @@ struct Bfloats : Floats {
   static float b(std::uint32_t word, int i) { return a(word, i); }
 };
 
-inline std::int32_t dot_four(std::uint32_t a, std::uint32_t b, std::int32_t sum) {
-  for (int i = 0; i < Bytes::kPacked; ++i) sum = Bytes::sum(Bytes::a(a, i), Bytes::b(b, i), sum);
-  return sum;
-}
-
 // To a lane's four sums: `lanes` show their registers of A, then those of B.
 template <typename Kind, typename T>
 void add_products(T (&sums)[4], const Shown* lanes, Index lane) {

@@ -237,12 +237,6 @@ class _Body:
         results = " ".join(self._set(register, f"sums[{n}]") for n, register in enumerate(to))
         return f"{{ {TYPES[i.type]} sums[] = {{{sums}}}; {added} {results} }}"
 
-    def _dp4a(self, i: Instruction) -> str | None:
-        if i.opcode[1:] != ("s32", "u32"):
-            return None
-        a, b, c = (self._value(operand, "b32") for operand in i.operands[1:])
-        return self._set(i.operands[0], f"emulator::dot_four({a}, {b}, as<int32_t>({c}))")
-
     # Control.
 
     def _bra(self, i: Instruction) -> str:
