@@ -124,6 +124,7 @@ def design_plan(recipe: Recipe) -> PlanDesign:
     check_capacity(recipe, config)
     _check_served(recipe)
     sources = tuple(drafters.read_sources(recipe, config))
+    _check_experts(recipe, config, sources)
     listed = drafters.manifest_drafters(recipe, sources)
     target, partial = _geometry(recipe, config, sources), recipe.partial_kv.settings()
     if partial is not None:
@@ -236,12 +237,14 @@ def _check_served(recipe: Recipe) -> None:
                 "any of the types is read), and give other backends a dtype of their own in their sections",
             )
         own = recipe.dtype(backend)
-        kept = (None, own, "float16") if isinstance(backend, CudaSection) else (None, own)
+        halved = isinstance(backend, CudaSection) and own != "float16"
+        kept = (None, own, "float16") if halved else (None, own)
         if not isinstance(backend, OnnxRuntimeCpuSection) and recipe.kv_cache not in kept:
             raise recipe.error(
                 ("kv_cache",),
-                f"is {recipe.kv_cache}; {backend.kind} keeps keys and values as its weights are, {own} here: leave "
-                "kv_cache out, or build this backend by a recipe of its own",
+                f"is {recipe.kv_cache}; {backend.kind} keeps keys and values as its weights are, {own} here"
+                f"{', or in float16' if halved else ''}: leave kv_cache out{', set it to float16' if halved else ''}, "
+                "or build this backend by a recipe of its own",
             )
         if isinstance(backend, TensorRtRtxSection):
             for place, drafter in enumerate(recipe.drafters):
@@ -251,6 +254,21 @@ def _check_served(recipe: Recipe) -> None:
                         "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the backend "
                         "tensorrt-rtx out",
                     )
+
+
+def _check_experts(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> None:
+    """Raise `RecipeError` where a model has layers of experts and a backend has no kernels for them."""
+    models = {"the target": config} | {
+        f"the drafter {each.section.name}": each.config for each in sources if isinstance(each.config, DecoderConfig)
+    }
+    mixed = next((name for name, each in models.items() if each.experts is not None), None)
+    for index, backend in enumerate(recipe.backends):
+        if isinstance(backend, CudaSection) and mixed is not None:
+            raise recipe.error(
+                ("backends", index),
+                f"is cuda, which has no kernels for layers of experts yet, and {mixed} has such layers: use another "
+                "backend for it, such as onnxruntime-cuda",
+            )
 
 
 def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:

@@ -16,6 +16,11 @@ RtxCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121"]
 
 CudaCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"]
 
+KernelCapability = Literal[
+    "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"
+]
+"""GPUs that have the tensor-core instructions of our kernels of engines."""
+
 Frontend = Literal["onnx", "torch-tensorrt"]
 
 
@@ -59,7 +64,7 @@ class CudaSection(Section):
 
     kind: Literal["cuda"] = Field(description="the backend")
     dtype: WeightType | None = _DTYPE
-    compute_capabilities: tuple[CudaCapability, ...] = Field(
+    compute_capabilities: tuple[KernelCapability, ...] = Field(
         ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
         strict=False,
         description="GPUs that the kernels are compiled for",

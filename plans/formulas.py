@@ -11,6 +11,7 @@ from functools import cache
 
 Sizes = Mapping[str, int]
 _Value = Callable[[Sizes], int]
+_DEEPEST = 60  # operations within one another: 500 would come to Python's own limit
 _LONGEST = 500  # characters; far above any formula of ours
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -37,7 +38,7 @@ class Formula:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(f"{text!r} is no formula: {error}") from None
         names = set[str]()
-        self._value = _read(tree.body, text, names)
+        self._value = _read(tree.body, text, names, _DEEPEST)
         self.names = frozenset(names)
 
     def value(self, sizes: Sizes) -> int:
@@ -54,7 +55,13 @@ def formula(text: str) -> Formula:
     return Formula(text)
 
 
-def _read(node: ast.expr, text: str, names: set[str]) -> _Value:
+def _read(node: ast.expr, text: str, names: set[str], deeper: int) -> _Value:
+    if deeper == 0:
+        raise ValueError(f"{text!r} is no formula: more than {_DEEPEST} operations are within one another")
+
+    def read(part: ast.expr) -> _Value:
+        return _read(part, text, names, deeper - 1)
+
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return lambda sizes: number
@@ -62,12 +69,12 @@ def _read(node: ast.expr, text: str, names: set[str]) -> _Value:
             names.add(name)
             return lambda sizes: sizes[name]
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
-            return _apply(_OPERATIONS[type(operator)], _read(left, text, names), _read(right, text, names))
+            return _apply(_OPERATIONS[type(operator)], read(left), read(right))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value = _read(operand, text, names)
+            value = read(operand)
             return lambda sizes: -value(sizes)
         case ast.Call(func=ast.Name(id=name), args=[left, right], keywords=[]) if name in _FUNCTIONS:
-            return _apply(_FUNCTIONS[name], _read(left, text, names), _read(right, text, names))
+            return _apply(_FUNCTIONS[name], read(left), read(right))
     raise ValueError(f"{text!r} is no formula: {ast.unparse(node)!r} is not allowed")
 
 

@@ -7,6 +7,7 @@ the sizes of the step, so that one list serves a prompt, a decoded token and a d
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -25,7 +26,11 @@ MOST_THREADS = 1024
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have on the GPUs that have most."""
 _MOST_BLOCKS = 2**31 - 1
-_MOST_BYTES, _MOST_TURNS = 2**48, 2**16
+_MOST_BYTES, _MOST_TURNS, _MOST_NUMBER = 2**48, 2**16, 2**63 - 1
+_MAY_BE_NONE = (names.LOGITS, names.TIPS, names.GROWN)
+_LEAST = {symbol: 0 if symbol in _MAY_BE_NONE else 1 for symbol in (*names.SYMBOLS, names.CAPACITY)}
+_LEAST[names.ROW_EDGES] = 2
+"""Least sizes of a step (`runtime.execution.step`): a prompt's chunk has no logits, and a target's step no tree."""
 
 
 def _readable(text: str) -> str:
@@ -67,10 +72,19 @@ class Loop(Strict):
     """Launches that run one after another as often as `times` says; their formulas may name `TURN`."""
 
     times: FormulaText
-    launches: tuple[Launch, ...]
+    launches: Annotated[tuple[Launch, ...], Field(min_length=1)]
 
 
 Item = Launch | Loop
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many tensors and numbers a kernel takes. Tensors at the places `optional` may be left out."""
+
+    tensors: int
+    numbers: int
+    optional: frozenset[int] = frozenset()
 
 
 class KernelEngine(Strict):
@@ -98,12 +112,17 @@ class KernelEngine(Strict):
 
 
 def problems(
-    engine: KernelEngine, bound: Collection[str], limits: Mapping[str, int], weights_size: int
+    engine: KernelEngine,
+    bound: Collection[str],
+    limits: Mapping[str, int],
+    weights_size: int,
+    kernels: Mapping[str, Parameters],
 ) -> Iterator[str]:
     """List faults of an engine, a clause each, before anything is launched.
 
     `bound` are names of the engine's inputs and outputs, `limits` the largest sizes of its model, `weights_size` the
-    bytes of its file of weights.
+    bytes of its file of weights, `kernels` the parameters of every kernel that there is. Formulas are evaluated at the
+    smallest and at the largest sizes.
     """
     named = [engine.constants, engine.workspace, engine.counters]
     for places, size, what in zip(
@@ -124,32 +143,58 @@ def problems(
         for name in launch.tensors:
             if name not in known:
                 yield f"{where}: there is no tensor {name!r}"
-        yield from (f"{where}: {problem}" for problem in _launch_problems(launch, times, limits))
+        for found in (_parameter_problems(launch, kernels), _formula_problems(launch, times, limits)):
+            yield from (f"{where}: {problem}" for problem in found)
 
 
-def _launch_problems(launch: Launch, times: str | None, limits: Mapping[str, int]) -> Iterator[str]:
-    sizes = {symbol: limits[symbol] for symbol in names.SYMBOLS}
-    sizes[names.CAPACITY] = 1
-    texts = (launch.blocks, launch.shared, *launch.numbers, launch.moves, launch.operations)
-    named = {name for text in texts for name in formula(text).names}
-    unknown = (named - {TURN} | (formula(times).names if times else set())) - set(sizes)
+def _parameter_problems(launch: Launch, kernels: Mapping[str, Parameters]) -> Iterator[str]:
+    takes = kernels.get(launch.kernel)
+    if takes is None:
+        yield "there is no such kernel"
+        return
+    if (len(launch.tensors), len(launch.numbers)) != (takes.tensors, takes.numbers):
+        yield (
+            f"it has {len(launch.tensors)} tensors and {len(launch.numbers)} numbers, and the kernel takes "
+            f"{takes.tensors} and {takes.numbers}"
+        )
+        return
+    for place, name in enumerate(launch.tensors):
+        if name == NO_TENSOR and place not in takes.optional:
+            yield f"tensor {place} is left out, and the kernel needs it"
+
+
+def _formula_problems(launch: Launch, times: str | None, limits: Mapping[str, int]) -> Iterator[str]:
+    largest = {symbol: limits[symbol] for symbol in names.SYMBOLS} | {names.CAPACITY: limits[names.VIEW]}
+    named = {name for _, text, _, _ in _bounds(launch) for name in formula(text).names}
+    unknown = (named - {TURN} | (formula(times).names if times else set())) - set(largest)
     if unknown:
         yield f"its formulas name {', '.join(sorted(unknown))}, which is no size of a step"
-        return
-    if times is None and TURN in named:
+    elif times is None and TURN in named:
         yield f"it names {TURN}, and stands in no loop"
-        return
+    else:
+        for which, sizes in (("smallest", _LEAST), ("largest", largest)):
+            yield from (f"{problem} at the {which} sizes" for problem in _value_problems(launch, times, sizes))
+
+
+def _bounds(launch: Launch) -> Iterator[tuple[str, str, int, int]]:
+    """Yield what each formula of a launch is, its text, and the least and the largest value that it may have."""
+    yield "its blocks", launch.blocks, 0, _MOST_BLOCKS
+    yield "its bytes of shared memory", launch.shared, 0, MOST_SHARED
+    yield "its bytes moved", launch.moves, 0, _MOST_NUMBER
+    yield "its operations", launch.operations, 0, _MOST_NUMBER
+    yield from (("one of its numbers", text, -_MOST_NUMBER, _MOST_NUMBER) for text in launch.numbers)
+
+
+def _value_problems(launch: Launch, times: str | None, sizes: Mapping[str, int]) -> Iterator[str]:
     try:
-        turns = formula(times).value(sizes) if times else 1
-        if turns > _MOST_TURNS:
-            yield f"{times!r} turns of a loop are more than {_MOST_TURNS}"
-        for turn in sorted({0, max(turns - 1, 0)}):
-            at = sizes | {TURN: turn}
-            if not 0 <= formula(launch.blocks).value(at) <= _MOST_BLOCKS:
-                yield f"{launch.blocks!r} blocks are no grid at the largest sizes"
-            if not 0 <= formula(launch.shared).value(at) <= MOST_SHARED:
-                yield f"{launch.shared!r} bytes of shared memory are more than a block may have"
-            for text in launch.numbers:
-                formula(text).value(at)
+        turns = 1 if times is None else formula(times).value(sizes)
+        if not 0 <= turns <= _MOST_TURNS:
+            yield f"{times!r}, the turns of its loop, is {turns}, not 0 to {_MOST_TURNS},"
+            return
+        for turn in sorted({0, turns - 1}) if turns else ():
+            for what, text, least, most in _bounds(launch):
+                value = formula(text).value({**sizes, TURN: turn})
+                if not least <= value <= most:
+                    yield f"{text!r}, {what}, is {value}, not {least} to {most},"
     except ValueError as error:
         yield str(error)

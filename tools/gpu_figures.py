@@ -34,6 +34,9 @@ _CHAINS = (0, 1, 3, 7, 15, 31, 63)  # drafted tokens behind the tip
 _NUMBERS = (1 << 24) + 43  # random ones of a checkpoint; odd, so that its matrices differ
 _WARM_ROUNDS = 2  # the first computes the prompt, and may be plain for that
 
+WEIGHTS = {"bfloat16": (16, 16), "float16": (16, 16), "int8": (8.5, 8.5), "int4": (4.5, 8.5)}
+"""Bits of a weight of the layers, and of one of the head, with its part of a scale that 32 share."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -46,12 +49,12 @@ class Shape:
     kv_heads: int
     vocab: int
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of the weights that a token reads, in a type of two bytes: all but the embedding."""
-        kv = self.hidden // self.heads * self.kv_heads
-        layer = 2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * (self.layers * layer + self.hidden + self.hidden * self.vocab)
+    def read_bytes(self, weights: str) -> int:
+        """Bytes of the weights that a token reads, of one of `WEIGHTS`: all but the embedding."""
+        kv, (of_layers, of_head) = self.hidden // self.heads * self.kv_heads, WEIGHTS[weights]
+        layer = 2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.intermediate
+        norms = (2 * self.layers + 1) * self.hidden
+        return int(self.layers * layer * of_layers + self.hidden * self.vocab * of_head) // 8 + 2 * norms
 
 
 SHAPES = {
@@ -176,8 +179,10 @@ def verify_times(session: Session, chains: Iterable[int], repeats: int = 9) -> d
 def plan_rows(
     runtime: Runtime, graphs: bool, prompts: list[list[int]], new: int, expected: list[list[int]], judge: Session
 ) -> Iterator[dict[str, Any]]:
-    """A row for every drafter: medians over the prompts, tokens against `expected`, which `judge` decodes plainly."""
+    """A row for every drafter: medians over the prompts, tokens against `expected`, which `judge` decodes plainly, and
+    against the runtime's own plain decoding."""
     options = Options(max_new_tokens=new, ignore_eos=True, temperature=0.0)
+    own = list[list[int]]()
     for drafter in ("none", *(d.name for d in runtime.manifest.drafters)):
         session = runtime.session()
         decode(session, prompts[0], drafter, new)
@@ -199,7 +204,10 @@ def plan_rows(
             row["ops_share"] = sum(row["op_ms"].values()) / row["round_ms"]
             if graphs:
                 row["launches"] = launches(session, program)
+        found = [tokens for _, tokens in runs]
+        own = own or found
         row["runs"], row["same_runs"] = len(runs), partings.count(None)
+        row["as_plain"] = sum(tokens == plain for tokens, plain in zip(found, own, strict=True))
         row["partings"] = [{"index": p[0], "margin": p[1]} for p in partings if p is not None]
         yield row
 
@@ -221,8 +229,11 @@ def reference_rows(
 
 
 def build_reference(folder: Path, backend: str) -> None:
-    """Build the reference plan for one backend, in `folder` under the backend's name."""
-    build(load_recipe(RECIPE).for_backends([backend]), RECIPE, folder / backend)
+    """Build the reference plan for one backend, in `folder` under the backend's name; `cuda` in bfloat16, as its
+    float32 is for tests."""
+    halves = f"backends=[{{kind: cuda, dtype: bfloat16, compute_capabilities: [{architecture()}]}}]"
+    recipe = load_recipe(RECIPE, [halves] if backend == "cuda" else [])
+    build(recipe.for_backends([backend]), RECIPE, folder / backend)
 
 
 def _reference(folder: Path, backend: str, graphs: bool) -> Runtime:
@@ -273,11 +284,12 @@ def write_random_llama(shape: Shape, folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
 
 
-def build_shape(checkpoint: Path, backend: str, dtype: str, plan: Path) -> None:
-    """Build the plan of a random model for one backend of this GPU."""
+def build_shape(checkpoint: Path, backend: str, weights: str, plan: Path) -> None:
+    """Build the plan of a random model for one backend of this GPU; integers stand among bfloat16."""
     recipe = plan.with_suffix(".yaml")
+    types = f"dtype: bfloat16, weights: {{type: {weights}}}" if weights.startswith("int") else f"dtype: {weights}"
     recipe.write_text(
-        f"name: random-{checkpoint.name}\ntarget: {{checkpoint: {checkpoint}, dtype: {dtype}}}\n"
+        f"name: random-{checkpoint.name}\ntarget: {{checkpoint: {checkpoint}, {types}}}\n"
         f"drafters: [{{name: ngram, kind: ngram, max_draft: {_CHAINS[-1]}}}]\ncapacity: {{context: 2048}}\n"
         f"backends: [{{kind: {backend}, compute_capabilities: [{architecture()}]}}]\n"
     )

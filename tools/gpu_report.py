@@ -1,11 +1,12 @@
 """What this machine's GPU shows: `python -m tools.gpu_report [--out tools/results] [--shapes 1b,8b] [--budget 540]`.
 
 In order: the speed of copies on the device; the tests marked `gpu`; the reference plan on every backend that runs here,
-with every drafter, with and without CUDA graphs, its tokens against the CPU's; random Llama-shaped models, whose share
-of the copy speed says how near plain decoding comes to reading the weights once a token. Writes one JSON and one
-Markdown file, with date, machine and command, anew after every stage. The same command goes on with the stages that the
-file of the same GPU and date lacks; with a budget of seconds it begins none that takes longer than what is left, and
-says how to go on. `tools/gpu_figures.py` says what each figure is.
+with every drafter, with and without CUDA graphs, its tokens against those of the CPU in float32 and of its own plain
+decoding (`cuda` computes in bfloat16, and may part from the CPU's); random Llama-shaped models, whose share of
+the copy speed says how near plain decoding comes to reading the weights once a token. Writes one JSON and one Markdown
+file, with date, machine and command, anew after every stage. The same command goes on with the stages that the file of
+the same GPU and date lacks; with a budget of seconds it begins none that takes longer than what is left, and says how
+to go on. `tools/gpu_figures.py` says what each figure is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tools.gpu_figures import (
     CPU,
     GPU_BACKENDS,
     SHAPES,
+    WEIGHTS,
     build_reference,
     build_shape,
     copy_speed,
@@ -76,10 +78,10 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     reference = (
         "backend", "graphs", "drafter", "tokens/s", "tokens/verify", "round ms", "device ms", "host ms", "launches",
-        "ops", "same runs", "margins",
+        "ops", "same runs", "as plain", "margins",
     )  # fmt: skip
     shapes = (
-        "model", "backend", "dtype", "graphs", "tokens/s", "round ms", "host", "launches", "ops", "read GB/s",
+        "model", "backend", "weights", "graphs", "tokens/s", "round ms", "host", "launches", "ops", "read GB/s",
         "of copies' GB/s", "n-grams: tokens/s", "n-grams: tokens/verify", "ms by tokens of a round",
     )  # fmt: skip
     lines += _table(reference, _reference_cells, report["reference"])
@@ -93,14 +95,15 @@ def _reference_cells(row: dict[str, Any]) -> list[str]:
         row["backend"], _yes(row["cuda_graphs"]), row["drafter"], f"{row['tokens_per_second']:.0f}",
         f"{row['tokens_per_verify']:.2f}", f"{row['round_ms']:.3f}", f"{row['device_ms']:.3f}",
         f"{row['host_ms']:.3f}", str(row.get("launches", "")),
-        f"{row['ops_share']:.1%}" if "ops_share" in row else "", f"{row['same_runs']} of {row['runs']}", margins,
+        f"{row['ops_share']:.1%}" if "ops_share" in row else "", f"{row['same_runs']} of {row['runs']}",
+        f"{row['as_plain']} of {row['runs']}", margins,
     ]  # fmt: skip
 
 
 def _shape_cells(row: dict[str, Any]) -> list[str]:
     verify = ", ".join(f"{tokens}: {ms:.2f}" for tokens, ms in row["verify_ms"].items())
     return [
-        row["model"], row["backend"], row["dtype"], _yes(row["cuda_graphs"]), f"{row['tokens_per_second']:.1f}",
+        row["model"], row["backend"], row["weights"], _yes(row["cuda_graphs"]), f"{row['tokens_per_second']:.1f}",
         f"{row['round_ms']:.2f}", f"{row['host_share']:.1%}", str(row["launches"] or ""), f"{row['ops_share']:.1%}",
         f"{row['read_gb_per_second']:.0f}",
         f"{row['share_of_copy']:.0%}", f"{row['ngram']['tokens_per_second']:.1f}",
@@ -129,7 +132,7 @@ def stages_of(arguments: Namespace, work: Path) -> Iterator[Stage]:
     yield Stage("tests marked gpu", 180, lambda report: run_tests(), "tests")
     yield from _reference_stages(arguments.prompts, arguments.new, work / "reference")
     for name in filter(None, arguments.shapes.split(",")):
-        yield from _shape_stages(name, arguments.dtypes.split(","), arguments.new, work)
+        yield from _shape_stages(name, arguments.weights.split(","), arguments.new, work)
 
 
 def _reference_stages(prompts: int, new: int, folder: Path) -> Iterator[Stage]:
@@ -159,27 +162,27 @@ def _reference_stages(prompts: int, new: int, folder: Path) -> Iterator[Stage]:
             )
 
 
-def _shape_stages(name: str, dtypes: list[str], new: int, work: Path) -> Iterator[Stage]:
+def _shape_stages(name: str, kinds: list[str], new: int, work: Path) -> Iterator[Stage]:
     shape, checkpoint, writing = SHAPES[name], work / name, f"writing the random model {name}"
-    size = shape.read_bytes / 1e9
+    size = shape.read_bytes("bfloat16") / 1e9
     # A reader of the folder finds all of the checkpoint, or none.
     yield _making(
         writing, 20 + _WEIGHTS * size, checkpoint, lambda: _whole(partial(write_random_llama, shape), checkpoint)
     )
 
     def figures(plan: Path, building: str, row: dict[str, Any], report: Report) -> list[dict[str, Any]]:
-        graphs, built = row["cuda_graphs"], report["stages"].get(building, {}).get("seconds")
-        found = shape_figures(plan, shape.read_bytes, report["copy_gb_s"], new, graphs)
-        return [row | {"weights_gb": size, "build_seconds": built} | found]
+        built, read = report["stages"].get(building, {}).get("seconds"), shape.read_bytes(row["weights"])
+        found = shape_figures(plan, read, report["copy_gb_s"], new, row["cuda_graphs"])
+        return [row | {"weights_gb": read / 1e9, "build_seconds": built} | found]
 
-    for backend, dtype in product(GPU_BACKENDS, dtypes):
-        plan, building = work / f"{name}-{backend}-{dtype}", f"building {name} in {dtype} for {backend}"
-        make = partial(build_shape, checkpoint, backend, dtype, plan)
+    for backend, weights in product(GPU_BACKENDS, kinds):
+        plan, building = work / f"{name}-{backend}-{weights}", f"building {name} in {weights} for {backend}"
+        make = partial(build_shape, checkpoint, backend, weights, plan)
         yield _making(building, 30 + _BUILD * size, plan, make, (writing,))
         for graphs in (True, False):
-            row = {"model": name, "backend": backend, "dtype": dtype, "cuda_graphs": graphs}
+            row = {"model": name, "backend": backend, "weights": weights, "cuda_graphs": graphs}
             yield Stage(
-                f"model {name} in {dtype}, {backend}, {_graphs(graphs)}",
+                f"model {name} in {weights}, {backend}, {_graphs(graphs)}",
                 40 + _FIGURES * size,
                 partial(figures, plan, building, row),
                 "shapes",
@@ -220,12 +223,14 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m tools.gpu_report",
         description=__doc__,
-        epilog="example: %(prog)s --shapes 1b --out tools/results",
+        epilog="example: %(prog)s --shapes 1b --weights bfloat16,int4 --out tools/results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=ROOT / "tools" / "results", help="folder of the two files")
     parser.add_argument("--shapes", default="1b", help=f"of {', '.join(SHAPES)}, with commas; empty for none")
-    parser.add_argument("--dtypes", default="bfloat16", help="of the shapes: bfloat16, float16, or both with a comma")
+    parser.add_argument(
+        "--weights", default="bfloat16", help=f"of the shapes: of {', '.join(WEIGHTS)}, with commas (default bfloat16)"
+    )
     parser.add_argument(
         "--prompts", type=at_least_1, default=8, help="held-out prompts on the reference plan (default 8)"
     )
@@ -239,7 +244,7 @@ def _parser() -> Parser:
 
 def _command(arguments: Namespace) -> str:
     """The command of a report, whatever its budget: the options that decide what is measured."""
-    return " ".join(["python -m tools.gpu_report", *_given(arguments, "shapes", "dtypes", "prompts", "new")])
+    return " ".join(["python -m tools.gpu_report", *_given(arguments, "shapes", "weights", "prompts", "new")])
 
 
 def _given(arguments: Namespace, *names: str) -> Iterator[str]:
@@ -281,8 +286,14 @@ def _begin(arguments: Namespace, path: Path) -> Report:
 def _run(given: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(given)
-    if unknown := [name for name in arguments.shapes.split(",") if name and name not in SHAPES]:
-        parser.error(f"argument --shapes: there is no {', '.join(unknown)}; choose of {', '.join(SHAPES)}")
+    for option, asked, known in (
+        ("--shapes", filter(None, arguments.shapes.split(",")), SHAPES),
+        ("--weights", arguments.weights.split(","), WEIGHTS),
+    ):
+        if unknown := [name for name in asked if name not in known]:
+            parser.error(
+                f"argument {option}: there is no {', '.join(map(repr, unknown))}; choose of {', '.join(known)}"
+            )
     try:
         driver()
     except OutriderError as error:

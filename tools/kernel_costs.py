@@ -1,9 +1,12 @@
-"""What the kernels of the backend `cuda` move and launch for a token: `python -m tools.kernel_costs`.
+"""What the target's engine of the backend `cuda` moves and launches in a step: `python -m tools.kernel_costs`.
 
 Models of the shapes of `tools.gpu_report` are exported and lowered as for a plan, without their weights, which nothing
-reads here. The times are computed, not measured: the bytes at the speed of copies, and for each launch the pause that
-others have measured between two kernels of one CUDA graph. A GPU reaches neither exactly. With `--architecture` the
-kernels are compiled, and a second table says what each takes of a multiprocessor, and how many of its blocks run there.
+reads here. Ops around the engine are left out: a plain step also launches set_numbers, take_tokens, bim_mask, sample
+and keep_tokens. The times are computed, not measured: the bytes at the speed of copies, and for each launch the pause
+that others have measured between two kernels of one CUDA graph. A GPU reaches neither exactly. Attention's own time is
+not modelled: keys are counted once, and its kernel reads them again for each token, so that behind long contexts a step
+takes longer than this says. With `--architecture` the kernels are compiled, and a second table says what each takes of
+a multiprocessor, and how many of its blocks run there.
 """
 
 from __future__ import annotations
@@ -186,7 +189,7 @@ def _run(given: list[str]) -> int:
     parser = Parser(
         prog="python -m tools.kernel_costs",
         description=__doc__,
-        epilog="example: %(prog)s --shapes 8b --weights int4 --tokens 1,32 --keys 8192",
+        epilog="example: %(prog)s --shapes 8b --weights int4 --tokens 1,8,32",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shapes", default="1b,8b", help=f"of {', '.join(SHAPES)}, with commas")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,8 +15,14 @@ from compiler.kernels import HANDLERS
 from compiler.kernels.emitter import Emitter
 from compiler.models.config import WeightType
 from plans.errors import PlanError
-from plans.kernel_engine import problems
+from plans.kernel_engine import KernelEngine, problems
 from plans.manifest import Engine
+from plugins.cuda.engine_kernels import ENGINE_KERNELS, PARAMETERS
+
+_LOG = logging.getLogger("outrider")
+_FLOATS = ENGINE_KERNELS["outrider_product"]
+MOST_FLOATS = 500 * 10**6
+"""Bytes of weights of products in float32 from which on a build warns of them."""
 
 
 class _Weights:
@@ -46,10 +53,24 @@ class CudaEngines:
         path = self._folder / f"{name}.json"
         engine = describe_engine(model, f"engines/{self._folder.name}/{path.name}")
         bound = {tensor.name for tensor in (*engine.inputs, *engine.outputs)}
-        for problem in problems(content, bound, limits, self._weights.size):
+        for problem in problems(content, bound, limits, self._weights.size, PARAMETERS):
             raise PlanError(f"the engine {name!r} for the backend cuda: {problem}")
+        if (size := _float_bytes(content)) > MOST_FLOATS:
+            _LOG.warning(
+                "the engine %r for the backend cuda multiplies by %d MB of weights in float32, which is for tests and "
+                "small models: set dtype of the backend to bfloat16, or quantise the weights",
+                name,
+                size // 10**6,
+            )
         path.write_text(content.model_dump_json(indent=1, exclude_defaults=True), encoding="utf-8")
         return engine
 
     def close(self) -> None:
         self._weights.close()
+
+
+def _float_bytes(content: KernelEngine) -> int:
+    """Return the bytes of the weights that stay in float32 and are multiplied by."""
+    place = _FLOATS.tensors.index("weight")
+    weights = {launch.tensors[place] for launch, _ in content.launches() if launch.kernel == _FLOATS.name}
+    return sum(content.constants[name].size for name in weights if name in content.constants)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from compiler.kernels.code import Node, Word
 from compiler.kernels.emitter import Emitter, Handler, spread
-from compiler.kernels.sizes import Size, product, size
+from compiler.kernels.sizes import Size, least, product, size
 from compiler.kernels.values import At, Kind, Logs, Ruled, Shape, Stored, Total, Weight
 
 
@@ -213,6 +213,8 @@ def cast(e: Emitter, node: ir.Node) -> None:
         return
     of = e.ruled(e.value(node.inputs[0]))
     integer = to in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
+    if not integer and to is not ir.DataType.FLOAT:
+        raise e.refusal(f"Cast to {to}")
     kind: Kind = "integer" if integer else "real"
     if of.kind == "real" and to is ir.DataType.BOOL:
         raise e.refusal("Cast of numbers to truths")
@@ -255,8 +257,8 @@ def slice_(e: Emitter, node: ir.Node) -> None:
     first = [size(0)] * len(dims)
     for start, end, axis in zip(starts, ends, axes, strict=True):
         place = (axis.number or 0) % len(dims)
-        first[place] = _bound(start, dims[place])
-        dims[place] = _bound(end, dims[place]) - first[place]
+        first[place] = _bound(e, start, dims[place])
+        dims[place] = _bound(e, end, dims[place]) - first[place]
     known = e.known(node.inputs[0])
     if known is not None and len(dims) == 1:
         at, count = first[0].number, dims[0].number
@@ -266,14 +268,16 @@ def slice_(e: Emitter, node: ir.Node) -> None:
     e.set(node.outputs[0], _part(e, e.ruled(e.value(node.inputs[0])), first, dims))
 
 
-def _bound(place: Size, dim: Size) -> Size:
+def _bound(e: Emitter, place: Size, dim: Size) -> Size:
     """Return a place within a dimension: counted from the end where it is negative, the end where it is far behind."""
     number = place.number
-    if number is not None and number < 0:
-        return dim + number
-    if number is not None and (number >= 2**31 or (dim.number is not None and number > dim.number)):
+    if number is None:
+        return place
+    if number >= 2**31 or (dim.number is not None and number > dim.number):
         return dim
-    return place
+    if abs(number) > least(dim):
+        raise e.refusal(f"a slice at {number} of a dimension {dim}, which may be shorter")
+    return dim + number if number < 0 else place
 
 
 def _part(e: Emitter, of: Ruled, first: Sequence[Size], dims: Sequence[Size]) -> Ruled:

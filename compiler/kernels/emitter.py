@@ -19,9 +19,9 @@ from compiler.kernels.values import Formed, Kind, Ruled, Shape, Stored, Value, W
 from compiler.kernels.workspace import arrange
 from compiler.models.config import WeightType
 from plans import names
-from plans.errors import PlanError
+from plans.errors import CheckpointError, PlanError
 from plans.kernel_engine import NO_TENSOR, KernelEngine, Launch, Loop, Place
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS
+from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, NORM_ROWS
 from plugins.quant_layout import BLOCK
 
 THREADS = 256
@@ -82,6 +82,9 @@ class Emitter:
         self.formed: dict[str, Formed] = {}
         """Tensors in other forms, by a key of who made them."""
         self._destinations = _destinations(graph)
+        for each in (*graph.inputs, *graph.outputs):
+            if each.dtype not in (ir.DataType.FLOAT, ir.DataType.INT64) and not _is_cache(_name(each)):
+                raise self.refusal(f"{_name(each)} is of {each.dtype}, neither FLOAT nor INT64")
         for each in graph.inputs:
             self._values[_name(each)] = Stored(_name(each), _kind_of(each), shape_of(each))
         for name, constant in graph.initializers.items():
@@ -94,6 +97,10 @@ class Emitter:
     def value(self, each: ir.Value | None) -> Value:
         assert each is not None
         return self._values[_name(each)]
+
+    def has(self, each: ir.Value) -> bool:
+        """Return whether a value has been computed by what was emitted so far."""
+        return _name(each) in self._values
 
     def known(self, each: ir.Value | None) -> tuple[Size, ...] | None:
         """Return the elements of a small tensor of integers that depends on sizes alone; None of another."""
@@ -175,11 +182,16 @@ class Emitter:
         """
         name = f"{weight.name}.{self.dtype}" + ("" if turned else ".turned")
         if name not in self._constants:
-            half = np.float16 if self.dtype == "float16" else ml_dtypes.bfloat16
-            self.constant(
-                name, 2 * prod(weight.shape), lambda: (weight.read() if turned else weight.read().T).astype(half)
-            )
+            self.constant(name, 2 * prod(weight.shape), lambda: self._halves(weight, turned=turned))
         return name, FORMS.index(self.dtype)
+
+    def _halves(self, weight: Weight, *, turned: bool) -> NDArray[np.generic]:
+        numbers = weight.read()
+        with np.errstate(over="ignore"):
+            halves = numbers.astype(np.float16 if self.dtype == "float16" else ml_dtypes.bfloat16)
+        if np.isfinite(numbers).all() and not np.isfinite(halves).all():
+            raise CheckpointError(f"{weight.name} has numbers that {self.dtype} has not; choose bfloat16 or float32")
+        return halves if turned else halves.T
 
     def counter(self, name: str, size: int) -> str:
         """Return memory that is zero before the first launch, and that a kernel leaves zero."""
@@ -201,7 +213,12 @@ class Emitter:
         moves: Size | str = "0",
         operations: Size | str = "0",
     ) -> None:
-        """Add a launch of one of `ENGINE_KERNELS`: all its parameters by name, None for a tensor that is left out."""
+        """Add a launch of one of `ENGINE_KERNELS`: all its parameters by name, None for a tensor that is left out.
+
+        Nothing is added for "0" blocks.
+        """
+        if str(blocks) == "0":
+            return
         spec = ENGINE_KERNELS[kernel]
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         missing = (set(spec.tensors) - spec.optional - set(given)) | (set(spec.numbers) ^ set(numbers))
@@ -322,6 +339,20 @@ class Emitter:
 def spread(elements: Size, threads: int = THREADS) -> str:
     """Return the blocks of a launch whose threads go over `elements`, however many there are."""
     return f"min({quotient(elements, threads)}, {_MOST_SPREAD})"
+
+
+def few(rows: Size, blocks: Size | str) -> str:
+    """Return the blocks of a launch that a step of up to `NORM_ROWS` rows has: 0 for more."""
+    if rows.number is not None:
+        return str(blocks) if rows.number <= NORM_ROWS else "0"
+    return f"min(1, max(0, {NORM_ROWS + 1} - ({rows}))) * ({blocks})"
+
+
+def many(rows: Size, blocks: Size | str) -> str:
+    """Return the blocks of a launch that a step of more than `NORM_ROWS` rows has: 0 for fewer."""
+    if rows.number is not None:
+        return str(blocks) if rows.number > NORM_ROWS else "0"
+    return f"min(1, max(0, {rows} - {NORM_ROWS})) * ({blocks})"
 
 
 def shape_of(value: ir.Value) -> Shape:

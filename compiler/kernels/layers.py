@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from compiler.kernels.code import Word
 from compiler.kernels.elements import softcap
-from compiler.kernels.emitter import Emitter, Handler
-from compiler.kernels.products import Output, bytes_of, output_for, part_of, real
+from compiler.kernels.emitter import Emitter, Handler, many
+from compiler.kernels.products import Output, bytes_of, output_for, part_of, reader_that_norms, real
 from compiler.kernels.sizes import Size, product, quotient, size
-from compiler.kernels.values import Ruled, Shape, Stored, Weight
+from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Weight
 from plans import names
 from plans.kernel_engine import TURN, Launch
 from plugins.cuda import LAUNCHES
@@ -26,6 +26,9 @@ from plugins.schema import CPU_DOMAIN
 from plugins.schemas import SCHEMAS
 
 _PARTIAL_BYTES = 64 * 2**20  # of chunks of attention that are not put together yet
+_MOST_SHARED = (
+    98 * 1024
+)  # bytes that a block may add to the kernel's own, on GPUs of compute capability 8.6, 8.9 and 12
 _MOST_TOKENS = 64  # whose chunks are computed before they are put together
 
 
@@ -39,24 +42,31 @@ def _name_of(stored: Stored | None) -> str | None:
 
 
 def rms_norm(e: Emitter, node: ir.Node) -> None:
-    x, weight, added = real(e, node.inputs[0]), e.value(node.inputs[1]), _optional(e, node, 2)
+    weight, sums = e.value(node.inputs[1]), [e.value(each) for each in (node.inputs[0], *node.inputs[2:3]) if each]
     assert isinstance(weight, Weight)
+    summed = next((each.total for each in sums if isinstance(each, Summed)), None)
+    x, added = (summed, None) if summed is not None else (real(e, node.inputs[0]), _optional(e, node, 2))
     rows, width = product(x.shape[:-1]), x.shape[-1]
     normed = output_for(e, node.outputs[0], x.shape)
+    epsilon, blocks = e.bits(node.attributes.get_float("epsilon", 1e-5)), str(rows)
     total = None
     if added is not None:
         total = e.new("real", x.shape, node.outputs[1] if len(node.outputs) > 1 else None)
         if len(node.outputs) > 1:
             e.set(node.outputs[1], total)
+    formed, reader = e.value(node.outputs[0]), reader_that_norms(e, node.outputs[0])
+    if added is None and isinstance(formed, Formed) and reader is not None:
+        e.set(node.outputs[0], Normed(formed, x.name, e.stored(weight).name, epsilon))
+        blocks = many(rows, rows)
     e.launch(
         "outrider_rms_norm",
         {
             "x": x.name, "weight": e.stored(weight).name, "added": _name_of(added), "normed": normed.to,
             "scales": normed.scales, "sums": normed.sums, "sum": _name_of(total),
         },
-        {"size": width, "epsilon": e.bits(node.attributes.get_float("epsilon", 1e-5)), "form": normed.form},
-        rows,
-        part=part_of(weight.name),
+        {"size": width, "epsilon": epsilon, "form": normed.form},
+        blocks,
+        part=part_of(weight.name) if reader is None else f"{reader}, norm",
         moves=rows * width * ((4 if added is None else 12) + bytes_of(normed)),
         operations=rows * width * 4,
     )  # fmt: skip
@@ -222,6 +232,12 @@ def _attend(
     first = f"{TURN} * {at_once}"
     tokens = f"min({h.tokens} - {first}, {at_once})"
     itemsize = 4 if element == 0 else 2
+    shared = 4 * (group * CHUNK + group * h.size + group + CHUNK)
+    if shared > _MOST_SHARED:
+        raise e.refusal(
+            f"{group} query heads of {h.size} numbers share keys: that takes {shared} bytes of shared memory, and some "
+            f"GPUs have {_MOST_SHARED}"
+        )
 
     def body() -> None:
         e.launch(
@@ -236,9 +252,9 @@ def _attend(
                 "scale": scale, "softcap": softcap, "form": out.form,
             },
             f"{tokens} * {h.kv_heads} * ({chunks})",
-            shared=4 * (group * CHUNK + group * h.size + group + CHUNK),
+            shared=shared,
             part=part,
-            moves=f"{view} * {2 * h.kv_heads * h.size * itemsize}",
+            moves=f"({view}) * {2 * h.kv_heads * h.size * itemsize}",
             operations=f"{tokens} * ({view}) * {4 * h.heads * h.size}",
         )  # fmt: skip
 

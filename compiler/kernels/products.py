@@ -6,15 +6,16 @@ them: float32, halves, or integers of 8 bits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 import onnx_ir as ir
 
 from compiler.kernels.elements import ELEMENTS
-from compiler.kernels.emitter import Emitter, Handler, spread
+from compiler.kernels.emitter import Emitter, Handler, few, many, spread
 from compiler.kernels.sizes import Size, product, quotient, size
-from compiler.kernels.values import Formed, Shape, Stored, Unmultiplied, Weight
+from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
 from plugins.cuda.engine_kernels import FORMS, UNITS
 from plugins.cuda.launches import THREADS
 from plugins.quant_layout import BLOCK, QuantLayout
@@ -22,6 +23,7 @@ from plugins.schema import CPU_DOMAIN
 
 _ROWS_AT_ONCE = 8  # of a float32 product's block (kRowsAtOnce)
 _MATRIX = 32  # rows, and outputs, of a block on tensor cores; inputs of a step (kQuantRows, kHalfRows ...)
+_MOST_NORMING = 1024  # blocks of a product that norms its rows by itself
 _WARPS = THREADS // 32
 _INTEGERS = FORMS.index("int8")
 _BYTES = (4, 2, 2, 1)  # of a number, by form
@@ -33,6 +35,15 @@ def part_of(name: str) -> str:
     parts = [each.removesuffix(".weight").removeprefix("decoder.").removeprefix("model.") for each in name.split("+")]
     first, *others = parts
     return "+".join([first, *(each.rpartition(".")[2] for each in others)])
+
+
+def _part_of_product(e: Emitter, node: ir.Node) -> str:
+    """Return what a product belongs to: one whose weight is the embedding's too is the head of the model."""
+    matrix = node.inputs[1]
+    assert matrix is not None
+    assert matrix.name
+    shared = any(use.node.op_type in ("Gather", "QuantGather") for use in matrix.uses())
+    return "lm_head" if shared else part_of(matrix.name)
 
 
 def real(e: Emitter, each: ir.Value | None) -> Stored:
@@ -66,6 +77,24 @@ def _form_of_reader(e: Emitter, node: ir.Node, place: int) -> int:
         if isinstance(weight, Weight) and _is_half(e, weight, turned=turned):
             return FORMS.index(e.dtype)
     return 0
+
+
+def reader_that_norms(e: Emitter, output: ir.Value) -> str | None:
+    """Return the part of the product that alone reads a norm, and may norm few rows by itself; None if none does.
+
+    Each of its blocks norms the rows again. A head of the model has thousands, one behind the other on each
+    multiprocessor: that takes longer than a norm.
+    """
+    uses = output.uses()
+    if len(uses) != 1 or wanted_form(e, output) == 0:
+        return None
+    node = next(iter(uses)).node
+    if node.op_type == "QuantMatMul":
+        outputs = _layout(node).outputs
+    else:
+        weight, turned = _weight_of(e, node)
+        outputs = weight.shape[0 if turned else 1]
+    return _part_of_product(e, node) if outputs <= _MOST_NORMING * _MATRIX else None
 
 
 def _is_half(e: Emitter, weight: Weight, *, turned: bool) -> bool:
@@ -103,6 +132,8 @@ def bytes_of(output: Output) -> int:
 def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> Formed:
     """Return a product's input in the form that it reads; products that share an input share it in that form."""
     value = e.value(each)
+    if isinstance(value, Normed):
+        value = value.formed
     if isinstance(value, Formed):
         assert value.form == form
         return value
@@ -126,6 +157,31 @@ def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> Formed:
 
 
 # Products.
+
+
+def _with_residual(e: Emitter, output: ir.Value, shape: Shape) -> tuple[Stored, Stored] | None:
+    """Return what the norm behind a product adds it to, and the memory of the sum, which the product then computes.
+
+    None where nothing does, where another reads the product as well, or where the other summand comes later.
+    """
+    uses = output.uses()
+    if len(uses) != 1 or output in e.graph.outputs:
+        return None
+    use = next(iter(uses))
+    norm, place = use.node, use.idx
+    if (norm.domain, norm.op_type) != (CPU_DOMAIN, "RmsNorm") or place not in (0, 2) or len(norm.inputs) < 3:
+        return None
+    other = norm.inputs[2 - place]
+    value = e.value(other) if other is not None and e.has(other) else None
+    if not isinstance(value, Stored | Ruled) or value.shape != shape:
+        return None
+    residual = real(e, other)
+    total = norm.outputs[1] if len(norm.outputs) > 1 else None
+    summed = e.new("real", shape, total)
+    if total is not None:
+        e.set(total, summed)
+    e.set(output, Summed(summed))
+    return residual, summed
 
 
 def _waits_for_unit(e: Emitter, node: ir.Node, outputs: int) -> bool:
@@ -169,7 +225,7 @@ def multiply(e: Emitter, node: ir.Node) -> None:
         {"x": x.name, "weight": e.stored(weight).name, "to": to.name},
         {"rows": rows, "inputs": inputs, "outputs": outputs, "turned": int(turned)},
         f"{-(-outputs // THREADS)} * ({quotient(rows, _ROWS_AT_ONCE)})",
-        part=part_of(weight.name),
+        part=_part_of_product(e, node),
         moves=rows * (4 * (inputs + outputs)) + 4 * inputs * outputs,
         operations=rows * (2 * inputs * outputs),
     )
@@ -180,19 +236,71 @@ def _multiply_halves(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> 
     """Launch a product with weights of halves, and the gated `unit` behind it, which gives `output`."""
     weight, turned = _weight_of(e, node)
     of_weight, inputs = weight.shape if turned else weight.shape[::-1]
-    outputs = of_weight // 2 if unit else of_weight
     stored, element = e.half_weight(weight, turned=turned)
-    x = _input(e, node.inputs[0], element, part_of(weight.name))
-    rows, to = product(x.shape[:-1]), output_for(e, output, (*x.shape[:-1], size(outputs)))
+    part = _part_of_product(e, node)
+    x = _input(e, node.inputs[0], element, part)
+    of = _OnTensorCores(
+        "half_product", {"weight": stored}, {"element": element}, part, inputs, of_weight,
+        2 * inputs * of_weight,
+    )  # fmt: skip
+    _multiply(e, of, node, output, unit, x, {"x": x.name})
+
+
+@dataclass(frozen=True)
+class _OnTensorCores:
+    """A product's `kernel`, and what it has as a kernel of its own and as one that norms its rows by itself."""
+
+    kernel: str
+    weight: Mapping[str, str]
+    numbers: Mapping[str, int]
+    part: str
+    inputs: int
+    outputs: int
+    """Those of the weight: with a gated unit behind it, half as many come out."""
+    weight_bytes: int
+
+
+def _multiply(
+    e: Emitter, of: _OnTensorCores, node: ir.Node, output: ir.Value, unit: int, x: Formed, given: Mapping[str, str]
+) -> None:
+    """Launch a product whose rows were `given` in the form that it reads, and the gated `unit` behind it, which gives
+    `output`. Few rows whose norm nobody else reads are normed in it."""
+    outputs = of.outputs // 2 if unit else of.outputs
+    rows, shape, value = product(x.shape[:-1]), (*x.shape[:-1], size(outputs)), e.value(node.inputs[0])
+    summed = None if unit or isinstance(value, Normed) else _with_residual(e, output, shape)
+    to = output_for(e, output, shape) if summed is None else Output(0, summed[1].name)
+    tensors = {**of.weight, "to": to.to, "to_scales": to.scales, "to_sums": to.sums}
+    numbers: dict[str, Size | int | str] = {"rows": rows, "inputs": of.inputs, "outputs": outputs, **of.numbers}
+    numbers |= {"unit": unit, "form": to.form}
+    blocks = f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})"
+    moves, operations = rows * (bytes_of(to) * outputs) + of.weight_bytes, rows * (2 * of.inputs * of.outputs)
+    if isinstance(value, Normed):
+        e.launch(
+            f"outrider_normed_{of.kernel}",
+            {"x": value.rows, "norm": value.weight, **tensors},
+            {**numbers, "epsilon": value.epsilon},
+            few(rows, blocks),
+            part=of.part,
+            moves=rows * (4 * of.inputs) + moves,
+            operations=operations,
+        )
+        blocks = many(rows, blocks)
+    if summed is not None:
+        moves += rows * (4 * outputs)
     e.launch(
-        "outrider_half_product",
-        {"x": x.name, "weight": stored, "to": to.to, "to_scales": to.scales, "to_sums": to.sums},
-        {"rows": rows, "inputs": inputs, "outputs": outputs, "element": element, "unit": unit, "form": to.form},
-        f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})",
-        part=part_of(weight.name),
-        moves=rows * (2 * inputs + bytes_of(to) * outputs) + 2 * inputs * of_weight,
-        operations=rows * (2 * inputs * of_weight),
+        f"outrider_{of.kernel}",
+        {**given, **tensors, "residual": None if summed is None else summed[0].name},
+        numbers,
+        blocks,
+        part=of.part,
+        moves=rows * _row_bytes(x.form, of.inputs) + moves,
+        operations=operations,
     )
+
+
+def _row_bytes(form: int, inputs: int) -> int:
+    """Return the bytes of a row of a product's input: integers have a scale and a sum for each block."""
+    return _BYTES[form] * inputs + (8 * (inputs // BLOCK) if form == _INTEGERS else 0)
 
 
 def _layout(node: ir.Node) -> QuantLayout:
@@ -206,7 +314,7 @@ def _packed(e: Emitter, node: ir.Node) -> str:
     return e.constant(weight.name, prod(weight.shape), weight.read)
 
 
-def _of_layout(layout: QuantLayout) -> dict[str, Size | int | str]:
+def _of_layout(layout: QuantLayout) -> dict[str, int]:
     return {"bits": layout.bits, "wide": int(layout.wide), "minimums": int(layout.minimums)}
 
 
@@ -217,27 +325,15 @@ def quant_matmul(e: Emitter, node: ir.Node) -> None:
 
 def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> None:
     """Launch a product with quantised weights, and the gated `unit` behind it, which gives `output`."""
-    layout, packed = _layout(node), _packed(e, node)
-    x = _input(e, node.inputs[0], _INTEGERS, part_of(packed))
-    outputs = layout.outputs // 2 if unit else layout.outputs
-    rows, to = product(x.shape[:-1]), output_for(e, output, (*x.shape[:-1], size(outputs)))
+    layout, packed, part = _layout(node), _packed(e, node), _part_of_product(e, node)
+    x = _input(e, node.inputs[0], _INTEGERS, part)
     assert x.scales is not None
     assert x.sums is not None
-    e.launch(
-        "outrider_quant_product",
-        {
-            "integers": x.name, "scales": x.scales, "sums": x.sums, "packed": packed, "to": to.to,
-            "to_scales": to.scales, "to_sums": to.sums,
-        },
-        {
-            "rows": rows, "inputs": layout.inputs, "outputs": outputs, **_of_layout(layout), "unit": unit,
-            "form": to.form,
-        },
-        f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})",
-        part=part_of(packed),
-        moves=rows * (layout.inputs + layout.inputs // 4 + bytes_of(to) * outputs) + layout.size,
-        operations=rows * (2 * layout.inputs * layout.outputs),
+    of = _OnTensorCores(
+        "quant_product", {"packed": packed}, _of_layout(layout), part, layout.inputs, layout.outputs,
+        layout.size,
     )  # fmt: skip
+    _multiply(e, of, node, output, unit, x, {"integers": x.name, "scales": x.scales, "sums": x.sums})
 
 
 def gated_unit(e: Emitter, node: ir.Node) -> None:

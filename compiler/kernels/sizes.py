@@ -95,6 +95,12 @@ def largest(value: Size, limits: Mapping[str, int]) -> int:
     return total
 
 
+def least(value: Size) -> int:
+    """Return a bound of the value from below: every symbol is 1 or more, but for sums that subtract one."""
+    subtracts = any(number < 0 and monomial for monomial, number in value.terms)
+    return 0 if subtracts else sum(number for _, number in value.terms)
+
+
 def _size(terms: Iterable[tuple[_Monomial, int]]) -> Size:
     found: dict[_Monomial, int] = {}
     for monomial, number in terms:

@@ -66,6 +66,24 @@ class Formed:
 
 
 @dataclass(frozen=True)
+class Normed:
+    """A norm that one product alone reads. Few rows it norms by itself, of many it reads `formed`: `rows` and `weight`
+    are tensors, `epsilon` is a float32 as bits."""
+
+    formed: Formed
+    rows: str
+    weight: str
+    epsilon: int
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A product that has been added to the residual stream, for the norm behind it: `total` has the sum."""
+
+    total: Stored
+
+
+@dataclass(frozen=True)
 class Unmultiplied:
     """A product that waits for the gated unit behind it: one kernel computes both."""
 
@@ -85,4 +103,4 @@ class Total:
     """A sum that an export multiplies by zero, only to have it computed first: launches are in order anyway."""
 
 
-Value = Stored | Ruled | Weight | Formed | Unmultiplied | Logs | Total
+Value = Stored | Ruled | Weight | Formed | Normed | Summed | Unmultiplied | Logs | Total

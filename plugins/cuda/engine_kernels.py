@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plans import names
+from plans.kernel_engine import Parameters
+from plugins.cuda.launches import LAUNCHES
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,23 @@ ENGINE_KERNELS = {
         ),
         EngineKernel("outrider_product", ("x", "weight", "to"), ("rows", "inputs", "outputs", "turned")),
         EngineKernel(
-            "outrider_half_product", ("x", "weight", "to", "to_scales", "to_sums"),
-            ("rows", "inputs", "outputs", "element", "unit", "form"), frozenset({"to_scales", "to_sums"}),
+            "outrider_half_product", ("x", "weight", "residual", "to", "to_scales", "to_sums"),
+            ("rows", "inputs", "outputs", "element", "unit", "form"), frozenset({"residual", "to_scales", "to_sums"}),
+        ),
+        EngineKernel(
+            "outrider_normed_half_product", ("x", "norm", "weight", "to", "to_scales", "to_sums"),
+            ("rows", "inputs", "outputs", "element", "unit", "form", "epsilon"), frozenset({"to_scales", "to_sums"}),
         ),
         EngineKernel("outrider_half_gather", ("ids", "weight", "to"), ("count", "inputs", "outputs", "element")),
         EngineKernel(
-            "outrider_quant_product", ("integers", "scales", "sums", "packed", "to", "to_scales", "to_sums"),
+            "outrider_quant_product",
+            ("integers", "scales", "sums", "packed", "residual", "to", "to_scales", "to_sums"),
             ("rows", "inputs", "outputs", "bits", "wide", "minimums", "unit", "form"),
+            frozenset({"residual", "to_scales", "to_sums"}),
+        ),
+        EngineKernel(
+            "outrider_normed_quant_product", ("x", "norm", "packed", "to", "to_scales", "to_sums"),
+            ("rows", "inputs", "outputs", "bits", "wide", "minimums", "unit", "form", "epsilon"),
             frozenset({"to_scales", "to_sums"}),
         ),
         EngineKernel(
@@ -88,11 +100,24 @@ ENGINE_KERNELS = {
     )
 }  # fmt: skip
 
+PARAMETERS = {
+    kernel.name: Parameters(
+        len(kernel.tensors),
+        len(kernel.numbers),
+        frozenset(place for place, name in enumerate(kernel.tensors) if name in kernel.optional),
+    )
+    for kernel in ENGINE_KERNELS.values()
+} | {op.kernel: Parameters(len(op.pointers), len(op.numbers)) for op in LAUNCHES.values()}
+"""All kernels that an engine may launch, those of our ops too, which take all their tensors."""
+
 FORMS = ("float32", "float16", "bfloat16", "int8")
 """Forms in which kernels leave numbers for products, in the kernels' numbering (`engine/form.h`)."""
 
 UNITS = ("", "silu", "gelu_tanh")
 """Gated units behind a product, in the kernels' numbering (`engine/units.h`)."""
+
+NORM_ROWS = 8
+"""Rows that a product norms by itself, at most (kNormRows of `engine/rms_norm.cu.h`)."""
 
 CHUNK = 256
 """Keys that are summed by themselves (kChunk of `engine/attention.cu.h`)."""

@@ -18,10 +18,12 @@ from runtime.backends.kernel_engines import KernelEngines
 from runtime.execution.buffers import Buffers
 from runtime.kv.memory import KvMemory
 
+_LEAST_CAPABILITY = 80  # its tensor-core instructions are in the kernels
+
 
 def reason_against(plan: BackendPlan) -> str | None:
     """Why this machine cannot run the backend; None where it can."""
-    return kernels_reason(plan.kernels)
+    return kernels_reason(plan.kernels, _LEAST_CAPABILITY)
 
 
 class Cuda:

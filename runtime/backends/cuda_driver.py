@@ -83,14 +83,22 @@ def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
     return max(fits, default=None)
 
 
-def kernels_reason(kernels: Mapping[str, str]) -> str | None:
-    """Say why none of a plan's kernels, files by architecture, runs on the device; None where one does."""
+def kernels_reason(kernels: Mapping[str, str], least: int = 0) -> str | None:
+    """Say why none of a plan's kernels, files by architecture, runs on the device; None where one does.
+
+    `least` is the least compute capability that the backend can be built for, such as 80.
+    """
     try:
         own = architecture()
     except PlanError as error:
         return str(error)
+    if int(own.removeprefix("sm_")) < least:
+        return f"the GPU is {own}, and this backend needs compute capability {least // 10}.{least % 10} or later"
     if fitting_kernels(own, list(kernels)) is None:
-        return f"the GPU is {own}, and our kernels were compiled for {', '.join(kernels)}; add it to the recipe"
+        return (
+            f"the GPU is {own}, and our kernels were compiled for {', '.join(kernels)}; add {own} to "
+            "compute_capabilities of the backend in the recipe, and build again"
+        )
     return None
 
 

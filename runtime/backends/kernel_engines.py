@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 from pydantic import ValidationError
@@ -16,8 +17,7 @@ from plans.errors import PlanError
 from plans.formulas import Formula, formula
 from plans.kernel_engine import NO_TENSOR, TURN, KernelEngine, Launch, problems
 from plans.manifest import BackendPlan, Engine
-from plugins.cuda import LAUNCHES
-from plugins.cuda.engine_kernels import ENGINE_KERNELS
+from plugins.cuda.engine_kernels import PARAMETERS
 from runtime.backends.base import BoundEngine
 from runtime.backends.device import DeviceBuffers
 from runtime.backends.device_contract import Device
@@ -25,9 +25,6 @@ from runtime.execution.buffers import Buffers
 
 _MOST_RESOLVED = 64  # sizes of plain steps whose launches are kept
 _UPLOAD = 64 * 2**20  # bytes of weights that go to the device at once
-_PARAMETERS = {kernel.name: (len(kernel.tensors), len(kernel.numbers)) for kernel in ENGINE_KERNELS.values()} | {
-    op.kernel: (len(op.pointers), len(op.numbers)) for op in LAUNCHES.values()
-}
 _Number = ctypes.c_uint64 | ctypes.c_int64
 
 
@@ -48,6 +45,7 @@ class KernelEngines:
     def __init__(self, plan: BackendPlan, device: Device) -> None:
         self._plan, self._device = plan, device
         self._weights: dict[Path, tuple[int, int]] = {}
+        finalize(self, _free, device, self._weights).atexit = False
         self.workspace = 0
         """Bytes that the largest of them needs, and all of a session share."""
 
@@ -63,11 +61,8 @@ class KernelEngines:
             raise PlanError(f"{path} is no list of kernels: {', '.join(faults[:4])}; build the plan again") from None
         address, size = self._upload(path.parent / content.weights)
         bound = {tensor.name for tensor in (*engine.inputs, *engine.outputs)}
-        for problem in problems(content, bound, self._plan.symbols[name], size):
+        for problem in problems(content, bound, self._plan.symbols[name], size, PARAMETERS):
             raise PlanError(f"{path}: {problem}; build the plan again")
-        for launch, _ in content.launches():
-            if _PARAMETERS.get(launch.kernel) != (len(launch.tensors), len(launch.numbers)):
-                raise PlanError(f"{path}: {launch.kernel!r} is no kernel with these parameters; build the plan again")
         self.workspace = max(self.workspace, content.workspace_size)
         return LoadedKernels(self, engine, content, address)
 
@@ -80,14 +75,19 @@ class KernelEngines:
             except OSError as error:
                 raise PlanError(f"{path} cannot be read: {error}; build the plan again") from None
             address = self._device.allocate(size)
+            self._weights[path] = address, size
             for start in range(0, size, _UPLOAD):
                 part = np.ascontiguousarray(data[start : start + _UPLOAD])
                 with self._device.lock():
                     self._device.to_device(address + start, part.ctypes.data, part.nbytes)
                     there = self._device.mark()
                 self._device.wait_for(there)
-            self._weights[path] = address, size
         return self._weights[path]
+
+
+def _free(device: Device, weights: Mapping[Path, tuple[int, int]]) -> None:
+    for address, _ in weights.values():
+        device.free(address)
 
 
 class LoadedKernels:
@@ -110,13 +110,16 @@ class LoadedKernels:
             addresses |= {name: first + place.offset for name, place in places.items()}
         addresses |= {name: buffers.memory[buffer].address for name, buffer in bound.items()}
         capacity = next((buffers.memory[bound[n]].shape[2] for n in bound if n == names.k_cache(0)), 0)
-        return BoundKernels(buffers.device, content, addresses, capacity)
+        return BoundKernels(self._engines, buffers.device, content, addresses, capacity)
 
 
 class BoundKernels:
     """Called with the device's lock held: launches every kernel with the sizes of the step."""
 
-    def __init__(self, device: Device, content: KernelEngine, addresses: Mapping[str, int], capacity: int) -> None:
+    def __init__(
+        self, engines: KernelEngines, device: Device, content: KernelEngine, addresses: Mapping[str, int], capacity: int
+    ) -> None:
+        self._engines = engines  # whose weights stay as long as it
         self._device, self._capacity = device, capacity
         self._items = [
             (formula("1"), [_Resolved(item, addresses)])
@@ -139,7 +142,7 @@ class BoundKernels:
                 for times, launches in self._items
                 for turn in range(times.value(at))
                 for launch in launches
-                if (call := launch.call(at | {TURN: turn})).blocks > 0
+                if (call := launch.call(at | {TURN: turn})).blocks
             ]
             if len(self._calls) == _MOST_RESOLVED:
                 self._calls.popitem(last=False)
@@ -159,4 +162,6 @@ class _Resolved:
     def call(self, sizes: Mapping[str, int]) -> _Call:
         numbers = [ctypes.c_int64(number.value(sizes)) for number in self._numbers]
         blocks, shared = self._blocks.value(sizes), self._shared.value(sizes)
+        if blocks < 0:
+            raise PlanError(f"{self._kernel}: {self._blocks.text!r} blocks are {blocks}; build the plan again")
         return _Call(self._kernel, blocks, self._threads, [*self._pointers, *numbers], shared)

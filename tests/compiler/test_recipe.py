@@ -174,6 +174,10 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
             "FILE:15: backends[0].compute_capabilities[0] must be 'sm_75', 'sm_80', 'sm_86', 'sm_89', 'sm_120' or",
         ),
         (
+            "[onnxruntime-cpu]", "[{kind: cuda, compute_capabilities: [sm_75]}]",
+            "FILE:15: backends[0].compute_capabilities[0] must be 'sm_80', 'sm_86', 'sm_87', 'sm_89', 'sm_90'",
+        ),
+        (
             "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_80, sm_80]}]",
             "FILE:15: backends[0].compute_capabilities[1] repeats 'sm_80'; keep one of them",
         ),

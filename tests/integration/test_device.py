@@ -13,8 +13,8 @@ from plans import names
 from plans.errors import PlanError
 from plans.plan import Plan
 from runtime import Runtime
-from runtime.backends import BACKENDS, Driver, choose_backend, onnxruntime_cuda
-from runtime.backends.cuda_driver import fitting_kernels
+from runtime.backends import BACKENDS, Driver, choose_backend, cuda_driver, onnxruntime_cuda
+from runtime.backends.cuda_driver import fitting_kernels, kernels_reason
 from runtime.backends.device_layout import LARGE, lay_out
 from runtime.engine import Engine
 from runtime.request import Options
@@ -230,3 +230,16 @@ def test_without_a_gpu_the_reason_is_told(cuda_plan: Plan) -> None:
 )
 def test_kernels_that_run_on_a_device(own: str, available: list[str], fitting: str | None) -> None:
     assert fitting_kernels(own, available) == fitting
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("sm_75", "the GPU is sm_75, and this backend needs compute capability 8.0 or later"),
+        ("sm_90", "our kernels were compiled for sm_80; add sm_90 to compute_capabilities of the backend"),
+        ("sm_86", "None"),
+    ],
+)
+def test_a_gpu_without_kernels_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, own: str, said: str) -> None:
+    monkeypatch.setattr(cuda_driver, "architecture", lambda: own)
+    assert said in str(kernels_reason({"sm_80": "kernels.cubin"}, 80))

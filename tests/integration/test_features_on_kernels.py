@@ -10,7 +10,8 @@ import pytest
 
 from runtime.backends import BACKENDS, Driver
 from tests.integration.test_features import *  # noqa: F403  # the tests, and the fixture `doors`
-from tests.integration.test_features import Doors
+from tests.integration.test_features import PREFIX, WAYS, Doors, options
+from tests.integration.toy_forward import toy_log_probabilities
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels
 
@@ -32,6 +33,16 @@ def plan(everything_kernel_plan: Path, device: EmulatedDevice) -> Iterator[Path]
         patch.setitem(BACKENDS, CUDA, emulated)
         patch.setitem(BACKENDS, "onnxruntime-cpu", Driver(lambda target: "the tests are for another", None))  # type: ignore[arg-type]
         yield everything_kernel_plan
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
+def test_the_tokens_are_those_of_a_numpy_forward(doors: Doors, toy_recipe: Path, way: str) -> None:
+    """Which tells tokens of sequences apart that only share a device: each is computed by itself."""
+    asked = [options(drafter=drafter, max_new_tokens=12) for drafter in ("none", "chain", "ngram", "head")]
+    for place, found in enumerate(doors.ask(way, asked)):
+        tokens = [*PREFIX, 7 + place, *found.token_ids]
+        forward = toy_log_probabilities(toy_recipe.parent / "target", tokens)
+        assert found.token_ids == forward[len(PREFIX) : -1].argmax(-1).tolist()
 
 
 def test_the_device_ran_it(doors: Doors, device: EmulatedDevice) -> None:

@@ -9,9 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from plans import names
-from plans.kernel_engine import KernelEngine, problems
+from plans.kernel_engine import KernelEngine, Parameters, problems
 
 LIMITS = dict.fromkeys(names.SYMBOLS, 64)
+KERNELS = {"outrider_product": Parameters(3, 3), "outrider_form": Parameters(3, 1, frozenset({1}))}
 
 
 def engine(**changes: Any) -> dict[str, Any]:
@@ -28,11 +29,13 @@ def engine(**changes: Any) -> dict[str, Any]:
 
 
 def faults(content: dict[str, Any]) -> list[str]:
-    return list(problems(KernelEngine.model_validate_json(json.dumps(content)), ("x",), LIMITS, 100))
+    return list(problems(KernelEngine.model_validate_json(json.dumps(content)), ("x",), LIMITS, 100, KERNELS))
 
 
 def test_an_engine_without_faults() -> None:
     assert faults(engine()) == []
+    assert faults(engine(kernel="outrider_form", tensors=["x", "", "to"], numbers=["-1"])) == []
+    assert faults(engine(blocks="min(1, max(0, N - 8)) * N", moves="M * 4", operations="D")) == []  # 0 blocks: skipped
 
 
 @pytest.mark.parametrize(
@@ -42,11 +45,21 @@ def test_an_engine_without_faults() -> None:
         ({"constants": {"w": {"offset": 64, "size": 37}}}, "'w' ends at byte 101 of the weights, which have 100"),
         ({"workspace_size": 255}, "'to' ends at byte 256 of the workspace, which have 255"),
         ({"constants": {"x": {"offset": 0, "size": 1}}}, "two tensors have one name, or one has none"),
-        ({"numbers": ["Q"]}, "its formulas name Q, which is no size of a step"),
-        ({"blocks": "N - 65"}, "'N - 65' blocks are no grid at the largest sizes"),
-        ({"blocks": "2147483648"}, "blocks are no grid at the largest sizes"),
-        ({"shared": "300000"}, "bytes of shared memory are more than a block may have"),
-        ({"numbers": ["N // (N - 64)"]}, "divides by zero"),
+        ({"numbers": ["Q", "1", "1"]}, "its formulas name Q, which is no size of a step"),
+        ({"blocks": "N - 65"}, "'N - 65', its blocks, is -1, not 0 to 2147483647, at the largest sizes"),
+        ({"blocks": "N - 2"}, "'N - 2', its blocks, is -1, not 0 to 2147483647, at the smallest sizes"),
+        ({"blocks": "M - 1"}, "'M - 1', its blocks, is -1, not 0 to 2147483647, at the smallest sizes"),
+        ({"blocks": "2147483648"}, "'2147483648', its blocks, is 2147483648, not 0 to"),
+        ({"shared": "300000"}, "'300000', its bytes of shared memory, is 300000, not 0 to 232448, at the"),
+        ({"moves": "R - 2"}, "'R - 2', its bytes moved, is -1"),
+        ({"operations": "E - 3"}, "'E - 3', its operations, is -1"),
+        ({"numbers": ["2" * 20, "1", "1"]}, "one of its numbers, is 22222222222222222222, not -9223372036854775807 to"),
+        ({"numbers": ["N // (N - 64)", "1", "1"]}, "divides by zero at the largest sizes"),
+        ({"blocks": "8 // (N - 1)"}, "'8 // (N - 1)' divides by zero at the smallest sizes"),
+        ({"kernel": "outrider_gone"}, "launch 0, 'outrider_gone': there is no such kernel"),
+        ({"numbers": ["N"]}, "it has 3 tensors and 1 numbers, and the kernel takes 3 and 3"),
+        ({"tensors": ["x", "to"]}, "it has 2 tensors and 3 numbers, and the kernel takes 3 and 3"),
+        ({"tensors": ["x", "", "to"]}, "tensor 1 is left out, and the kernel needs it"),
     ],
 )
 def test_faults_are_told(changes: dict[str, Any], said: str) -> None:
@@ -66,7 +79,13 @@ def test_what_is_no_launch_is_refused(changes: dict[str, Any]) -> None:
 
 
 def test_turns_of_a_loop_are_known_within_it_alone() -> None:
-    launch = engine()["items"][0] | {"numbers": ["turn * 64"]}
-    outside = engine() | {"items": [launch | {"numbers": ["turn"], "blocks": "turn"}]}
+    launch = engine()["items"][0] | {"numbers": ["turn * 64", "1", "1"]}
+    outside = engine() | {"items": [launch | {"blocks": "turn"}]}
     assert faults(engine() | {"items": [{"times": "(N + 63) // 64", "launches": [launch]}]}) == []
+    late = engine() | {"items": [{"times": "N - 2", "launches": [launch]}]}
+    assert faults(late) == [
+        "launch 0, 'outrider_product': 'N - 2', the turns of its loop, is -1, not 0 to 65536, at the smallest sizes"
+    ]
+    with pytest.raises(ValidationError):
+        faults(engine() | {"items": [{"times": "1", "launches": []}]})
     assert faults(outside) == ["launch 0, 'outrider_product': it names turn, and stands in no loop"]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from compiler.kernels.code import MOST_KEPT, MOST_STACK, Word
 from plugins.cuda.compile import SOURCES, compile_kernels
-from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS
+from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS, NORM_ROWS
 from plugins.cuda.launches import ELEMENTS
 from plugins.quant_layout import QuantLayout, pack
 from plugins.reference import lanes_attention
@@ -366,6 +366,82 @@ def test_a_half_product_with_a_gated_unit_behind_it(engine_kernels: Kernels) -> 
         {**numbers, "outputs": outputs, "unit": 1, "form": element}, 1,
     )  # fmt: skip
     np.testing.assert_array_equal(to, narrowed(gated_unit(whole[:, :outputs], whole[:, outputs:]), "bfloat16"))
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize("unit", [0, 1])
+@pytest.mark.parametrize("rows", [1, 3, NORM_ROWS])
+def test_a_quantised_product_norms_few_rows_by_itself(engine_kernels: Kernels, rows: int, unit: int, form: str) -> None:
+    """What the norm and the product behind it give, in whatever form, to the bit."""
+    rng = np.random.default_rng(rows)
+    inputs, outputs = 320, 64
+    integers, scales, least, packed = quantized(rng, (1 + unit) * outputs, inputs, 4, True, False)
+    x, weight = rng.normal(size=(rows, inputs)).astype(np.float32), rng.normal(size=inputs).astype(np.float32)
+    x[0, :64] = 0.0
+    expected = quant_matmul(norm(x[None], weight)[0][0], integers, scales, least)
+    if unit:
+        expected = gated_unit(expected[:, :outputs], expected[:, outputs:])
+    to = np.zeros((rows, outputs), np.int8 if form == "int8" else np.float32)
+    to_scales, to_sums = poisoned(rows, outputs // 32), np.zeros((rows, outputs // 32), np.int32)
+    launch(
+        engine_kernels, "outrider_normed_quant_product",
+        {"x": x, "norm": weight, "packed": packed, "to": to, "to_scales": to_scales, "to_sums": to_sums},
+        {
+            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": 4, "wide": 0, "minimums": 1, "unit": unit,
+            "form": FORMS.index(form), "epsilon": real(1e-6),
+        },
+        2,
+    )  # fmt: skip
+    if form == "float32":
+        np.testing.assert_array_equal(to, expected)
+        return
+    own, own_scales = quantize_rows(expected)
+    np.testing.assert_array_equal(to, own.reshape(rows, outputs))
+    np.testing.assert_array_equal(to_scales, own_scales)
+    np.testing.assert_array_equal(to_sums, own.sum(-1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("unit", [0, 1])
+@pytest.mark.parametrize("rows", [1, 3, NORM_ROWS])
+def test_a_half_product_norms_few_rows_by_itself(engine_kernels: Kernels, rows: int, unit: int, dtype: str) -> None:
+    """As the product of rows that a norm has left as halves, to the bit."""
+    rng = np.random.default_rng(rows)
+    inputs, outputs, element = 288, 64, FORMS.index(dtype)
+    x, weight = rng.normal(size=(rows, inputs)).astype(np.float32), rng.normal(size=inputs).astype(np.float32)
+    matrix = narrowed(rng.normal(size=((1 + unit) * outputs, inputs)).astype(np.float32), dtype)
+    numbers = {"rows": rows, "inputs": inputs, "outputs": outputs, "element": element, "unit": unit, "form": 0}
+    expected, to = poisoned(rows, outputs), poisoned(rows, outputs)
+    launch(
+        engine_kernels, "outrider_half_product",
+        {"x": narrowed(norm(x[None], weight)[0][0], dtype), "weight": matrix, "to": expected}, numbers, 2,
+    )  # fmt: skip
+    launch(
+        engine_kernels, "outrider_normed_half_product", {"x": x, "norm": weight, "weight": matrix, "to": to},
+        {**numbers, "epsilon": real(1e-6)}, 2,
+    )  # fmt: skip
+    np.testing.assert_array_equal(to, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+def test_products_are_added_to_the_residual_stream(engine_kernels: Kernels, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    inputs, outputs, dtype = 96, 40, "float16"
+    packed = quantized(rng, outputs, inputs, 8, False, False)[-1]
+    residual = rng.normal(size=(rows, outputs)).astype(np.float32)
+    x, matrix = (rng.normal(size=(count, inputs)).astype(np.float32) for count in (rows, outputs))
+    (words, factors), blocks = quantize_rows(x), 2 * -(-rows // 32)
+    quant = {"integers": words.astype(np.int8), "scales": factors, "sums": words.sum(-1).astype(np.int32)}
+    half = {"x": narrowed(x, dtype), "weight": narrowed(matrix, dtype)}
+    numbers = {"rows": rows, "inputs": inputs, "outputs": outputs, "unit": 0, "form": 0}
+    for name, tensors, own in (
+        ("outrider_quant_product", {**quant, "packed": packed}, {"bits": 8, "wide": 0, "minimums": 0}),
+        ("outrider_half_product", half, {"element": FORMS.index(dtype)}),
+    ):
+        plain, summed = poisoned(rows, outputs), poisoned(rows, outputs)
+        launch(engine_kernels, name, {**tensors, "to": plain}, {**numbers, **own}, blocks)
+        launch(engine_kernels, name, {**tensors, "residual": residual, "to": summed}, {**numbers, **own}, blocks)
+        np.testing.assert_array_equal(summed, residual + plain)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

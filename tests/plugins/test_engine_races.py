@@ -5,6 +5,7 @@ That it finds nothing where none is missing, `test_engine_kernels.py` shows.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,20 @@ def multiply_integers(kernels: Emulator) -> None:
     )  # fmt: skip
 
 
+def multiply_normed_integers(kernels: Emulator) -> None:
+    _, _, _, packed = quantized(RNG, 32, 640, 4, False, False)
+    x = RNG.normal(size=(3, 640)).astype(np.float32)
+    launch(
+        kernels, "outrider_normed_quant_product",
+        {"x": x, "norm": np.ones(640, np.float32), "packed": packed, "to": poisoned(3, 32)},
+        {
+            "rows": 3, "inputs": 640, "outputs": 32, "bits": 4, "wide": 0, "minimums": 0, "unit": 0, "form": 0,
+            "epsilon": real(1e-6),
+        },
+        1,
+    )  # fmt: skip
+
+
 def multiply_halves(kernels: Emulator) -> None:
     x, weight = (RNG.integers(0, 2**14, (rows, 512)).astype(np.uint16) for rows in (3, 64))
     numbers = {"rows": 3, "inputs": 512, "outputs": 32, "element": FORMS.index("float16"), "unit": 1, "form": 0}
@@ -55,28 +70,63 @@ def attention(kernels: Emulator) -> None:
     attend(kernels, RNG.normal(size=(2, 2, 16)).astype(np.float32), caches, bias, np.array([0, 2]), scale=0.25)
 
 
-@pytest.mark.parametrize(
-    ("header", "line", "run"),
-    [
-        ("rms_norm", "    partial[t] = sum;\n  }\n  barrier();\n", norm),
-        ("rms_norm", "  barrier();  // before anyone writes again, and behind what made the row\n", norm),
-        ("quant_product", "    barrier();\n    for (int b = 0;", multiply_integers),
-        ("quant_product", "    barrier();\n  }\n}\n", multiply_integers),
-        ("half_product", "  barrier();\n  for (int i = 0; i < kHalfOwn; ++i) {\n    const i64", multiply_halves),
-        ("half_product", "  barrier();  // before anyone writes again\n", multiply_halves),
-        ("attention", "  barrier();\n\n  const float factor", attention),
-        ("attention", "  barrier();\n  const i64 stride", attention),
-    ],
-)  # fmt: skip
-def test_a_barrier_that_is_missing_is_found(
-    tmp_path: Path, header: str, line: str, run: Callable[[Emulator], None]
-) -> None:
+def append(kernels: Emulator) -> None:
+    packed, caches = RNG.normal(size=(2, 4 * 64)).astype(np.float32), np.zeros((2, 1, 1, 8, 64), np.float32)
+    own = {"row_splits": np.array([0, 2]), "past_length": np.array([3]), "queries": poisoned(2, 2, 64)}
+    norms = np.ones((2, 64), np.float32)
+    launch(
+        kernels, "outrider_append",
+        {
+            **dict.fromkeys(("query", "key", "value"), packed), **own, "query_norm": norms[0], "key_norm": norms[1],
+            "keys": caches[0], "values": caches[1],
+        },
+        {
+            "rows": 1, "heads": 2, "kv_heads": 1, "size": 64, "rotated": 0, "capacity": 8, "query_stride": 256,
+            "kv_stride": 256, "query_place": 0, "key_place": 128, "value_place": 192, "element": 0,
+            "epsilon": real(1e-6), "limit": 0,
+        },
+        6, 64,
+    )  # fmt: skip
+
+
+def entropy(kernels: Emulator) -> None:
+    logits = RNG.normal(size=(2, 500)).astype(np.float32)
+    launch(kernels, "outrider_entropy", {"logits": logits, "to": poisoned(2)}, {"vocabulary": 500}, 2)
+
+
+RUNS: dict[str, tuple[Callable[[Emulator], None], ...]] = {
+    "attention": (append, attention),
+    "entropy": (entropy,),
+    "half_product": (multiply_halves,),
+    "quant_product": (multiply_integers, multiply_normed_integers),
+    "rms_norm": (norm,),
+}
+"""What runs the barriers of a header."""
+
+
+def run_all(header: str, kernels: Emulator) -> None:
+    for run in RUNS[header]:
+        run(kernels)
+
+
+BARRIER = re.compile(r"\b(?:warp_)?barrier\(\);")
+ENGINE = SOURCES / "cuda" / "engine"
+BARRIERS = [
+    (header.name.removesuffix(".cu.h"), number)
+    for header in sorted(ENGINE.glob("*.h"))
+    for number in range(len(BARRIER.findall(header.read_text(encoding="utf-8"))))
+]
+
+
+@pytest.mark.parametrize(("header", "number"), BARRIERS)
+def test_a_barrier_that_is_missing_is_found(tmp_path: Path, header: str, number: int) -> None:
+    """Every barrier of every kernel."""
     shutil.copytree(SOURCES, tmp_path / "csrc", ignore=shutil.ignore_patterns("cpu", "onnxruntime"))
     path = tmp_path / "csrc" / "cuda" / "engine" / f"{header}.cu.h"
     text = path.read_text(encoding="utf-8")
-    assert text.count(line) == 1
-    path.write_text(text.replace(line, line.replace("barrier();", "", 1)), encoding="utf-8")
+    begin, end = list(BARRIER.finditer(text))[number].span()
+    path.write_text(text[:begin] + text[end:], encoding="utf-8")
     library = tmp_path / "kernels.so"
     compile_translated(library, f'#include "engine/{header}.cu.h"\n', tmp_path / "csrc")
     with pytest.raises(AssertionError, match="a race in outrider_"):
-        run(Emulator(library))
+        run_all(header, Emulator(library))

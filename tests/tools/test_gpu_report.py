@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plans import names
 from plans.errors import PlanError
+from plans.kernel_costs import launch_costs
 from plans.plan import Plan
 from runtime import Runtime
 from runtime.backends import BACKENDS, Driver
@@ -17,15 +19,16 @@ from tests.conftest import TOY_DRAFTERS
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
 from tools import gpu_figures, gpu_report
+from tools.kernel_costs import engine_of
 
 ROW: dict[str, Any] = {
     "backend": "onnxruntime-cuda", "cuda_graphs": True, "drafter": "none", "tokens_per_second": 1234.5,
     "tokens_per_verify": 1.0, "round_ms": 0.81, "device_ms": 0.76, "host_ms": 0.05, "launches": 3, "ops_share": 0.021,
-    "same_runs": 7, "runs": 8,
+    "same_runs": 7, "as_plain": 8, "runs": 8,
     "partings": [{"index": 3, "margin": 2e-6}],
 }  # fmt: skip
 SHAPE: dict[str, Any] = {
-    "model": "1b", "backend": "onnxruntime-cuda", "dtype": "bfloat16", "cuda_graphs": False, "weights_gb": 2.3,
+    "model": "1b", "backend": "onnxruntime-cuda", "weights": "bfloat16", "cuda_graphs": False, "weights_gb": 2.3,
     "tokens_per_second": 600.0, "round_ms": 1.6, "host_share": 0.04, "launches": None, "ops_share": 0.012,
     "read_gb_per_second": 1380.0,
     "share_of_copy": 0.69, "verify_ms": {1: 1.6, 64: 2.0},
@@ -35,20 +38,19 @@ REPORT: dict[str, Any] = {
     "gpu": "a GPU", "date": "2026-01-02", "command": "python -m tools.gpu_report", "driver": 13000,
     "architecture": "sm_90", "copy_gb_s": 4000.0, "tests": {"summary": "9 passed"}, "errors": ["model 8b: no memory"],
     "reference": [ROW, {"backend": "tensorrt-rtx", "cuda_graphs": True, "error": "no library"}],
-    "shapes": [SHAPE, {"model": "1b", "backend": "tensorrt-rtx", "dtype": "bfloat16", "error": "no library"}],
+    "shapes": [SHAPE, {"model": "1b", "backend": "tensorrt-rtx", "weights": "bfloat16", "error": "no library"}],
 }  # fmt: skip
 
 
 def test_every_row_of_the_tables_has_every_column() -> None:
     lines = gpu_report.markdown(REPORT).splitlines()
-    assert (
-        "| onnxruntime-cuda | yes | none | 1234 | 1.00 | 0.810 | 0.760 | 0.050 | 3 | 2.1% | 7 of 8 | 2.0e-06 |" in lines
-    )
-    assert "| tensorrt-rtx | no library |" + 10 * "  |" in lines
+    row = "onnxruntime-cuda | yes | none | 1234 | 1.00 | 0.810 | 0.760 | 0.050 | 3 | 2.1%"
+    assert f"| {row} | 7 of 8 | 8 of 8 | 2.0e-06 |" in lines
+    assert "| tensorrt-rtx | no library |" + 11 * "  |" in lines
     row = "1b | onnxruntime-cuda | bfloat16 | no | 600.0 | 1.60 | 4.0% |  | 1.2% | 1380 | 69% | 900.0 | 1.80"
     assert f"| {row} | 1: 1.60, 64: 2.00 |" in lines
     assert "- failed: model 8b: no memory" in lines
-    assert {line.count("|") for line in lines if line.startswith("|")} == {13, 15}
+    assert {line.count("|") for line in lines if line.startswith("|")} == {14, 15}
 
 
 def test_figures_of_a_plan_on_an_emulated_device(
@@ -66,7 +68,7 @@ def test_figures_of_a_plan_on_an_emulated_device(
     rows = {row["drafter"]: row for row in gpu_figures.plan_rows(runtime, False, prompts, 24, wrong, toy.session())}
     assert list(rows) == ["none", *TOY_DRAFTERS]
     for row in rows.values():
-        assert (row["backend"], row["runs"], row["same_runs"]) == ("onnxruntime-cuda", 2, 1)
+        assert (row["backend"], row["runs"], row["same_runs"], row["as_plain"]) == ("onnxruntime-cuda", 2, 1, 2)
         assert row["partings"][0]["index"] == 4
         assert row["tokens_per_second"] > 0
         assert 0 <= row["host_ms"] <= row["round_ms"]
@@ -99,15 +101,35 @@ def test_a_random_llama_is_a_checkpoint_that_builds(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     assert (config.num_layers, config.num_kv_heads, config.vocab_size) == (2, 2, 512)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    assert shape.read_bytes == 2 * (2 * layer + 64 + 512 * 64)
+    assert shape.read_bytes("bfloat16") == 2 * (2 * layer + 64 + 512 * 64)
     weights = load_file(tmp_path / "model.safetensors")
     read = sum(weight.numel() for name, weight in weights.items() if "embed_tokens" not in name)
-    assert 2 * read == shape.read_bytes
+    assert 2 * read == shape.read_bytes("bfloat16")
     matrices = [weight for weight in weights.values() if weight.dim() == 2]
     assert all(0.015 < float(weight.float().std()) < 0.025 for weight in matrices)
     assert len(
         {weight.flatten()[:64].numpy(force=True).tobytes() for weight in map(torch.Tensor.float, matrices)}
     ) == len(matrices)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_bytes_that_a_token_reads_are_those_that_kernels_move(weights: str) -> None:
+    shape = gpu_figures.Shape(hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=2, vocab=8192)
+    costs = launch_costs(engine_of(shape, weights), dict.fromkeys(names.SYMBOLS, 1) | {names.CAPACITY: 8448})
+    assert sum(cost.moved for cost in costs) == pytest.approx(shape.read_bytes(weights), rel=0.05)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "onnxruntime-cuda"])
+def test_a_random_llama_is_built_with_integers(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of weights has those that a token reads, the embedding in 8 bits, and little else."""
+    pytest.importorskip("cuda.core")
+    monkeypatch.setattr(gpu_figures, "architecture", lambda: "sm_90")
+    shape = gpu_figures.Shape(hidden=256, intermediate=16384, layers=2, heads=4, kv_heads=2, vocab=4096)
+    gpu_figures.write_random_llama(shape, tmp_path / "random")
+    gpu_figures.build_shape(tmp_path / "random", backend, "int4", tmp_path / "plan")
+    stored = sum(file.stat().st_size for file in (tmp_path / "plan" / "engines" / backend).glob("*.bin"))
+    embedding = shape.vocab * shape.hidden * 8.5 / 8
+    assert stored == pytest.approx(shape.read_bytes("int4") + embedding, rel=0.05)
 
 
 @pytest.fixture
@@ -184,16 +206,20 @@ def test_a_report_of_another_command_is_left_alone(
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_a_shape_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_there_is_not_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_report.main(["--shapes", "1b,3b"]) == 2
-    assert "there is no 3b; choose of 1b, 8b" in capsys.readouterr().err
+    assert "there is no '3b'; choose of 1b, 8b" in capsys.readouterr().err
+    assert gpu_report.main(["--weights", "int4,int3"]) == 2
+    assert "--weights: there is no 'int3'; choose of bfloat16, float16, int8, int4" in capsys.readouterr().err
 
 
 def test_stages_of_a_large_model_are_small(tmp_path: Path) -> None:
     """Each fits into ten minutes, and no backend's plan waits for another's."""
-    arguments = gpu_report._parser().parse_args(["--shapes", "8b"])
+    arguments = gpu_report._parser().parse_args(["--shapes", "8b", "--weights", "bfloat16,int4"])
     stages = list(gpu_report.stages_of(arguments, tmp_path))
     assert max(stage.seconds for stage in stages) < 540
     (name,) = [stage.name for stage in stages if "writing" in stage.name]
-    assert [stage.needs for stage in stages if "building 8b" in stage.name] == [(name,)] * len(gpu_figures.GPU_BACKENDS)
+    assert [stage.needs for stage in stages if "building 8b" in stage.name] == [(name,)] * 2 * len(
+        gpu_figures.GPU_BACKENDS
+    )
     assert len({stage.name for stage in stages}) == len(stages)

@@ -39,7 +39,6 @@ struct HeadShape {
 OUTRIDER_DEVICE void prepare_head(const HeadShape& shape, const float* from, const float* norm, const float* cos,
                                   const float* sin, float* head) {
   OUTRIDER_SHARED float factor;
-  barrier();  // before anyone writes again
   if (norm != nullptr) {
     if (thread_index() == 0) {
       float partial[8] = {};
@@ -86,8 +85,7 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
     return;
   }
   const i64 h = head - heads;
-  prepare_head(shape, key + token * kv_stride + key_place + h * size, key_norm, own_cos, own_sin, ready);
-  barrier();
+  prepare_head(shape, key + token * kv_stride + key_place + h * size, key_norm, own_cos, own_sin, ready);  // each thread reads what it wrote
   const i64 row = row_of(row_splits, rows, token);
   const i64 slot = past_length[row] + token - row_splits[row];
   if (slot < 0 || slot >= capacity) return;  // what an engine before it wrote may be anything

@@ -34,7 +34,7 @@ OUTRIDER_DEVICE float as_real(i64 word) { return float_of(static_cast<i32>(word)
 OUTRIDER_DEVICE i64 as_word(float value) { return static_cast<i64>(static_cast<u32>(bits_of(value))); }
 
 OUTRIDER_DEVICE float log_of(float x) {
-  if (x > 0.0f && x < 0x1p127f) return static_cast<float>(shared_log(static_cast<double>(x)));
+  if (x > 0.0f && bits_of(x) < 0x7f800000) return static_cast<float>(shared_log(static_cast<double>(x)));
   return x == 0.0f ? float_of(static_cast<i32>(0xff800000u)) : x > 0.0f ? x : float_of(0x7fc00000);
 }
 

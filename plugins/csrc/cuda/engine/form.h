@@ -53,6 +53,18 @@ OUTRIDER_DEVICE void keep_block(const Formed& formed, i64 block, float value) {
   }
 }
 
+// A warp keeps outputs of one row of a product, that of the lane being `output`, in the group of 32 that they are. Float32
+// are added to `residual` first, where it is not null; other forms want whole groups.
+OUTRIDER_DEVICE void keep_output(const Formed& formed, const float* residual, i64 row, i64 group, i64 output, i64 outputs,
+                                 float value) {
+  if (formed.form != kFloat32) {
+    keep_block(formed, row * (outputs / kBlock) + group, value);
+  } else if (output < outputs) {
+    const i64 at = row * outputs + output;
+    reinterpret_cast<float*>(formed.to)[at] = residual == nullptr ? value : residual[at] + value;
+  }
+}
+
 // Rows of float32 in another form: a warp has a block of 32 at a time.
 OUTRIDER_KERNEL outrider_form(const float* x, char* to, float* scales, i32* sums, i64 blocks, i64 form) {
   const Formed formed = {to, scales, sums, form};

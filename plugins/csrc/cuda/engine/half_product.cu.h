@@ -5,6 +5,7 @@
 #pragma once
 
 #include "form.h"
+#include "rms_norm.cu.h"
 #include "units.h"
 
 namespace outrider {
@@ -25,9 +26,33 @@ struct HalfRows {
   }
 };
 
+// The same of rows of float32 that are normed as they are read, up to kNormRows of them.
+struct NormedHalfRows {
+  const float *x, *norm, *factors;
+  i64 count, inputs, element;
+  OUTRIDER_DEVICE u32 half(float value) const { return element == kFloat16 ? half_of(value) : bfloat_of(value); }
+  OUTRIDER_DEVICE Bytes16 eight(i64 row, i64 first) const {
+    if (row >= count) return {};
+    Bytes16 to;
+    for (int part = 0; part < 2; ++part) {
+      const Bytes16 numbers = load_bytes16(x + row * inputs + first + 4 * part);
+      const Bytes16 weights = load_bytes16(norm + first + 4 * part);
+      u32 halves[4];
+      for (int i = 0; i < 4; ++i) {
+        const float number = float_of(static_cast<i32>(numbers.word[i]));
+        halves[i] = half(number * factors[row] * float_of(static_cast<i32>(weights.word[i])));
+      }
+      to.word[2 * part] = halves[0] | halves[1] << 16;
+      to.word[2 * part + 1] = halves[2] | halves[3] << 16;
+    }
+    return to;
+  }
+};
+
 // 32 outputs of 32 rows: thread t has output t % 32 of rows t / 32, t / 32 + 8 ... in `totals`. A lane reads eight inputs in
 // a row, of a row of x and of an output: which input is which in a matrix product does not matter, as long as both agree.
-OUTRIDER_DEVICE void half_tile(const HalfRows& x, const HalfRows& weights, i64 first_row, i64 first_output, i64 element,
+template <typename Rows>
+OUTRIDER_DEVICE void half_tile(const Rows& x, const HalfRows& weights, i64 first_row, i64 first_output, i64 element,
                                float (&totals)[kHalfOwn]) {
   OUTRIDER_SHARED float parts[kHalfWarps][kHalfOutputs][kHalfRows + 1];  // one more, so that banks differ
   const int lane = static_cast<int>(lane_index()), group = lane / 4, turn = lane % 4;
@@ -72,32 +97,53 @@ OUTRIDER_DEVICE void half_tile(const HalfRows& x, const HalfRows& weights, i64 f
   }
 }
 
-// x and the weights are [rows, inputs] and [outputs, inputs]; inputs are a multiple of 32. Blocks of 256 threads. With a
-// `unit`, output i is made of outputs i and outputs + i of the weights. Other forms than float32 want multiples of 32 outputs.
-OUTRIDER_KERNEL outrider_half_product(const unsigned short* x, const unsigned short* weight, char* to, float* to_scales,
-                                      i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 element, i64 unit, i64 form) {
-  const i64 groups = (outputs + kHalfOutputs - 1) / kHalfOutputs;
+// What a product is of, beside its rows, and where it goes. With a `unit`, output i is made of outputs i and outputs + i of
+// the weights. Float32 are added to `residual` first, where it is not null; other forms want multiples of 32 outputs.
+struct HalfProduct {
+  const unsigned short* weight;
+  const float* residual;
+  Formed to;
+  i64 rows, inputs, outputs, element, unit;
+};
+
+template <typename Rows>
+OUTRIDER_DEVICE void multiply_halves_of(const Rows& x, const HalfProduct& product) {
+  const i64 rows = product.rows, outputs = product.outputs, unit = product.unit;
   const i64 tiles = (rows + kHalfRows - 1) / kHalfRows;  // neighbours share weights
   const i64 group = block_index() / tiles;
   const i64 first = block_index() % tiles * kHalfRows;
-  const HalfRows given = {x, rows, inputs}, weights = {weight, unit == kNoUnit ? outputs : 2 * outputs, inputs};
+  const HalfRows weights = {product.weight, unit == kNoUnit ? outputs : 2 * outputs, product.inputs};
   float totals[kHalfOwn];
-  half_tile(given, weights, first, group * kHalfOutputs, element, totals);
+  half_tile(x, weights, first, group * kHalfOutputs, product.element, totals);
   if (unit != kNoUnit) {
     float up[kHalfOwn];
-    half_tile(given, weights, first, outputs + group * kHalfOutputs, element, up);
+    half_tile(x, weights, first, outputs + group * kHalfOutputs, product.element, up);
     for (int i = 0; i < kHalfOwn; ++i) totals[i] = gated(unit, totals[i], up[i]);
   }
   const i64 output = group * kHalfOutputs + lane_index();
   for (int i = 0; i < kHalfOwn; ++i) {
     const i64 row = first + thread_index() / 32 + i * kHalfWarps;
     if (row >= rows) break;
-    if (form == kFloat32) {
-      if (output < outputs) reinterpret_cast<float*>(to)[row * outputs + output] = totals[i];
-    } else {
-      keep_block({to, to_scales, to_sums, form}, row * groups + group, totals[i]);
-    }
+    keep_output(product.to, product.residual, row, group, output, outputs, totals[i]);
   }
+}
+
+// x and the weights are [rows, inputs] and [outputs, inputs]; inputs are a multiple of 32. Blocks of 256 threads.
+OUTRIDER_KERNEL outrider_half_product(const unsigned short* x, const unsigned short* weight, const float* residual, char* to,
+                                      float* to_scales, i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 element,
+                                      i64 unit, i64 form) {
+  const HalfRows given = {x, rows, inputs};
+  multiply_halves_of(given, {weight, residual, {to, to_scales, to_sums, form}, rows, inputs, outputs, element, unit});
+}
+
+// The same of rows that are not normed yet, up to kNormRows.
+OUTRIDER_KERNEL outrider_normed_half_product(const float* x, const float* norm, const unsigned short* weight, char* to,
+                                             float* to_scales, i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 element,
+                                             i64 unit, i64 form, i64 epsilon) {
+  OUTRIDER_SHARED float factors[kNormRows];
+  norm_factors(x, static_cast<int>(rows), inputs, float_of(static_cast<i32>(epsilon)), factors);
+  const NormedHalfRows given = {x, norm, factors, rows, inputs, element};
+  multiply_halves_of(given, {weight, nullptr, {to, to_scales, to_sums, form}, rows, inputs, outputs, element, unit});
 }
 
 // Rows of such weights, looked up by number. A number out of range gives zeros.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "form.h"
+#include "rms_norm.cu.h"
 #include "units.h"
 
 namespace outrider {
@@ -39,18 +40,40 @@ struct QuantRows {
   i64 blocks;  // of a row
   i64 first;   // row of the thread block
   int count;   // rows of the thread block
+  OUTRIDER_DEVICE void prepare(i64) const {}
+  OUTRIDER_DEVICE i64 place(i64 row, i64 block) const { return (first + row) * blocks + block; }
+};
+
+// Rows of float32, up to kNormRows, of which a warp norms and quantises the block that it has: in shared memory.
+struct NormedQuantRows {
+  u32* integers;
+  float* scales;
+  i32* sums;
+  i64 blocks;
+  int count;
+  const float *x, *norm, *factors;
+  OUTRIDER_DEVICE void prepare(i64 block) const {
+    const i64 own = block * kBlock + lane_index();
+    for (int r = 0; r < count; ++r) {
+      const float normed = x[r * blocks * kBlock + own] * factors[r] * norm[own];
+      keep_block({reinterpret_cast<char*>(integers), scales, sums, kIntegers}, place(r, block), normed);
+    }
+    warp_barrier();
+  }
+  OUTRIDER_DEVICE i64 place(i64 row, i64 block) const { return row * kQuantWarps + block % kQuantWarps; }
 };
 
 // The outputs of one group: thread t has column t % 32 of rows t / 32, t / 32 + 8 ... in `totals`. Each warp adds up the
 // integers of one block of inputs, on tensor cores, and then each thread adds the blocks of its outputs, in order.
-OUTRIDER_DEVICE void quant_tile(const QuantForm& form, const QuantRows& x, const char* packed, i64 group,
+template <typename Rows>
+OUTRIDER_DEVICE void quant_tile(const QuantForm& form, const Rows& x, const char* packed, i64 group,
                                 float (&totals)[kQuantOwn]) {
   OUTRIDER_SHARED i32 products[kQuantWarps][kQuantRows][kColumns];  // [block of inputs, row, output]
   OUTRIDER_SHARED float factors[2][kQuantWarps][kColumns];          // scales and minimums of the weights
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
   const int own = lane / 4, turn = lane % 4;
   const auto words_of = [&](i64 row, i64 block) {  // the row's integers in a block; a row that is none repeats the last
-    return x.integers + ((x.first + (row < x.count ? row : x.count - 1)) * x.blocks + block) * kQuads;
+    return x.integers + x.place(row < x.count ? row : x.count - 1, block) * kQuads;
   };
   for (i64 start = 0; start < x.blocks; start += kQuantWarps) {
     const i64 block = start + warp;
@@ -59,6 +82,7 @@ OUTRIDER_DEVICE void quant_tile(const QuantForm& form, const QuantRows& x, const
       const u32* weights = reinterpret_cast<const u32*>(at);
       factors[0][warp][lane] = form.scale(at, lane);
       if (form.minimums) factors[1][warp][lane] = form.minimum(at, lane);
+      x.prepare(block);
       for (int m = 0; m < x.count; m += 16) {
         const u32 *low = words_of(m + own, block), *high = words_of(m + own + 8, block);
         const u32 left[4] = {low[turn], high[turn], low[4 + turn], high[4 + turn]};
@@ -81,7 +105,7 @@ OUTRIDER_DEVICE void quant_tile(const QuantForm& form, const QuantRows& x, const
     barrier();
     for (int b = 0; b < kQuantWarps && start + b < x.blocks; ++b) {
       for (int r = warp, i = 0; r < x.count; r += kQuantWarps, ++i) {
-        const i64 at = (x.first + r) * x.blocks + start + b;
+        const i64 at = x.place(r, start + b);
         const i32 sum = products[b][r][lane] - form.offset() * x.sums[at];
         totals[i] = fused(static_cast<float>(sum), factors[0][b][lane] * x.scales[at], totals[i]);
         if (form.minimums) {
@@ -93,33 +117,55 @@ OUTRIDER_DEVICE void quant_tile(const QuantForm& form, const QuantRows& x, const
   }
 }
 
-// Thread blocks of 256: one has the 32 outputs of a group, of 32 rows. With a `unit`, output i is made of outputs i and
-// outputs + i of the weights. Other forms than float32 want multiples of 32 outputs.
-OUTRIDER_KERNEL outrider_quant_product(const u32* integers, const float* scales, const i32* sums, const char* packed, char* to,
-                                       float* to_scales, i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 wide,
-                                       i64 minimums, i64 unit, i64 form) {
-  const QuantForm weights = {bits, wide != 0, minimums != 0};
-  const i64 groups = (outputs + kColumns - 1) / kColumns;
-  const i64 tiles = (rows + kQuantRows - 1) / kQuantRows;  // neighbours share weights
-  const i64 group = block_index() / tiles;
-  const i64 first = block_index() % tiles * kQuantRows;
-  const int count = rows - first < kQuantRows ? static_cast<int>(rows - first) : kQuantRows;
-  const QuantRows x = {integers, scales, sums, inputs / kBlock, first, count};
+// What a product is of, beside its rows, and where it goes: see HalfProduct in half_product.cu.h.
+struct QuantProduct {
+  QuantForm form;
+  const char* packed;
+  const float* residual;
+  Formed to;
+  i64 group, outputs, unit;
+};
+
+template <typename Rows>
+OUTRIDER_DEVICE void multiply_integers_of(const Rows& x, i64 first, const QuantProduct& product) {
+  const i64 outputs = product.outputs, unit = product.unit, group = product.group;
   float totals[kQuantOwn] = {};
-  quant_tile(weights, x, packed, group, totals);
+  quant_tile(product.form, x, product.packed, group, totals);
   if (unit != kNoUnit) {
     float up[kQuantOwn] = {};
-    quant_tile(weights, x, packed, group + groups, up);
+    quant_tile(product.form, x, product.packed, group + outputs / kColumns, up);
     for (int i = 0; i < kQuantOwn; ++i) totals[i] = gated(unit, totals[i], up[i]);
   }
   const i64 output = group * kColumns + lane_index();
-  for (i64 r = thread_index() / 32, i = 0; r < count; r += kQuantWarps, ++i) {
-    if (form == kFloat32) {
-      if (output < outputs) reinterpret_cast<float*>(to)[(first + r) * outputs + output] = totals[i];
-    } else {
-      keep_block({to, to_scales, to_sums, form}, (first + r) * groups + group, totals[i]);
-    }
+  for (i64 r = thread_index() / 32, i = 0; r < x.count; r += kQuantWarps, ++i) {
+    keep_output(product.to, product.residual, first + r, group, output, outputs, totals[i]);
   }
+}
+
+// Thread blocks of 256: one has the 32 outputs of a group, of 32 rows.
+OUTRIDER_KERNEL outrider_quant_product(const u32* integers, const float* scales, const i32* sums, const char* packed,
+                                       const float* residual, char* to, float* to_scales, i32* to_sums, i64 rows, i64 inputs,
+                                       i64 outputs, i64 bits, i64 wide, i64 minimums, i64 unit, i64 form) {
+  const i64 tiles = (rows + kQuantRows - 1) / kQuantRows;  // neighbours share weights
+  const i64 first = block_index() % tiles * kQuantRows;
+  const int count = rows - first < kQuantRows ? static_cast<int>(rows - first) : kQuantRows;
+  const QuantRows x = {integers, scales, sums, inputs / kBlock, first, count};
+  multiply_integers_of(x, first, {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
+                                  block_index() / tiles, outputs, unit});
+}
+
+// The same of rows that are not normed yet, up to kNormRows.
+OUTRIDER_KERNEL outrider_normed_quant_product(const float* x, const float* norm, const char* packed, char* to,
+                                              float* to_scales, i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 bits,
+                                              i64 wide, i64 minimums, i64 unit, i64 form, i64 epsilon) {
+  OUTRIDER_SHARED float factors[kNormRows], scales[kNormRows * kQuantWarps];
+  OUTRIDER_SHARED i32 sums[kNormRows * kQuantWarps];
+  OUTRIDER_SHARED u32 integers[kNormRows * kQuantWarps * kQuads];
+  const int count = static_cast<int>(rows);
+  norm_factors(x, count, inputs, float_of(static_cast<i32>(epsilon)), factors);
+  const NormedQuantRows given = {integers, scales, sums, inputs / kBlock, count, x, norm, factors};
+  multiply_integers_of(given, 0, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
+                                  block_index(), outputs, unit});
 }
 
 // Rows of such weights, looked up by number: quant_row in onnxruntime/quant_gather.cc. A number out of range gives zeros.

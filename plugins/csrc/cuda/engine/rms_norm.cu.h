@@ -1,4 +1,5 @@
-// RmsNorm: a block norms one row, with the residual sum before it; row_squares in onnxruntime/row_kernel.h has the order.
+// RmsNorm: a block norms one row, with the residual sum before it, or a product norms few rows by itself. row_squares in
+// onnxruntime/row_kernel.h has the order.
 #pragma once
 
 #include "form.h"
@@ -6,24 +7,27 @@
 
 namespace outrider {
 
-// The sum of the squares of a row: sixteen lanes of four sums, which threads 0 to 63 have one each.
-OUTRIDER_DEVICE float sum_of_squares(const float* row, i64 size) {
-  OUTRIDER_SHARED float partial[4 * kLanes];
-  OUTRIDER_SHARED float total;
-  barrier();  // before anyone writes again, and behind what made the row
-  for (i64 t = thread_index(); t < 4 * kLanes; t += thread_count()) {
+constexpr int kNormRows = 8;  // that a product norms by itself: NORM_ROWS in plugins/cuda/engine_kernels.py
+
+// What the numbers of each of `count` rows are multiplied by, up to kNormRows: a row's squares are sixteen lanes of four
+// sums, which 64 threads have one each.
+OUTRIDER_DEVICE void norm_factors(const float* rows, int count, i64 size, float epsilon, float* factors) {
+  constexpr int kSums = 4 * kLanes;
+  OUTRIDER_SHARED float partial[kNormRows * kSums];
+  for (i64 t = thread_index(); t < count * kSums; t += thread_count()) {
+    const float* row = rows + t / kSums * size;
     float sum = 0.0f;
-    for (i64 i = t; i < size; i += 4 * kLanes) sum = fused(row[i], row[i], sum);
+    for (i64 i = t % kSums; i < size; i += kSums) sum = fused(row[i], row[i], sum);
     partial[t] = sum;
   }
   barrier();
-  if (thread_index() == 0) {
+  for (i64 r = thread_index(); r < count; r += thread_count()) {
     float totals[4];
-    for (int v = 0; v < 4; ++v) totals[v] = sum_of_lanes(partial + v * kLanes);
-    total = (totals[0] + totals[2]) + (totals[1] + totals[3]);
+    for (int v = 0; v < 4; ++v) totals[v] = sum_of_lanes(partial + r * kSums + v * kLanes);
+    const float squares = (totals[0] + totals[2]) + (totals[1] + totals[3]);
+    factors[r] = 1.0f / root(squares / static_cast<float>(size) + epsilon);
   }
   barrier();
-  return total;
 }
 
 // `added` may be null; `sum`, where x + added goes, too, unless there is something added. `epsilon` is a float32 as bits. Blocks
@@ -35,16 +39,17 @@ OUTRIDER_KERNEL outrider_rms_norm(const float* x, const float* weight, const flo
   if (added != nullptr) {
     for (i64 i = thread_index(); i < size; i += thread_count()) sum[at + i] = x[at + i] + added[at + i];
     row = sum + at;
+    barrier();
   }
-  const float squares = sum_of_squares(row, size);
-  const float factor = 1.0f / root(squares / static_cast<float>(size) + float_of(static_cast<i32>(epsilon)));
+  OUTRIDER_SHARED float factor[1];
+  norm_factors(row, 1, size, float_of(static_cast<i32>(epsilon)), factor);
   if (form == kFloat32) {
     float* to = reinterpret_cast<float*>(normed) + at;
-    for (i64 i = thread_index(); i < size; i += thread_count()) to[i] = row[i] * factor * weight[i];
+    for (i64 i = thread_index(); i < size; i += thread_count()) to[i] = row[i] * factor[0] * weight[i];
     return;
   }
   for (i64 i = thread_index(); i < size; i += thread_count()) {
-    keep_block({normed, scales, sums, form}, (at + i) / kBlock, row[i] * factor * weight[i]);
+    keep_block({normed, scales, sums, form}, (at + i) / kBlock, row[i] * factor[0] * weight[i]);
   }
 }
 
