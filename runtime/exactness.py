@@ -18,10 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from plans import names
@@ -31,8 +30,10 @@ from plans.manifest import Manifest, Probe
 from plans.plan import Plan, file_sha256
 from plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
 from runtime.backends import on_processor
-from runtime.backends.onnxruntime_cpu import session_options
 from runtime.cache_folder import cache_folder
+
+if TYPE_CHECKING:  # a runtime that runs nothing on the processor does not need ONNX Runtime
+    import onnxruntime as ort
 
 Exactness = Literal["probed", "unchecked"]
 """Whether loading a plan probes, or leaves open whether tokens are the same in any company."""
@@ -74,6 +75,10 @@ def ensure_exact(plan: Plan, probe: Probe, threads: int) -> Probed:
 
     Raises `PlanError` where a row's bits depend on its company, or the probe cannot be run.
     """
+    import onnxruntime as ort
+
+    from runtime.backends.onnxruntime_cpu import session_options
+
     began = perf_counter()
     path, ops = plan.file(probe.file), len(set(probe.ops.values()))
     conditions = _conditions(plan, probe, threads)
@@ -138,6 +143,8 @@ def _same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
 
 
 def _refusal(plan: Plan, found: Mapping[str, list[int]]) -> str:
+    import onnxruntime as ort
+
     op, rows = next(iter(found.items()))
     others = f" (and {len(found) - 1} other ops)" if len(found) > 1 else ""
     return (
@@ -150,6 +157,8 @@ def _refusal(plan: Plan, found: Mapping[str, list[int]]) -> str:
 
 def kernels_here() -> dict[str, str]:
     """Return what decides which kernels compute on this machine, by name: where all of it is equal, so are all bits."""
+    import onnxruntime as ort
+
     return {
         "processor": processor(),
         "instruction set": instruction_set(),

@@ -9,7 +9,6 @@ from plans.errors import PlanError
 from plans.machine import processor
 from plans.manifest import BackendPlan
 from runtime.backends.base import Backend, Settings
-from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,18 @@ def _make_rtx(plan: BackendPlan, settings: Settings) -> Backend:
     return tensorrt.TensorRt(tensorrt.RTX, plan, settings)
 
 
+def _make_cpu(plan: BackendPlan, settings: Settings) -> Backend:
+    from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+
+    return OnnxRuntimeCpu(settings)
+
+
 BACKENDS: dict[str, Driver] = {
     "tensorrt": Driver(_tensorrt_reason, _make_tensorrt),
     "tensorrt-rtx": Driver(_rtx_reason, _make_rtx),
     "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
     "cuda": Driver(_own_reason, _make_own),
-    "onnxruntime-cpu": Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings)),
+    "onnxruntime-cpu": Driver(lambda plan: None, _make_cpu),
 }
 
 

@@ -74,10 +74,18 @@ class KernelEngines:
                 data = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
             except OSError as error:
                 raise PlanError(f"{path} cannot be read: {error}; build the plan again") from None
-            address = self._device.allocate(size)
+            try:
+                address = self._device.allocate(size)
+            except PlanError as error:
+                raise PlanError(
+                    f"{path}: the weights need {size / 1e9:.1f} GB on the GPU, more than there is ({error}); quantise "
+                    "them further, or choose a smaller model"
+                ) from None
             self._weights[path] = address, size
+            landing = self._device.pinned(min(size, _UPLOAD)).array(0, (min(size, _UPLOAD),), np.uint8)
             for start in range(0, size, _UPLOAD):
-                part = np.ascontiguousarray(data[start : start + _UPLOAD])
+                part = landing[: min(size - start, _UPLOAD)]
+                part[:] = data[start : start + _UPLOAD]
                 with self._device.lock():
                     self._device.to_device(address + start, part.ctypes.data, part.nbytes)
                     there = self._device.mark()

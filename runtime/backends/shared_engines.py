@@ -21,13 +21,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-
-import onnxruntime as ort
+from typing import TYPE_CHECKING
 
 from plans.plan import Plan, file_sha256
 from runtime.cache_folder import cache_folder
 from runtime.file_lock import locked
 from runtime.mapped_files import MappedFiles
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 _VERSION = 2
 _NAME, _WEIGHTS, _LIST = "engine.onnx", "weights.bin", "files.json"
@@ -101,6 +103,8 @@ def write_packed(path: Path, to: Path, options: Callable[[], ort.SessionOptions]
 
     Raises OSError where it cannot: it does not tell a full disk from other faults.
     """
+    import onnxruntime as ort
+
     writing = options()
     writing.optimized_model_filepath = str(to)
     for key, value in (

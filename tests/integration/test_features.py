@@ -57,7 +57,7 @@ class Doors:
 
     rows: Runtime
     row: Runtime
-    client: openai.OpenAI
+    client: openai.OpenAI | None
 
     def ask(self, way: str, asked: list[Options], own: list[list[int]] | None = None) -> list[Generation]:
         """Generate behind PREFIX and each one's `own` tokens, by different options, all at once where the way can."""
@@ -95,6 +95,7 @@ class Doors:
             limit, stop = given.pop("max_new_tokens"), given.pop("stop", None)
             temperature, seed = given.pop("temperature", 0.0), given.pop("seed", 0)
             given.pop("auto_disable", None)
+            assert self.client is not None
             answer = self.client.completions.create(
                 model="toy", prompt=[*PREFIX, 7 + place], max_tokens=limit, stop=stop, temperature=temperature,
                 seed=seed, extra_body=given,

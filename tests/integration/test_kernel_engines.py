@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from shutil import copytree
 
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from compiler.build import build
 from compiler.design import design_plan
@@ -24,6 +26,8 @@ from runtime import Runtime
 from runtime.backends import BACKENDS, Driver
 from runtime.request import Options
 from tests.conftest import made_once, write_toy
+from tests.fake_cuda.provider import CudaProvider
+from tests.integration.test_features import PREFIX, Doors
 from tests.integration.toy_forward import toy_log_probabilities
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels
@@ -97,6 +101,10 @@ def test_quantised_weights_give_the_bits_of_the_cpu(
     assert emulated.launched["outrider_quant_product"] > 0
 
 
+def halves(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
 @pytest.mark.parametrize("drafter", ["none", "ngram", "chain", "head"])
 def test_the_numbers_are_those_of_a_numpy_forward(
     half_plan: Path, toy_recipe: Path, emulated: EmulatedDevice, drafter: str
@@ -105,14 +113,23 @@ def test_the_numbers_are_those_of_a_numpy_forward(
     runtime = Runtime.load(half_plan, backend=CUDA, cuda_graphs=False)
     found = runtime.generate(PROMPT, **asked(drafter, 0.0))
     tokens = [*PROMPT, *found.token_ids]
-    expected = toy_log_probabilities(
-        toy_recipe.parent / "target", tokens, lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    )[len(PROMPT) - 1 : -1]
+    expected = toy_log_probabilities(toy_recipe.parent / "target", tokens, halves)[len(PROMPT) - 1 : -1]
     differences = [entry.logprob - row[entry.token_id] for entry, row in zip(found.logprobs, expected, strict=True)]
     assert found.token_ids == expected.argmax(-1).tolist()
     # A sum that rounds to the other neighbour, 2^-8 apart, is one of 32 inputs of a product: that is seldom, and small.
     assert np.median(np.abs(differences)) < 1e-5
     assert np.abs(differences).max() < 0.05
+
+
+@pytest.mark.parametrize("way", ["session", "branches", "branches, rows", "submit, rows"])
+def test_every_drafter_in_one_pass_has_the_tokens_of_a_numpy_forward(
+    half_plan: Path, toy_recipe: Path, emulated: EmulatedDevice, way: str
+) -> None:
+    runtime = Runtime.load(half_plan, backend=CUDA)
+    drafters = [asked(drafter, 0.0) for drafter in ("none", "chain", "ngram", "head")]
+    for place, found in enumerate(Doors(runtime, runtime, None).ask(way, drafters)):
+        forward = toy_log_probabilities(toy_recipe.parent / "target", [*PREFIX, 7 + place, *found.token_ids], halves)
+        assert found.token_ids == forward[len(PREFIX) : -1].argmax(-1).tolist()
 
 
 def test_bfloat16_gives_the_same_bits_with_any_drafter_and_beside_others(
@@ -145,6 +162,44 @@ def test_a_step_is_one_recorded_launch(quantised_plan: Path, emulated: EmulatedD
     assert emulated.replays - before >= rounds - 1
     assert emulated.enqueued - enqueued < 3 * rounds + 800  # prompts are enqueued call by call
     assert result.token_ids == plain.generate(PROMPT, **asked("none", 0.0)).token_ids
+
+
+ALONE = """
+import json, sys
+from runtime import Runtime
+root, *drafters = sys.argv[1:]
+runtime = Runtime.load(root, backend="cuda")
+options = dict(max_new_tokens=24, ignore_eos=True, auto_disable=False, temperature=0.9, seed=5)
+prompt = [(37 * i) % 299 + 1 for i in range(40)]
+print(json.dumps([runtime.generate(prompt, drafter=drafter, **options).token_ids for drafter in drafters]))
+"""
+
+
+def test_it_needs_a_driver_and_no_onnx_runtime(
+    quantised_plan: Path, fake_cuda: Path, engine_emulator: Emulator, tmp_path: Path
+) -> None:
+    """As on a GPU, over a driver whose kernels are emulated: graphs are recorded and replayed, memory is its own."""
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError", encoding="utf-8")
+    driver = CudaProvider(tmp_path, fake_cuda, engine_emulator.library)
+    drafters = ("none", "chain", "head", "block")
+    ended = driver.run(ALONE, quantised_plan, *drafters, folder=tmp_path)
+    expected = Runtime.load(quantised_plan, backend=CPU, threads=1).generate(PROMPT, **asked("none", 0.9))
+    assert ended.told == [expected.token_ids] * len(drafters)
+    assert ended.events("fault") == []
+    assert len(ended.events("capture")) > 0
+    assert len(ended.events("replay")) > 24
+
+
+def test_weights_are_given_back_with_the_runtime(quantised_plan: Path, emulated: EmulatedDevice) -> None:
+    held = []
+    for _ in range(2):
+        runtime = Runtime.load(quantised_plan, backend=CUDA, cuda_graphs=False)
+        runtime.generate(PROMPT[:4], **asked("none", 0.0))
+        runtime.close()
+        del runtime
+        gc.collect()
+        held.append(emulated.held)
+    assert held == [0, 0]
 
 
 def test_a_plan_has_the_kernels_of_its_engines(quantised_plan: Path) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from compiler.kernels.code import MOST_KEPT, MOST_STACK, Word
 from plugins.cuda.compile import SOURCES, compile_kernels
-from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS, NORM_ROWS
+from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS, NORM_ROWS, UNITS
 from plugins.cuda.launches import ELEMENTS
 from plugins.quant_layout import QuantLayout, pack
 from plugins.reference import lanes_attention
@@ -23,6 +23,7 @@ from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_ro
 from tests.plugins.emulator import Emulator
 from tests.plugins.engine_driver import launch, real
 from tests.plugins.gpu import Gpu
+from tests.plugins.test_cpu_gated_unit import gated_unit as gated_unit_of_cpu
 from tests.plugins.test_cpu_norm import norm
 
 Kernels = Emulator | Gpu
@@ -81,13 +82,14 @@ def test_norms_have_the_bits_of_the_cpu(engine_kernels: Kernels, size: int, adde
         np.testing.assert_array_equal(total, expected[1][0])
 
 
-def test_gated_units_have_the_bits_of_the_reference(engine_kernels: Kernels) -> None:
+@pytest.mark.parametrize("unit", UNITS[1:])
+def test_gated_units_have_the_bits_of_the_cpu(engine_kernels: Kernels, unit: str) -> None:
     rng = np.random.default_rng(0)
-    both = (rng.normal(size=(3, 2, 37)) * 8).astype(np.float32)
-    both[0, 0, :4] = [0.0, -0.0, 90.0, -90.0]
-    to = poisoned(3, 37)
-    launch(engine_kernels, "outrider_gated_unit", {"both": both, "to": to}, {"rows": 3, "size": 37, "unit": 1}, 1)
-    np.testing.assert_array_equal(to, gated_unit(both[:, 0], both[:, 1]))
+    both = (rng.normal(size=(3, 2 * 37)) * 8).astype(np.float32)
+    both[0, :6] = [0.0, -0.0, 90.0, -90.0, np.nan, np.inf]
+    to, numbers = poisoned(3, 37), {"rows": 3, "size": 37, "unit": UNITS.index(unit)}
+    launch(engine_kernels, "outrider_gated_unit", {"both": both, "to": to}, numbers, 1)
+    np.testing.assert_array_equal(to, gated_unit_of_cpu(unit).run(None, {"x": both[None]})[0][0])
 
 
 def quantized(rng: np.random.Generator, outputs: int, inputs: int, bits: int, minimums: bool, wide: bool):
@@ -211,8 +213,12 @@ def attend(
     window: int = 0,
     sinks: NDArray[np.float32] | None = None,
     at_once: int = 64,
-) -> NDArray[np.float32]:
-    """Attention of queries `[N, heads, D]` over KV caches `[2, R, kv_heads, C, D]`, as an engine launches it."""
+    form: int = 0,
+) -> NDArray[np.generic]:
+    """Attention of queries `[N, heads, D]` over KV caches `[2, R, kv_heads, C, D]`, as an engine launches it.
+
+    Integers are returned times their scales.
+    """
     tokens, heads, size = queries.shape
     _, rows, kv_heads, capacity, _ = caches.shape
     places, view = bias.shape[1:]
@@ -222,7 +228,8 @@ def attend(
         {"rows": rows, "places": places, "view": view}, tokens,
     )  # fmt: skip
     chunks = -(-(min(view, window) if window else view) // CHUNK)
-    out, group = poisoned(tokens, heads, size), heads // kv_heads
+    out, group = np.zeros((tokens, heads, size), [np.float32, np.uint16, np.uint16, np.int8][form]), heads // kv_heads
+    of_blocks = {"out_scales": poisoned(out.size // 32), "out_sums": np.zeros(out.size // 32, np.int32)}
     for first in range(0, tokens, at_once):
         count = min(at_once, tokens - first)
         partial, counters = poisoned(count, heads, chunks, 2 + size), np.zeros((count, kv_heads), np.uint32)
@@ -231,16 +238,20 @@ def attend(
             {
                 "queries": queries, "keys": caches[0], "values": caches[1], "row_splits": splits, "lists": lists,
                 "counts": counts, "sinks": sinks, "partial": partial, "counters": counters, "out": out,
+                **(of_blocks if form else {}),
             },
             {
                 "rows": rows, "heads": heads, "kv_heads": kv_heads, "size": size, "capacity": capacity, "view": view,
                 "chunks": chunks, "first_token": first, "window": window, "element": ELEMENTS.index(caches.dtype.name),
-                "scale": real(scale), "softcap": real(softcap), "form": 0,
+                "scale": real(scale), "softcap": real(softcap), "form": form,
             },
             count * kv_heads * chunks, shared=4 * (group * CHUNK + group * size + group + CHUNK),
         )  # fmt: skip
         assert not counters.any()
-    return out
+    if form != INTEGERS:
+        return out
+    np.testing.assert_array_equal(of_blocks["out_sums"], out.reshape(-1, 32).sum(-1))
+    return (out.reshape(-1, 32) * of_blocks["out_scales"][:, None]).reshape(out.shape)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -271,6 +282,30 @@ def test_attention_has_the_bits_of_the_reference(
                 queries[token, head], *own, scale=0.3, softcap=softcap, sink=None if sink is None else float(sink[head])
             )
             np.testing.assert_array_equal(found[token, head], expected, err_msg=f"token {token}, head {head}")
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "form"), [(16, 96, "int8"), (16, 64, "bfloat16"), (12, 128, "float16"), (9, 80, "float32")]
+)
+def test_attention_of_wide_groups_leaves_what_products_read(
+    engine_kernels: Kernels, group: int, size: int, form: str
+) -> None:
+    rng = np.random.default_rng(1)
+    caches = rng.normal(size=(2, 1, 1, 600, size)).astype(np.float32)
+    queries = rng.normal(size=(2, group, size)).astype(np.float32)
+    seen = rng.random((1, 2, 560)) < np.array([0.95, 0.0])[:, None]
+    bias = np.where(seen, np.float32(0), np.finfo(np.float32).min)
+    found = attend(engine_kernels, queries, caches, bias, np.array([0, 2]), scale=0.1, form=FORMS.index(form))
+    slots = np.flatnonzero(seen[0, 0])
+    expected = np.zeros_like(queries)
+    for head in range(group):
+        expected[0, head] = lanes_attention.attend(queries[0, head], *caches[:, 0, 0, slots], scale=0.1)
+    if form == "int8":
+        integers, scales = quantize_rows(expected.reshape(2, -1))
+        expected = (integers.reshape(2, -1, 32).astype(np.int8) * scales[..., None]).reshape(expected.shape)
+    elif form != "float32":
+        expected = narrowed(expected, form)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_token_attends_the_same_in_any_company(engine_kernels: Kernels) -> None:

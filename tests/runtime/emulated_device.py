@@ -65,6 +65,11 @@ class EmulatedDevice:
         self._memory[address] = memory
         return address
 
+    @property
+    def held(self) -> int:
+        """Pieces of memory that were allocated and not given back."""
+        return len(self._memory)
+
     def free(self, address: int) -> None:
         with self._lock:
             self._run_until(self._enqueued)

@@ -78,6 +78,7 @@ class Emulator:
     """A library of kernels, of sources or of PTX, and ops bound to arrays as `plugins.native.create` binds them."""
 
     def __init__(self, library: Path) -> None:
+        self.library = library
         self._library = ctypes.CDLL(str(library))
         self._library.emulate.argtypes = [
             ctypes.c_char_p, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_void_p, ctypes.c_uint,
