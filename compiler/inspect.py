@@ -182,6 +182,9 @@ def print_description(description: dict[str, Any], console: Console) -> None:
                 console.print(f"    weights: {stored}")
             console.print("    " + ", ".join(f"{op} {count}" for op, count in facts["ops"].items()))
             if "parts" in facts:
+                console.print(
+                    f"    workspace: {facts['workspace_bytes'] / 1e6:.2f} MB, in which a session's engines take turns"
+                )
                 console.print(_kernel_table(facts))
         if backend["kernels"]:
             console.print(f"  our ops compiled for {', '.join(backend['kernels'])}")

@@ -50,7 +50,7 @@ from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
-HELD_OUT = REPOSITORY / "plans" / "reference" / "held_out.jsonl"
+HELD_OUT = REPOSITORY / "plans" / "reference" / "held_out.jsonl.gz"
 
 TOY_RECIPE = """\
 name: toy

@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace) -> int:
         "eagle3": (head_drafts(head, teacher.model.embedding), head.config.aux_layers),
         "model": (model_drafts(load_decoder(folder / "model")), ()),
     }
-    prompts = read_prompts(folder / "held_out.jsonl")[: arguments.prompts]
+    prompts = read_prompts(folder / "held_out.jsonl.gz")[: arguments.prompts]
     report: dict[str, object] = {}
     for name, (drafts, taps) in drafters.items():
         found = places(teacher, drafts, taps, prompts, arguments.temperature)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
 
-TEXT = Path(__file__).resolve().parent.parent / "plans" / "reference" / "held_out.jsonl"
+TEXT = Path(__file__).resolve().parent.parent / "plans" / "reference" / "held_out.jsonl.gz"
 MERGES = TEXT.with_name("pair_merges.txt")
 """Of a byte-level BPE of VOCABULARY tokens, trained on held-out code."""
 VOCABULARY, HEAD_DIM, CONTEXT = 1024, 64, 4096

@@ -136,7 +136,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--lists-only",
         action="store_true",
-        help="write corpus.txt.gz, held_out.jsonl and calibration.jsonl.gz into --out, and train nothing",
+        help="write corpus.txt.gz, held_out.jsonl.gz and calibration.jsonl.gz into --out, and train nothing",
     )
     drafter = parser.add_argument_group("drafters")
     drafter.add_argument("--name", help="folder in --out and checkpoint in --work (default: the part)")

@@ -161,6 +161,7 @@ class DeviceBuffers(Buffers):
         key = (name, -1 if zeroed else size)
         if zeroed or key not in self._scratch:
             self._scratch[key] = self.allocate(size)
+            self.scratch_bytes += size
         return self._scratch[key]
 
     def rows(self, model: str, tensor: str, start: int, stop: int) -> NDArray[Any]:

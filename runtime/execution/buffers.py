@@ -89,6 +89,8 @@ class Buffers:
     """
 
     exchange: Exchange | None = None
+    scratch_bytes = 0
+    """Of memory on a device beside the buffers: what engines and ops leave there between two launches."""
 
     def __init__(self, plan: BackendPlan, *, huge_pages: bool = True) -> None:
         try:

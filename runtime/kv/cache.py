@@ -68,6 +68,8 @@ class KvCache:
         self._aligned: Alignment | None = None  # of the step
         self._numbers = range(geometry.branches)
         self._inert: dict[int, int] = {}  # what fills up a batch: a number that the step has no token of, and its token
+        self.filled_rows: set[int] = set()
+        """Numbers whose rows tokens that fill up a batch were written to, over KV that no sequence has any more."""
         self._open: set[int] = set()
         self.arrange(pooled=True)
 
@@ -219,6 +221,7 @@ class KvCache:
         self._inert = dict.fromkeys(others[: batch - len(tokens)], -1)
         if batch and not self._pooled:
             self._used = batch
+            self.filled_rows.update(self._inert)
         used = self._rows[: self._used]
         if self.alignment is not None and tokens:
             self.alignment.cache_length = max(table.length for table in used)

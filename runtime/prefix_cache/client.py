@@ -62,7 +62,11 @@ class CacheClient:
     def number_for(self, tokens: List[int], free: List[int]) -> int:
         """Choose the free number whose row holds the most of `tokens`."""
         tokens = list(tokens)
-        return max(free, key=lambda number: (common_length(self._left.get(number, []), tokens), -number))
+        return max(free, key=lambda number: (common_length(self._still_held(number), tokens), -number))
+
+    def _still_held(self, number: int) -> List[int]:
+        """Return the tokens whose KV a sequence has left in a row, unless tokens that filled up a batch lie over it."""
+        return [] if number in self._target.filled_rows else self._left.get(number, [])
 
     def recall(self, sequence: Sequence) -> int:
         """Copy in the KV that the sequence lacks, but for its tip's; return how many tokens of the target were copied.
@@ -72,7 +76,8 @@ class CacheClient:
         tokens, number = sequence.tokens, sequence.number
         match = self._cache.match(tokens)
         try:
-            here = max(sequence.computed, common_length(self._left.pop(number, []), tokens))
+            here = max(sequence.computed, common_length(self._still_held(number), tokens))
+            self._left.pop(number, None)
             here = min(here, len(tokens) - 1)
             computed = max(min(match.lengths.get(names.TARGET, 0), len(tokens) - 1), here)
             if computed > sequence.computed:
@@ -103,6 +108,7 @@ class CacheClient:
         """Note which KV a sequence that ends leaves in its row."""
         if self._target.stays:
             self._left[sequence.number] = sequence.tokens[: sequence.computed]
+            self._target.filled_rows.discard(sequence.number)
 
     def forget(self) -> None:
         """Forget the KV that sequences have left in their rows."""

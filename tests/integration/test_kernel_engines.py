@@ -22,7 +22,7 @@ from plans.errors import PlanError, RecipeError
 from plans.plan import open_plan
 from plugins.cuda.engine_kernels import ENGINE_KERNELS
 from plugins.cuda.resources import kernel_resources
-from runtime import Runtime
+from runtime import PrefixCacheConfig, Runtime
 from runtime.backends import BACKENDS, Driver
 from runtime.request import Options
 from tests.conftest import made_once, write_toy
@@ -130,6 +130,16 @@ def test_every_drafter_in_one_pass_has_the_tokens_of_a_numpy_forward(
     for place, found in enumerate(Doors(runtime, runtime, None).ask(way, drafters)):
         forward = toy_log_probabilities(toy_recipe.parent / "target", [*PREFIX, 7 + place, *found.token_ids], halves)
         assert found.token_ids == forward[len(PREFIX) : -1].argmax(-1).tolist()
+
+
+def test_rows_that_a_batch_filled_up_hold_no_prefix(half_plan: Path, emulated: EmulatedDevice) -> None:
+    """Requests end one after another, and steps of the last are filled up in the rows of the first."""
+    runtime = Runtime.load(half_plan, backend=CUDA, prefix_cache=PrefixCacheConfig(max_cached_tokens=1024))
+    questions = [([*PREFIX, token], asked("none", 0.9) | {"max_new_tokens": 6}) for token in (7, 8, 9, 10)]
+    expected = [handle.result().token_ids for handle in runtime.submit_all(questions)]
+    again = [handle.result() for handle in runtime.submit_all(questions)]
+    assert [each.token_ids for each in again] == expected
+    assert all(each.stats.reused_tokens >= len(PREFIX) - 1 for each in again)
 
 
 def test_bfloat16_gives_the_same_bits_with_any_drafter_and_beside_others(

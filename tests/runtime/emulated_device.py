@@ -43,6 +43,7 @@ class EmulatedDevice:
         self.enqueued = 0  # work that was no part of a graph
         self._lock, self._holds = threading.RLock(), threading.local()
         self._queue = deque[Callable[[], None]]()
+        self._dropped, self._runs = deque[int](), False  # memory to give back; whether a piece of work runs
         self._enqueued, self._done = 0, 0  # pieces of work, since the beginning
         self.graphs = 0  # that were recorded and not given back
         self._recorded: list[Callable[[], None]] | None = None
@@ -71,9 +72,12 @@ class EmulatedDevice:
         return len(self._memory)
 
     def free(self, address: int) -> None:
+        """Behind all that is enqueued. A collection of garbage may ask for it in the midst of a piece of work, or of a
+        recording: whoever runs work next gives it back."""
+        self._dropped.append(address)
         with self._lock:
-            self._run_until(self._enqueued)
-        del self._memory[address]
+            if not self._runs and self._recorded is None:
+                self._run_until(self._enqueued)
 
     def pinned(self, size: int) -> Pinned:
         return Pinned(self.allocate(size), size, self.free)
@@ -113,9 +117,16 @@ class EmulatedDevice:
             self._run_until(mark)
 
     def _run_until(self, mark: int) -> None:
-        while self._done < mark:
-            self._done += 1
-            self._queue.popleft()()
+        assert not self._runs, "work waits for work behind it"
+        self._runs = True
+        try:
+            while self._done < (self._enqueued if self._dropped else mark):
+                self._done += 1
+                self._queue.popleft()()
+        finally:
+            self._runs = False
+        while self._dropped and self._done == self._enqueued:
+            del self._memory[self._dropped.popleft()]
 
     def _append(self, work: Callable[[], None]) -> None:
         self._enqueued += 1

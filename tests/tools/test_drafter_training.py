@@ -16,6 +16,7 @@ from torch import nn
 from compiler.block_checkpoint import load_block
 from compiler.checkpoint import load_decoder
 from compiler.eagle3_checkpoint import load_eagle3
+from compiler.held_out import read_text
 from compiler.models.block import BlockHead
 from compiler.models.decoder import Decoder
 from compiler.models.drafting import BlockDraft
@@ -26,6 +27,7 @@ from tests.tools.drafter_lessons import source_files, tiny_run, tiny_target, wri
 from tools import train_reference
 from tools.reference import drafter, drafter_text, export_drafters
 from tools.reference.acceptance import continue_prompts
+from tools.reference.corpus import write_text
 from tools.reference.draft_model import ModelGeometry, distillation_loss, train_model
 from tools.reference.drafter import Lessons, prepare
 from tools.reference.dspark import BlockGeometry, block_drafts, block_loss, train_dspark
@@ -66,8 +68,8 @@ def test_a_head_goes_on_with_more_tokens_than_it_could_draft(lessons: Lessons) -
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference")
     write_target(folder / "out", source_files())
-    prompts = folder / "out" / "held_out.jsonl"
-    prompts.write_text("".join(f"{line}\n" for line in prompts.read_text().splitlines()[:3]))
+    prompts = folder / "out" / "held_out.jsonl.gz"
+    write_text("".join(f"{line}\n" for line in read_text(prompts).splitlines()[:3]), prompts)
     return folder
 
 

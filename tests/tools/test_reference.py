@@ -68,7 +68,7 @@ def test_the_model_card_names_data_steps_bits_per_byte_and_licence() -> None:
 
 def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Runtime) -> None:
     theirs = AutoTokenizer.from_pretrained(REFERENCE / "target")
-    for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in read_text(REFERENCE / "held_out.jsonl.gz").splitlines():
         text = json.loads(line)["prompt"]
         ids = reference.tokenizer.encode(text)
         assert theirs(text)["input_ids"] == ids
@@ -81,7 +81,7 @@ def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Run
 
 def test_no_held_out_prompt_comes_from_a_training_file_and_calibration_text_does() -> None:
     held_out = {file.name: file.held_out for file in read_file_list(REFERENCE / "corpus.txt.gz")}
-    for file, expected in (("held_out.jsonl", True), ("calibration.jsonl.gz", False)):
+    for file, expected in (("held_out.jsonl.gz", True), ("calibration.jsonl.gz", False)):
         rows = [json.loads(line) for line in read_text(REFERENCE / file).splitlines()]
         assert {held_out[row["file"]] for row in rows} == {expected}
     assert len(held_out) > 21 * sum(held_out.values())
@@ -100,17 +100,17 @@ def test_lists_only_writes_the_hash_of_every_file_and_the_prompts(tmp_path: Path
     assert len(files) > 300
     for file in files[::50]:
         assert file.sha256 == hashlib.sha256((root / file.name).read_bytes()).hexdigest()[:DIGITS]
-    prompts = (tmp_path / "new" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = read_text(tmp_path / "new" / "held_out.jsonl.gz").splitlines()
     assert Counter(json.loads(line)["task"] for line in prompts) == {"completion": 60, "docstring": 20, "long": 12}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "corpus.txt.gz", "held_out.jsonl", "calibration.jsonl.gz",
+        "corpus.txt.gz", "held_out.jsonl.gz", "calibration.jsonl.gz",
     }  # fmt: skip
 
 
 def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(reference: Runtime) -> None:
     """`outrider verify` and `tune` take the first few, whose figures the repository keeps."""
-    rows = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert (REFERENCE / "held_out.jsonl").stat().st_size < 300_000
+    rows = [json.loads(line) for line in read_text(REFERENCE / "held_out.jsonl.gz").splitlines()]
+    assert (REFERENCE / "held_out.jsonl.gz").stat().st_size < 300_000
     assert [row["task"] for row in rows] == sorted(row["task"] for row in rows)  # completion, docstring, long
     tokens = {task: [len(reference.tokenizer.encode(r["prompt"])) for r in rows if r["task"] == task] for task in TASKS}
     assert min(tokens["long"]) > 2 * max(tokens["completion"])
@@ -121,7 +121,7 @@ def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(refer
         assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         assert ast.get_docstring(function)
         assert len(function.body) == 1
-    assert len(read_completions(REFERENCE / "held_out.jsonl")) == 60
+    assert len(read_completions(REFERENCE / "held_out.jsonl.gz")) == 60
 
 
 def test_prompts_are_what_their_files_hold() -> None:
@@ -132,7 +132,7 @@ def test_prompts_are_what_their_files_hold() -> None:
         for listed in read_file_list(REFERENCE / "corpus.txt.gz")
         if listed.name in files and files[listed.name].sha256 == listed.sha256
     }
-    rows = [json.loads(line) for line in (REFERENCE / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in read_text(REFERENCE / "held_out.jsonl.gz").splitlines()]
     rows = [row for row in rows if row["file"] in same]
     if not rows:
         pytest.skip("this interpreter's standard library is another")

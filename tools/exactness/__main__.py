@@ -84,7 +84,7 @@ def _parser(called: str) -> Parser:
   {called} build/branches --against http://127.0.0.1:8000 --body '{{"drafter": "none"}}' \\
       --drafting-body '{{"drafter": "ngram"}}' \\
       --start 'outrider serve build/branches --port 8000'
-  {called} --prompts plans/reference/held_out.jsonl --against http://127.0.0.1:8001 \\
+  {called} --prompts plans/reference/held_out.jsonl.gz --against http://127.0.0.1:8001 \\
       --start 'python3 -m llama_cpp.server --model model.gguf --port 8001' \\
       --against-drafting http://127.0.0.1:8002 --start-drafting \\
       'python3 -m llama_cpp.server --model model.gguf --draft_model prompt-lookup-decoding --port 8002'""",

@@ -17,7 +17,7 @@ from plans.plan import read_manifest
 from tools.peers.precision import Precision, precision_of, weights_section
 from tools.peers.with_outrider import BACKEND
 
-_HELD_OUT = Path(__file__).resolve().parent.parent.parent / "plans" / "reference" / "held_out.jsonl"
+_HELD_OUT = Path(__file__).resolve().parent.parent.parent / "plans" / "reference" / "held_out.jsonl.gz"
 _CONTEXT = 4096  # or the model's, where that is less
 _GAMMA = 4
 

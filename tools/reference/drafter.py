@@ -50,7 +50,7 @@ def prepare(run: Run, files: list[SourceFile], step_tokens: int | None = None) -
     are missing.
     """
     run.work.mkdir(parents=True, exist_ok=True)
-    prompts, listed = run.out / "held_out.jsonl", run.out / "corpus.txt.gz"
+    prompts, listed = run.out / "held_out.jsonl.gz", run.out / "corpus.txt.gz"
     if not prompts.exists():
         raise CheckpointError(f"{prompts} does not exist; train the target into {run.out} first, or use --lists-only")
     teacher = Teacher.load(run.out / "target", run.device)

@@ -21,7 +21,7 @@ from tools.reference.tasks import CHAT_TEMPLATE
 def export_target(
     model: Decoder, tokenizer: Tokenizer, files: list[SourceFile], report: dict[str, str], out: Path
 ) -> None:
-    """Write `out/target` (bf16) and, beside it, `corpus.txt.gz`, `held_out.jsonl` and `calibration.jsonl.gz`."""
+    """Write `out/target` (bf16) and, beside it, `corpus.txt.gz`, `held_out.jsonl.gz` and `calibration.jsonl.gz`."""
     target = out / "target"
     write_decoder(model, target)
     write_tokenizer(tokenizer, target / "tokenizer.json")
@@ -73,10 +73,10 @@ def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def write_lists(files: list[SourceFile], out: Path) -> None:
-    """Write `out/corpus.txt.gz` (what was read, and its split), `out/held_out.jsonl` and `out/calibration.jsonl.gz`."""
+    """Write `corpus.txt.gz` (what was read, and its split), `held_out.jsonl.gz` and `calibration.jsonl.gz` to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     write_file_list(files, out / "corpus.txt.gz")
-    write_prompts([f for f in files if f.held_out], out / "held_out.jsonl")
+    write_prompts([f for f in files if f.held_out], out / "held_out.jsonl.gz")
     write_calibration(files, out / "calibration.jsonl.gz")
 
 
@@ -114,7 +114,7 @@ Written by `python -m tools.train_reference`.
 - **Use**: a small model whose text is real, for building, testing and measuring plans. It writes plausible Python, not
   correct Python.
 - **Licence**: the weights, Apache-2.0 as this repository; the training text is under the PSF License Agreement, and so
-  are the excerpts in `../held_out.jsonl` and `../calibration.jsonl.gz`.
+  are the excerpts in `../held_out.jsonl.gz` and `../calibration.jsonl.gz`.
 """
 
 

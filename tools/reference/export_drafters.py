@@ -181,7 +181,7 @@ def write_card(
 | tokens per verify, greedy chain of {chain} | {acceptance.tokens_per_verify(chain):.2f} |
 
 Of the chains whose drafted tokens were the target's so far, the share whose next one is; on the target's own
-continuations ({NEW_TOKENS} tokens each) of the completions in `../held_out.jsonl`, depths 1 to {depths}:
+continuations ({NEW_TOKENS} tokens each) of the completions in `../held_out.jsonl.gz`, depths 1 to {depths}:
 
 {tables}
 

@@ -8,7 +8,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.reference.corpus import SourceFile
+from compiler.held_out import read_text
+from tools.reference.corpus import SourceFile, write_text
 
 COMPLETION, DOCSTRING, LONG = TASKS = ("completion", "docstring", "long")
 """The opening of a stretch of code; a function's signature and docstring, for its body; a long file's beginning."""
@@ -20,14 +21,14 @@ Row = dict[str, str | int]
 
 
 def write_prompts(files: list[SourceFile], path: Path) -> None:
-    """A line for each prompt: its task, and the file and line it comes from."""
+    """A line for each prompt, gzipped: its task, and the file and line it comes from."""
     rows = [*_completions(files), *_docstrings(files), *_long(files)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text("".join(json.dumps(row) + "\n" for row in rows), path)
 
 
 def read_completions(path: Path) -> list[Row]:
     """Of such a file, or of one that names no tasks, the rows of the task that drafters are judged by."""
-    rows: list[Row] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows: list[Row] = [json.loads(line) for line in read_text(path).splitlines()]
     return [row for row in rows if row.get("task", COMPLETION) == COMPLETION]
 
 
