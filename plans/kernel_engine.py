@@ -80,11 +80,14 @@ Item = Launch | Loop
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many tensors and numbers a kernel takes. Tensors at the places `optional` may be left out."""
+    """How many tensors and numbers a kernel takes. Tensors at the places `optional` may be left out, those at `written`
+    are written to. A block has from `threads[0]` to `threads[1]` threads."""
 
     tensors: int
     numbers: int
     optional: frozenset[int] = frozenset()
+    written: frozenset[int] = frozenset()
+    threads: tuple[int, int] = (1, MOST_THREADS)
 
 
 class KernelEngine(Strict):
@@ -143,11 +146,11 @@ def problems(
         for name in launch.tensors:
             if name not in known:
                 yield f"{where}: there is no tensor {name!r}"
-        for found in (_parameter_problems(launch, kernels), _formula_problems(launch, times, limits)):
+        for found in (_parameter_problems(launch, kernels, engine.constants), _formula_problems(launch, times, limits)):
             yield from (f"{where}: {problem}" for problem in found)
 
 
-def _parameter_problems(launch: Launch, kernels: Mapping[str, Parameters]) -> Iterator[str]:
+def _parameter_problems(launch: Launch, kernels: Mapping[str, Parameters], constants: Collection[str]) -> Iterator[str]:
     takes = kernels.get(launch.kernel)
     if takes is None:
         yield "there is no such kernel"
@@ -161,6 +164,11 @@ def _parameter_problems(launch: Launch, kernels: Mapping[str, Parameters]) -> It
     for place, name in enumerate(launch.tensors):
         if name == NO_TENSOR and place not in takes.optional:
             yield f"tensor {place} is left out, and the kernel needs it"
+        if place in takes.written and name in constants:
+            yield f"it writes to {name!r}, which all sessions read"
+    least, most = takes.threads
+    if not least <= launch.threads <= most or (least > 1 and launch.threads % 32):
+        yield f"its blocks have {launch.threads} threads, and the kernel takes {least} to {most} in whole warps"
 
 
 def _formula_problems(launch: Launch, times: str | None, limits: Mapping[str, int]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Nodes whose elements follow from others one by one: shapes, indices, gathers, sums of two tensors.
 
-They launch nothing by themselves. Whoever needs such a tensor in memory has it evaluated, with all that it is made of,
-in one launch.
+They launch nothing by themselves, but for a scatter. Whoever needs such a tensor in memory has it evaluated, with all
+that it is made of, in one launch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from compiler.kernels.code import Node, Word
 from compiler.kernels.emitter import Emitter, Handler, spread
+from compiler.kernels.entropy import log_softmax, multiply_parts, reduce_sum
 from compiler.kernels.sizes import Size, least, product, size
 from compiler.kernels.values import At, Kind, Logs, Ruled, Shape, Stored, Total, Weight
 
@@ -162,7 +163,7 @@ def _by_elements(real: Word | None, integer: Word | None, of_sizes: Callable[[Si
     def handle(e: Emitter, node: ir.Node) -> None:
         values = [e.value(each) for each in node.inputs]
         if any(isinstance(value, Logs | Total) for value in values):
-            return _entropy_product(e, node)
+            return multiply_parts(e, node)
         a, b = (e.known(each) for each in node.inputs)
         shapes = [_shape(e, each) for each in node.inputs]
         if of_sizes is not None and a is not None and b is not None and (len(a) == len(b) or 1 in (len(a), len(b))):
@@ -447,45 +448,6 @@ def cumsum(e: Emitter, node: ir.Node) -> None:
         return total
 
     e.set(node.outputs[0], Ruled("real", of.shape, at))
-
-
-def log_softmax(e: Emitter, node: ir.Node) -> None:
-    of = e.stored(e.value(node.inputs[0]))
-    if _axis(node, len(of.shape), -1) != len(of.shape) - 1:
-        raise e.refusal("LogSoftmax along another dimension than the last")
-    e.set(node.outputs[0], Logs(of, "log p"))
-
-
-def _entropy_product(e: Emitter, node: ir.Node) -> None:
-    """Multiply parts of an entropy, or what stands for its time by zero."""
-    values = [e.value(each) for each in node.inputs]
-    logs = [value for value in values if isinstance(value, Logs)]
-    if node.op_type == "Mul" and len(logs) == 2 and {each.times for each in logs} == {"p", "log p"}:
-        e.set(node.outputs[0], Logs(logs[0].of, "p log p"))
-        return
-    others = [each for each in node.inputs if not isinstance(e.value(each), Logs | Total)]
-    if node.op_type == "Mul" and not logs and len(others) == 1:
-        factor = e.ruled(e.value(others[0])).at(e.nodes.index)
-        if factor.word is Word.CONSTANT and factor.of == 0:
-            zero = e.nodes.constant(0)
-            e.set(node.outputs[0], Ruled("real", _shape(e, others[0]), lambda index: zero))
-            return
-    raise e.refusal(f"{node.op_type} of a softmax or of a sum of everything")
-
-
-def reduce_sum(e: Emitter, node: ir.Node) -> None:
-    value = e.value(node.inputs[0])
-    if isinstance(value, Logs) and value.times == "p log p":
-        vocabulary, rows = value.of.shape[-1], value.of.shape[:-1]
-        keeps = node.attributes.get_int("keepdims", 1) == 1
-        to = e.new("real", (*rows, size(1)) if keeps else rows, node.outputs[0])
-        e.launch(
-            "outrider_entropy", {"logits": value.of.name, "to": to.name}, {"vocabulary": vocabulary}, product(rows),
-            part="entropy of a draft",
-        )  # fmt: skip
-        e.set(node.outputs[0], to)
-        return
-    e.set(node.outputs[0], Total())
 
 
 ELEMENTS: dict[str, Handler] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -21,11 +20,10 @@ from compiler.models.config import WeightType
 from plans import names
 from plans.errors import CheckpointError, PlanError
 from plans.kernel_engine import NO_TENSOR, KernelEngine, Launch, Loop, Place
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, NORM_ROWS
+from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, INTEGERS, NORM_ROWS
+from plugins.cuda.launches import THREADS
 from plugins.quant_layout import BLOCK
 
-THREADS = 256
-_INTEGERS = FORMS.index("int8")
 _ITEM = {"real": 4, "integer": 8}
 _MOST_KNOWN = 64  # elements of a small tensor that are known one by one
 _LONG = 80  # operations of a rule that others are not made of: its elements are put into memory
@@ -163,7 +161,7 @@ class Emitter:
 
     def new_formed(self, form: int, shape: Shape) -> Formed:
         """Return memory for a tensor in a form other than float32."""
-        if form != _INTEGERS:
+        if form != INTEGERS:
             return Formed(self.new("real", shape, itemsize=2).name, form, shape)
         blocks = (product(shape[:-1]), size((shape[-1].number or 0) // BLOCK))
         scales, sums = (self.new("real", blocks).name for _ in range(2))
@@ -273,10 +271,6 @@ class Emitter:
             part="indices and small tensors",
             moves=elements * _ITEM[to.kind],
         )
-
-    def bits(self, number: float) -> int:
-        """Return a real number as a kernel takes it."""
-        return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
     def refusal(self, reason: str) -> PlanError:
         return PlanError(

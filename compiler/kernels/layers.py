@@ -48,7 +48,7 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
     x, added = (summed, None) if summed is not None else (real(e, node.inputs[0]), _optional(e, node, 2))
     rows, width = product(x.shape[:-1]), x.shape[-1]
     normed = output_for(e, node.outputs[0], x.shape)
-    epsilon, blocks = e.bits(node.attributes.get_float("epsilon", 1e-5)), str(rows)
+    epsilon, blocks = as_number(float, node.attributes.get_float("epsilon", 1e-5)), str(rows)
     total = None
     if added is not None:
         total = e.new("real", x.shape, node.outputs[1] if len(node.outputs) > 1 else None)
@@ -127,7 +127,7 @@ def attention(e: Emitter, node: ir.Node) -> None:
             "capacity": h.capacity, "query_stride": of_tokens.shape[-1],
             "kv_stride": of_tokens.shape[-1] if packed else h.kv_heads * h.size, "query_place": split[0],
             "key_place": split[1], "value_place": split[2], "element": element,
-            "epsilon": e.bits(node.attributes.get_float("epsilon", 0.0)),
+            "epsilon": as_number(float, node.attributes.get_float("epsilon", 0.0)),
             "limit": 0 if turned is None else turned.shape[0],
         },
         h.tokens * ((h.heads if asks else 0) + h.kv_heads),
@@ -149,7 +149,8 @@ def attention(e: Emitter, node: ir.Node) -> None:
             "lists": lists.name, "counts": counts.name,
         },
         _name_of(_optional(e, node, 13)), out,
-        e.bits(node.attributes.get_float("scale", 1.0)), e.bits(node.attributes.get_float("softcap", 0.0)),
+        as_number(float, node.attributes.get_float("scale", 1.0)),
+        as_number(float, node.attributes.get_float("softcap", 0.0)),
     )  # fmt: skip
 
 

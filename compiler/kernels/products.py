@@ -16,7 +16,7 @@ from compiler.kernels.elements import ELEMENTS
 from compiler.kernels.emitter import Emitter, Handler, few, many, spread
 from compiler.kernels.sizes import Size, product, quotient, size
 from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
-from plugins.cuda.engine_kernels import FORMS, UNITS
+from plugins.cuda.engine_kernels import FORMS, INTEGERS, UNITS
 from plugins.cuda.launches import THREADS
 from plugins.quant_layout import BLOCK, QuantLayout
 from plugins.schema import CPU_DOMAIN
@@ -25,7 +25,6 @@ _ROWS_AT_ONCE = 8  # of a float32 product's block (kRowsAtOnce)
 _MATRIX = 32  # rows, and outputs, of a block on tensor cores; inputs of a step (kQuantRows, kHalfRows ...)
 _MOST_NORMING = 1024  # blocks of a product that norms its rows by itself
 _WARPS = THREADS // 32
-_INTEGERS = FORMS.index("int8")
 _BYTES = (4, 2, 2, 1)  # of a number, by form
 
 
@@ -69,7 +68,7 @@ def _form_of_reader(e: Emitter, node: ir.Node, place: int) -> int:
     if place != 0:
         return 0
     if (node.domain, node.op_type) == (CPU_DOMAIN, "QuantMatMul"):
-        return _INTEGERS
+        return INTEGERS
     matrix = node.inputs[1] if node.domain == "" and node.op_type in ("MatMul", "Gemm") else None
     if matrix is not None and matrix.const_value is not None:
         weight = e.value(matrix)
@@ -300,7 +299,7 @@ def _multiply(
 
 def _row_bytes(form: int, inputs: int) -> int:
     """Return the bytes of a row of a product's input: integers have a scale and a sum for each block."""
-    return _BYTES[form] * inputs + (8 * (inputs // BLOCK) if form == _INTEGERS else 0)
+    return _BYTES[form] * inputs + (8 * (inputs // BLOCK) if form == INTEGERS else 0)
 
 
 def _layout(node: ir.Node) -> QuantLayout:
@@ -326,7 +325,7 @@ def quant_matmul(e: Emitter, node: ir.Node) -> None:
 def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> None:
     """Launch a product with quantised weights, and the gated `unit` behind it, which gives `output`."""
     layout, packed, part = _layout(node), _packed(e, node), _part_of_product(e, node)
-    x = _input(e, node.inputs[0], _INTEGERS, part)
+    x = _input(e, node.inputs[0], INTEGERS, part)
     assert x.scales is not None
     assert x.sums is not None
     of = _OnTensorCores(

@@ -92,7 +92,7 @@ class Unmultiplied:
 
 @dataclass(frozen=True)
 class Logs:
-    """The logarithms of the softmax of `of`, or that times itself: parts of an entropy, which one kernel computes."""
+    """A part of the entropy of the softmax p of `of`: `times` says which. One kernel computes them all."""
 
     of: Stored
     times: Literal["log p", "p", "p log p"]

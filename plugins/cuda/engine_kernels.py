@@ -6,21 +6,23 @@ a float32.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from plans import names
 from plans.kernel_engine import Parameters
-from plugins.cuda.launches import LAUNCHES
+from plugins.cuda.launches import ELEMENTS, LAUNCHES, ROW_THREADS, THREADS
 
 
 @dataclass(frozen=True)
 class EngineKernel:
-    """A kernel's parameters. Tensors of `optional` may be left out."""
+    """A kernel's parameters. Tensors of `optional` may be left out; a block has from `least_threads` to THREADS."""
 
     name: str
     tensors: tuple[str, ...]
     numbers: tuple[str, ...]
     optional: frozenset[str] = frozenset()
+    least_threads: int = THREADS
 
 
 _SOURCES = tuple(f"source.{i}" for i in range(8))
@@ -84,6 +86,7 @@ ENGINE_KERNELS = {
                 "key_place", "value_place", "element", "epsilon", "limit",
             ),
             frozenset({"query", "queries", "positions", "cos", "sin", "query_norm", "key_norm"}),
+            least_threads=32,
         ),
         EngineKernel(
             "outrider_attend",
@@ -100,18 +103,33 @@ ENGINE_KERNELS = {
     )
 }  # fmt: skip
 
+_WRITTEN = {
+    "to", "to_scales", "to_sums", "normed", "scales", "sums", "sum", "lists", "counts", "queries", "keys", "values",
+    "partial", "counters", "out", "out_scales", "out_sums",
+}  # fmt: skip
+"""Tensors that some kernel writes to: none of these is ever a constant."""
+
+
+def _places(kernel: EngineKernel, chosen: Set[str]) -> frozenset[int]:
+    return frozenset(place for place, name in enumerate(kernel.tensors) if name in chosen)
+
+
 PARAMETERS = {
     kernel.name: Parameters(
         len(kernel.tensors),
         len(kernel.numbers),
-        frozenset(place for place, name in enumerate(kernel.tensors) if name in kernel.optional),
+        _places(kernel, kernel.optional),
+        _places(kernel, _WRITTEN),
+        (kernel.least_threads, THREADS),
     )
     for kernel in ENGINE_KERNELS.values()
-} | {op.kernel: Parameters(len(op.pointers), len(op.numbers)) for op in LAUNCHES.values()}
+} | {op.kernel: Parameters(len(op.pointers), len(op.numbers), threads=(1, ROW_THREADS)) for op in LAUNCHES.values()}
 """All kernels that an engine may launch, those of our ops too, which take all their tensors."""
 
-FORMS = ("float32", "float16", "bfloat16", "int8")
+FORMS = (*ELEMENTS, "int8")
 """Forms in which kernels leave numbers for products, in the kernels' numbering (`engine/form.h`)."""
+
+INTEGERS = FORMS.index("int8")
 
 UNITS = ("", "silu", "gelu_tanh")
 """Gated units behind a product, in the kernels' numbering (`engine/units.h`)."""

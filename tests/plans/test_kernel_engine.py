@@ -12,7 +12,10 @@ from plans import names
 from plans.kernel_engine import KernelEngine, Parameters, problems
 
 LIMITS = dict.fromkeys(names.SYMBOLS, 64)
-KERNELS = {"outrider_product": Parameters(3, 3), "outrider_form": Parameters(3, 1, frozenset({1}))}
+KERNELS = {
+    "outrider_product": Parameters(3, 3, written=frozenset({2}), threads=(32, 256)),
+    "outrider_form": Parameters(3, 1, frozenset({1})),
+}
 
 
 def engine(**changes: Any) -> dict[str, Any]:
@@ -56,6 +59,9 @@ def test_an_engine_without_faults() -> None:
         ({"numbers": ["2" * 20, "1", "1"]}, "one of its numbers, is 22222222222222222222, not -9223372036854775807 to"),
         ({"numbers": ["N // (N - 64)", "1", "1"]}, "divides by zero at the largest sizes"),
         ({"blocks": "8 // (N - 1)"}, "'8 // (N - 1)' divides by zero at the smallest sizes"),
+        ({"tensors": ["x", "w", "w"]}, "launch 0, 'outrider_product': it writes to 'w', which all sessions read"),
+        ({"threads": 512}, "its blocks have 512 threads, and the kernel takes 32 to 256 in whole warps"),
+        ({"threads": 100}, "its blocks have 100 threads, and the kernel takes 32 to 256 in whole warps"),
         ({"kernel": "outrider_gone"}, "launch 0, 'outrider_gone': there is no such kernel"),
         ({"numbers": ["N"]}, "it has 3 tensors and 1 numbers, and the kernel takes 3 and 3"),
         ({"tensors": ["x", "to"]}, "it has 2 tensors and 3 numbers, and the kernel takes 3 and 3"),

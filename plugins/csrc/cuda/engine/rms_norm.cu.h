@@ -30,8 +30,8 @@ OUTRIDER_DEVICE void norm_factors(const float* rows, int count, i64 size, float 
   barrier();
 }
 
-// `added` may be null; `sum`, where x + added goes, too, unless there is something added. `epsilon` is a float32 as bits. Blocks
-// have whole warps; other forms than float32 want multiples of 32 numbers.
+// x + added goes to `sum`, and is normed; both may be null together. `epsilon` is a float32 as bits. Blocks have whole
+// warps; other forms than float32 want multiples of 32 numbers.
 OUTRIDER_KERNEL outrider_rms_norm(const float* x, const float* weight, const float* added, char* normed, float* scales,
                                   i32* sums, float* sum, i64 size, i64 epsilon, i64 form) {
   const i64 at = block_index() * size;
