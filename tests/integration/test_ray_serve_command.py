@@ -80,7 +80,7 @@ def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path) -> None:
 
         asking = threading.Thread(target=ask)
         asking.start()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         # Those of the warm-up of two replicas are among them.
         while "outrider_requests_submitted_total 67.0" not in get(f"{address}/metrics")[1]:
             assert time.monotonic() < until
