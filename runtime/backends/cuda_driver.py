@@ -31,12 +31,14 @@ def driver() -> Any:
     try:
         (code,) = cuda.cuInit(0)
     except Exception as error:  # of the loader, which finds no driver library
-        raise PlanError(f"there is no NVIDIA driver ({error})") from None
+        raise PlanError(
+            f"there is no NVIDIA driver ({error}); install it, or build the plan for onnxruntime-cpu too"
+        ) from None
     if code != cuda.CUresult.CUDA_SUCCESS:
         raise PlanError(f"the NVIDIA driver cannot be used ({code.name})")
     (code, count) = cuda.cuDeviceGetCount()
     if code != cuda.CUresult.CUDA_SUCCESS or count == 0:
-        raise PlanError("there is no NVIDIA GPU")
+        raise PlanError("there is no NVIDIA GPU; build the plan for onnxruntime-cpu too")
     return cuda
 
 

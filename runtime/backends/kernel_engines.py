@@ -10,6 +10,7 @@ from pathlib import Path
 from weakref import finalize
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from plans import names
@@ -44,8 +45,9 @@ class KernelEngines:
 
     def __init__(self, plan: BackendPlan, device: Device) -> None:
         self._plan, self._device = plan, device
-        self._weights: dict[Path, tuple[int, int]] = {}
-        finalize(self, _free, device, self._weights).atexit = False
+        self._weights: dict[Path, int] = {}
+        self._allocated = list[int]()
+        finalize(self, _free, device, self._allocated).atexit = False
         self.workspace = 0
         """Bytes that the largest of them needs, and all of a session share."""
 
@@ -59,21 +61,21 @@ class KernelEngines:
         except ValidationError as error:
             faults = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
             raise PlanError(f"{path} is no list of kernels: {', '.join(faults[:4])}; build the plan again") from None
-        address, size = self._upload(path.parent / content.weights)
+        weights = path.parent / content.weights
+        try:
+            data = np.memmap(weights, np.uint8, "r") if weights.stat().st_size else np.zeros(0, np.uint8)
+        except OSError as error:
+            raise PlanError(f"{weights} cannot be read: {error}; build the plan again") from None
         bound = {tensor.name for tensor in (*engine.inputs, *engine.outputs)}
-        for problem in problems(content, bound, self._plan.symbols[name], size, PARAMETERS):
+        for problem in problems(content, bound, self._plan.symbols[name], data.nbytes, PARAMETERS):
             raise PlanError(f"{path}: {problem}; build the plan again")
         self.workspace = max(self.workspace, content.workspace_size)
-        return LoadedKernels(self, engine, content, address)
+        return LoadedKernels(self, engine, content, self._upload(weights, data))
 
-    def _upload(self, path: Path) -> tuple[int, int]:
-        """Return the address and the size of a file of weights on the device."""
+    def _upload(self, path: Path, data: NDArray[np.uint8]) -> int:
+        """Return the address of a file of weights on the device."""
         if path not in self._weights:
-            try:
-                size = path.stat().st_size
-                data = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
-            except OSError as error:
-                raise PlanError(f"{path} cannot be read: {error}; build the plan again") from None
+            size = data.nbytes
             try:
                 address = self._device.allocate(size)
             except PlanError as error:
@@ -81,7 +83,7 @@ class KernelEngines:
                     f"{path}: the weights need {size / 1e9:.1f} GB on the GPU, more than there is ({error}); quantise "
                     "them further, or choose a smaller model"
                 ) from None
-            self._weights[path] = address, size
+            self._allocated.append(address)
             landing = self._device.pinned(min(size, _UPLOAD)).array(0, (min(size, _UPLOAD),), np.uint8)
             for start in range(0, size, _UPLOAD):
                 part = landing[: min(size - start, _UPLOAD)]
@@ -90,11 +92,12 @@ class KernelEngines:
                     self._device.to_device(address + start, part.ctypes.data, part.nbytes)
                     there = self._device.mark()
                 self._device.wait_for(there)
+            self._weights[path] = address
         return self._weights[path]
 
 
-def _free(device: Device, weights: Mapping[Path, tuple[int, int]]) -> None:
-    for address, _ in weights.values():
+def _free(device: Device, addresses: Sequence[int]) -> None:
+    for address in addresses:
         device.free(address)
 
 

@@ -23,7 +23,7 @@ def toy_log_probabilities(
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     weights: dict[str, Array] = load_file(checkpoint / "model.safetensors")
-    heads, kv_heads, size = (config[f"{name}"] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, kv_heads, size = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     angles = np.arange(len(tokens))[:, None] / theta ** (np.arange(0, size, 2) / size)
     cos, sin = (np.tile(each(angles), 2)[:, None].astype(np.float32) for each in (np.cos, np.sin))

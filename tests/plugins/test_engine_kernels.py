@@ -331,6 +331,23 @@ def test_a_token_attends_the_same_in_any_company(engine_kernels: Kernels) -> Non
         np.testing.assert_array_equal(elsewhere[0], whole[token])
 
 
+def check_form(
+    form: str,
+    expected: NDArray[np.float32],
+    found: NDArray[np.generic],
+    scales: NDArray[np.float32],
+    sums: NDArray[np.int32],
+) -> None:
+    """What a kernel has left of `expected`, in one of FORMS: of integers, with their scales and sums."""
+    if form != "int8":
+        np.testing.assert_array_equal(found, expected if form == "float32" else narrowed(expected, form))
+        return
+    integers, factors = quantize_rows(expected)
+    np.testing.assert_array_equal(found, integers.reshape(found.shape))
+    np.testing.assert_array_equal(scales, factors)
+    np.testing.assert_array_equal(sums, integers.sum(-1))
+
+
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: Kernels, form: str) -> None:
     rng = np.random.default_rng(2)
@@ -343,13 +360,7 @@ def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: K
         {"size": 96, "epsilon": real(1e-6), "form": FORMS.index(form)}, 3,
     )  # fmt: skip
     expected = norm(x[None], weight)[0][0]
-    if form != "int8":
-        np.testing.assert_array_equal(normed, narrowed(expected, form))
-        return
-    integers, factors = quantize_rows(expected)
-    np.testing.assert_array_equal(normed, integers.reshape(3, 96))
-    np.testing.assert_array_equal(scales, factors)
-    np.testing.assert_array_equal(sums, integers.sum(-1))
+    check_form(form, expected, normed, scales, sums)
 
 
 @pytest.mark.parametrize("form", ["float32", "int8"])
@@ -376,13 +387,7 @@ def test_a_quantised_product_with_a_gated_unit_behind_it(engine_kernels: Kernels
         },
         2 * -(-rows // 32),
     )  # fmt: skip
-    if form == "float32":
-        np.testing.assert_array_equal(to, expected)
-        return
-    own, own_scales = quantize_rows(expected)
-    np.testing.assert_array_equal(to, own.reshape(rows, outputs))
-    np.testing.assert_array_equal(to_scales, own_scales)
-    np.testing.assert_array_equal(to_sums, own.sum(-1))
+    check_form(form, expected, to, to_scales, to_sums)
 
 
 def test_a_half_product_with_a_gated_unit_behind_it(engine_kernels: Kernels) -> None:
@@ -427,13 +432,7 @@ def test_a_quantised_product_norms_few_rows_by_itself(engine_kernels: Kernels, r
         },
         2,
     )  # fmt: skip
-    if form == "float32":
-        np.testing.assert_array_equal(to, expected)
-        return
-    own, own_scales = quantize_rows(expected)
-    np.testing.assert_array_equal(to, own.reshape(rows, outputs))
-    np.testing.assert_array_equal(to_scales, own_scales)
-    np.testing.assert_array_equal(to_sums, own.sum(-1))
+    check_form(form, expected, to, to_scales, to_sums)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
