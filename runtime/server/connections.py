@@ -290,9 +290,14 @@ class _Server(uvicorn.Server):
             cutting.cancel()
 
     async def _drain(self) -> None:
-        """Wait until the requests that run now are answered. Those that come meanwhile the application refuses."""
+        """Wait until the requests that run now are answered. Those that come meanwhile the application refuses.
+
+        A connection on which nothing has been asked yet stays open: its first request may be on its way, and closing
+        would reset it.
+        """
         for connection in list(self.server_state.connections):
-            connection.shutdown()  # at once where it idles, else with its answer
+            if getattr(connection, "cycle", None) is not None:
+                connection.shutdown()  # at once where it idles behind an answer, else with its answer
         if running := set(self.server_state.tasks):
             await asyncio.wait(running)
 

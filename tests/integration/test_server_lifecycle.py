@@ -9,6 +9,8 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +53,26 @@ def streaming(server: ServerProcess) -> Callable[[], str]:
     return rest
 
 
+def connected(server: ServerProcess) -> HTTPConnection:
+    """A connection on which nothing has been sent."""
+    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=30)
+    connection.connect()
+    return connection
+
+
+def asked(connection: HTTPConnection) -> int:
+    """The status of `/health/ready` on a connection, which is kept."""
+    connection.request("GET", "/health/ready")
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
 def sent_in_part(server: ServerProcess) -> socket.socket:
     """A connection on which a request has been sent but for the last byte of its body."""
-    host, port = server.address.removeprefix("http://").split(":")
     body = json.dumps(LONG | {"max_tokens": 2}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection = connected(server).sock
     connection.sendall(f"{head}Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n".encode())
     assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")  # so that the server has begun with it
     connection.sendall(body[:-1])
@@ -97,13 +113,18 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
         with ThreadPoolExecutor(2) as pool:
             rest = streaming(server)
             queued = pool.submit(server.get, "/v1/completions", **LONG | {"max_tokens": 5})
-            with client_of(server.address) as idle:
-                idle.models.list()  # a connection that idles when the end comes
+            with client_of(server.address) as client:
+                client.models.list()
+                silent, idle = connected(server), connected(server)
+                assert asked(idle) == 200
                 half = sent_in_part(server)
                 server.process.send_signal(signal.SIGTERM)
                 wait_until(lambda: server.get("/health/ready")[1]["status"] == "draining")
                 with pytest.raises(openai.InternalServerError) as late:
-                    idle.completions.create(model="toy", prompt="x")
+                    client.completions.create(model="toy", prompt="x")
+                with closing(idle), closing(silent):
+                    assert idle.sock.recv(1) == b""  # closed, as all connections that idle behind an answer
+                    assert asked(silent) == 503  # its first request, which could have been on its way
             assert (late.value.status_code, late.value.code) == (503, "shutting_down")
             assert late.value.response.headers["retry-after"] == "5"
             assert late.value.response.headers["connection"] == "close"
