@@ -17,7 +17,7 @@ from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed
 from plans import names
 from plans.kernel_engine import TURN, Launch
 from plugins.cuda import LAUNCHES
-from plugins.cuda.engine_kernels import CHUNK, MOST_HEAD
+from plugins.cuda.engine_kernels import CHUNK, HEAD_STEP, MOST_HEAD, attention_bytes
 from plugins.cuda.launches import ELEMENTS as CACHE_TYPES
 from plugins.cuda.launches import THREADS, as_number
 from plugins.onnx_ops import DOMAIN
@@ -86,6 +86,19 @@ class _Heads:
     capacity: Size
 
 
+def unfit_heads(group: int, size: int) -> str | None:
+    """Say why heads of `size` numbers, `group` query heads of which share keys, cannot attend; None where they can."""
+    if not 0 < size <= MOST_HEAD or size % HEAD_STEP:
+        return f"heads have {size} numbers; it takes multiples of {HEAD_STEP} up to {MOST_HEAD}"
+    shared = attention_bytes(group, size)
+    if shared > _MOST_SHARED:
+        return (
+            f"{group} query heads of {size} numbers share keys: that takes {shared} bytes of shared memory, and some "
+            f"GPUs have {_MOST_SHARED}"
+        )
+    return None
+
+
 def attention(e: Emitter, node: ir.Node) -> None:
     """Append keys and values, and attend over the keys that each token sees: see `csrc/cuda/engine/attention.cu.h`."""
     query, key, value, k_cache, v_cache, bias, past, splits = [*node.inputs, None][:8]
@@ -102,8 +115,8 @@ def attention(e: Emitter, node: ir.Node) -> None:
         number["num_heads"], number["kv_num_heads"], keys.shape[3].number or 0, seen.shape[0], seen.shape[2],
         seen.shape[3], product(of_tokens.shape[:-1]), keys.shape[2],
     )  # fmt: skip
-    if h.size > MOST_HEAD:
-        raise e.refusal(f"heads have {h.size} numbers, more than {MOST_HEAD}")
+    if (unfit := unfit_heads(h.heads // h.kv_heads, h.size)) is not None:
+        raise e.refusal(unfit)
     row_splits = e.stored(e.value(splits)) if splits is not None else _one_row(e, h.tokens)
     part = keys.name.replace("k_cache", "attention")
     width = h.heads * h.size
@@ -233,12 +246,7 @@ def _attend(
     first = f"{TURN} * {at_once}"
     tokens = f"min({h.tokens} - {first}, {at_once})"
     itemsize = 4 if element == 0 else 2
-    shared = 4 * (group * CHUNK + group * h.size + group + CHUNK)
-    if shared > _MOST_SHARED:
-        raise e.refusal(
-            f"{group} query heads of {h.size} numbers share keys: that takes {shared} bytes of shared memory, and some "
-            f"GPUs have {_MOST_SHARED}"
-        )
+    shared = attention_bytes(group, h.size)
 
     def body() -> None:
         e.launch(

@@ -8,17 +8,28 @@
 
 namespace outrider {
 
+// float16 as float32 for arithmetic, where one NaN is like another: less work for a GPU.
+OUTRIDER_HD inline float number_of_half(u32 bits);
+
 OUTRIDER_HD inline float float_of_half(u32 bits) {
   const u32 sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 1023u;
   const float not_finite = float_of(static_cast<i32>(sign | 0x7f800000u | fraction << 13));
 #if defined(__CUDA_ARCH__)
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
-  return exponent == 31 ? not_finite : value;
+  return exponent == 31 ? not_finite : number_of_half(bits);
 #else
   if (exponent == 31) return not_finite;
   if (exponent == 0) return (sign ? -0x1p-24f : 0x1p-24f) * static_cast<float>(fraction);
   return float_of(static_cast<i32>(sign | (exponent + 112u) << 23 | fraction << 13));
+#endif
+}
+
+OUTRIDER_HD inline float number_of_half(u32 bits) {
+#if defined(__CUDA_ARCH__)
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+  return value;
+#else
+  return float_of_half(bits);
 #endif
 }
 

@@ -142,3 +142,17 @@ CHUNK = 256
 
 MOST_HEAD = 1024
 """Numbers of a head, at most."""
+
+HEAD_STEP = 8
+"""Heads that attend have a multiple of so many numbers (`load_eight` of `engine/attention.cu.h`)."""
+
+_TILE_BYTES = 16384  # kTileBytes of engine/attention.cu.h
+
+
+def attention_bytes(group: int, size: int) -> int:
+    """Return the bytes of shared memory that a block of `outrider_attend` is launched with.
+
+    They hold a tile of values, and for each of `group` query heads of `size` numbers weights, query and highest score;
+    and the slots.
+    """
+    return _TILE_BYTES + 4 * (group * (CHUNK + size + 1) + CHUNK)

@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compiler.engines import cuda
+from compiler.kernels.layers import unfit_heads
 from plans import names
 from plans.errors import PlanError
 
@@ -38,3 +39,15 @@ def test_float32_products_of_a_large_model_are_warned_of(
 def test_an_operator_without_kernels_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"the engine 'target': its graph has the operator Conv; .*onnxruntime-cuda"):
         cuda.CudaEngines(tmp_path, "float32").write("target", model("Conv"), dict.fromkeys(names.SYMBOLS, 64))
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "said"),
+    [
+        (1, 8, None), (40, 256, None), (53, 128, None), (4, 0, "heads have 0 numbers; it takes multiples of 8"),
+        (4, 20, "heads have 20 numbers"), (1, 1032, "multiples of 8 up to 1024"), (41, 256, "bytes of shared memory"),
+        (54, 128, "54 query heads of 128 numbers"),
+    ],
+)  # fmt: skip
+def test_heads_that_no_block_has_room_for_are_refused(group: int, size: int, said: str | None) -> None:
+    assert unfit_heads(group, size) is None if said is None else said in (unfit_heads(group, size) or "")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from compiler.kernels.code import MOST_KEPT, MOST_STACK, Word
 from plugins.cuda.compile import SOURCES, compile_kernels
-from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS, NORM_ROWS, UNITS
+from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS, NORM_ROWS, UNITS, attention_bytes
 from plugins.cuda.launches import ELEMENTS
 from plugins.quant_layout import QuantLayout, pack
 from plugins.reference import lanes_attention
@@ -245,7 +245,7 @@ def attend(
                 "chunks": chunks, "first_token": first, "window": window, "element": ELEMENTS.index(caches.dtype.name),
                 "scale": real(scale), "softcap": real(softcap), "form": form,
             },
-            count * kv_heads * chunks, shared=4 * (group * CHUNK + group * size + group + CHUNK),
+            count * kv_heads * chunks, shared=attention_bytes(group, size),
         )  # fmt: skip
         assert not counters.any()
     if form != INTEGERS:
@@ -254,7 +254,7 @@ def attend(
     return (out.reshape(-1, 32) * of_blocks["out_scales"][:, None]).reshape(out.shape)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     ("softcap", "window", "sinks"), [(0.0, 0, False), (5.0, 0, False), (0.0, 300, False), (0.0, 7, True)]
 )
@@ -263,7 +263,7 @@ def test_attention_has_the_bits_of_the_reference(
 ) -> None:
     """Two rows, keys that lie scattered, of tokens that see nothing, one key, or more than one chunk."""
     rng = np.random.default_rng(window)
-    heads, kv_heads, size, capacity = 4, 2, 20, 640
+    heads, kv_heads, size, capacity = 4, 2, 40, 640
     caches = rng.normal(size=(2, 2, kv_heads, capacity, size)).astype(dtype)
     splits = np.array([0, 3, 5])
     queries = rng.normal(size=(5, heads, size)).astype(np.float32)
@@ -285,13 +285,17 @@ def test_attention_has_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("group", "size", "form"), [(16, 96, "int8"), (16, 64, "bfloat16"), (12, 128, "float16"), (9, 80, "float32")]
-)
+    ("group", "size", "form", "dtype"),
+    [
+        (16, 96, "int8", np.float16), (16, 64, "bfloat16", np.float32), (12, 128, "float16", ml_dtypes.bfloat16),
+        (9, 80, "float32", np.float32), (7, 256, "float32", ml_dtypes.bfloat16), (1, 1024, "int8", np.float32),
+    ],
+)  # fmt: skip
 def test_attention_of_wide_groups_leaves_what_products_read(
-    engine_kernels: Kernels, group: int, size: int, form: str
+    engine_kernels: Kernels, group: int, size: int, form: str, dtype: type
 ) -> None:
     rng = np.random.default_rng(1)
-    caches = rng.normal(size=(2, 1, 1, 600, size)).astype(np.float32)
+    caches = rng.normal(size=(2, 1, 1, 600, size)).astype(dtype)
     queries = rng.normal(size=(2, group, size)).astype(np.float32)
     seen = rng.random((1, 2, 560)) < np.array([0.95, 0.0])[:, None]
     bias = np.where(seen, np.float32(0), np.finfo(np.float32).min)
@@ -299,7 +303,9 @@ def test_attention_of_wide_groups_leaves_what_products_read(
     slots = np.flatnonzero(seen[0, 0])
     expected = np.zeros_like(queries)
     for head in range(group):
-        expected[0, head] = lanes_attention.attend(queries[0, head], *caches[:, 0, 0, slots], scale=0.1)
+        expected[0, head] = lanes_attention.attend(
+            queries[0, head], *caches[:, 0, 0, slots].astype(np.float32), scale=0.1
+        )
     if form == "int8":
         integers, scales = quantize_rows(expected.reshape(2, -1))
         expected = (integers.reshape(2, -1, 32).astype(np.int8) * scales[..., None]).reshape(expected.shape)

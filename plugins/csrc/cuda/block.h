@@ -12,6 +12,9 @@
 #define OUTRIDER_DEVICE __device__ inline
 #define OUTRIDER_OUTLINED __device__ __noinline__ inline  // long code of several kernels, compiled once
 #define OUTRIDER_SHARED __shared__
+#define OUTRIDER_UNROLL(times) OUTRIDER_PRAGMA(unroll times)  // before a loop: loads of so many rounds may overlap
+#define OUTRIDER_FIT(threads, blocks) __launch_bounds__(threads, blocks)  // registers for as many blocks at once
+#define OUTRIDER_PRAGMA(text) _Pragma(#text)
 
 namespace outrider {
 
@@ -43,9 +46,21 @@ struct alignas(16) Bytes16 {
   u32 word[4];
 };
 
-// The floats, or whatever bytes, at `from`, a multiple of 16 bytes: one load.
+struct alignas(8) Bytes8 {
+  u32 word[2];
+};
+
+// The floats, or whatever bytes, at `from`, a multiple of as many bytes: one load.
 OUTRIDER_DEVICE Quad load_quad(const float* from) { return *reinterpret_cast<const Quad*>(from); }
 OUTRIDER_DEVICE Bytes16 load_bytes16(const void* from) { return *static_cast<const Bytes16*>(from); }
+OUTRIDER_DEVICE Bytes8 load_bytes8(const void* from) { return *static_cast<const Bytes8*>(from); }
+
+// A float of global memory that another block may have written since this one began: not of this multiprocessor's cache.
+OUTRIDER_DEVICE float load_fresh(const float* from) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
 
 }  // namespace outrider
 

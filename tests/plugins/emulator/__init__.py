@@ -66,7 +66,7 @@ def compile_emulator(library: Path, source: str = KERNELS, headers: Path = SOURC
     includes = [f"-I{path}" for path in (headers, headers / "cuda", PARTS, HERE)]
     compiler = ["g++", "-std=c++17", *includes, str(code)]
     seen = subprocess.run([*compiler, "-E"], check=True, capture_output=True, text=True).stdout
-    names = re.findall(r'extern "C" void (\w+)\(', seen)
+    names = re.findall(r'extern "C" void\s+(\w+)\(', seen)
     table = ", ".join(f'{{"{name}", unpacked({name}, {int(name in ANY_THREADS)})}}' for name in names)
     code.write_text(f'{source}\n#define EMULATED_KERNELS {table}\n#include "library.h"\n', encoding="utf-8")
     flags = ["-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fPIC", "-shared"]

@@ -12,6 +12,8 @@
 #define OUTRIDER_DEVICE inline
 #define OUTRIDER_OUTLINED inline
 #define OUTRIDER_SHARED static
+#define OUTRIDER_FIT(threads, blocks)
+#define OUTRIDER_UNROLL(times)
 
 namespace outrider {
 
@@ -49,7 +51,13 @@ struct alignas(16) Bytes16 {
   u32 word[4];
 };
 
+struct alignas(8) Bytes8 {
+  u32 word[2];
+};
+
 inline Quad load_quad(const float* from) { return load_aligned<Quad>(from); }
 inline Bytes16 load_bytes16(const void* from) { return load_aligned<Bytes16>(from); }
+inline Bytes8 load_bytes8(const void* from) { return load_aligned<Bytes8>(from); }
+inline float load_fresh(const float* from) { return *from; }
 
 }  // namespace outrider

@@ -11,6 +11,7 @@
 
 namespace outrider {
 
+constexpr i32 kLeast = static_cast<i32>(0xff800000u);  // minus infinity, as bits
 constexpr int kChunk = 256;  // keys whose weights and values are summed by themselves; a thread scores one
 
 // A block lists the slots that one token sees, ascending: lists[token, view], counts[token].
@@ -40,12 +41,11 @@ OUTRIDER_DEVICE void prepare_head(const HeadShape& shape, const float* from, con
                                   const float* sin, float* head) {
   OUTRIDER_SHARED float factor;
   if (norm != nullptr) {
-    if (thread_index() == 0) {
-      float partial[8] = {};
-      for (i64 d = 0; d < shape.size; ++d) partial[d % 8] += from[d] * from[d];
-      float sum = 0.0f;
-      for (int i = 0; i < 8; ++i) sum += partial[i];
-      factor = 1.0f / root(sum / static_cast<float>(shape.size) + shape.epsilon);
+    if (thread_index() < 32) {
+      float squares = 0.0f, sum = 0.0f;
+      for (i64 d = lane_index() % 8; d < shape.size; d += 8) squares += from[d] * from[d];
+      for (int i = 0; i < 8; ++i) sum += shuffle(squares, i);
+      if (lane_index() == 0) factor = 1.0f / root(sum / static_cast<float>(shape.size) + shape.epsilon);
     }
     barrier();
   }
@@ -100,124 +100,263 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
 // The first rank of a token's list that counts: the last `window` keys do; 0: all.
 OUTRIDER_DEVICE i64 window_begin(i64 count, i64 window) { return window != 0 && window < count ? count - window : 0; }
 
-// What a chunk of keys leaves of one head: its highest score, the sum of its weights, and its weighted values.
-struct Partial {
-  const volatile float* from;  // [chunks, 2 + size]; other blocks write them: read past this multiprocessor's own cache
-  i64 size;
-  OUTRIDER_DEVICE float highest(i64 chunk) const { return from[chunk * (2 + size)]; }
-  OUTRIDER_DEVICE float sum(i64 chunk) const { return from[chunk * (2 + size) + 1]; }
-  OUTRIDER_DEVICE float value(i64 chunk, i64 d) const { return from[chunk * (2 + size) + 2 + d]; }
+constexpr int kTileBytes = 16384;  // of values that a block has in shared memory at once: in attention_bytes, too
+constexpr int kAttending = 256;    // threads of a block
+constexpr int kOwnPieces = kTileBytes / 16 / kAttending;  // of a tile, 16 bytes each, that a thread loads
+
+OUTRIDER_DEVICE int thread() { return static_cast<int>(thread_index()); }
+
+// The chunk of keys that a block attends to, with the query heads of one key/value head of one token.
+struct Chunk {
+  const char *keys, *values;  // those of the row and key/value head
+  const i32* slots;           // [count], shared
+  const float* query;         // [group, size], shared
+  float* weights;             // [group, kChunk], shared: scores, then weights
+  int count, group, size;
+  float scale, softcap;
 };
 
-// One number of a head, of all its chunks. `sink`, the score of a key without a value, may be null.
-OUTRIDER_DEVICE float put_together(const Partial& partial, i64 chunks, i64 d, const float* sink) {
-  if (chunks == 0) return 0.0f;
-  float most = partial.highest(0);
-  for (i64 c = 1; c < chunks; ++c) most = partial.highest(c) > most ? partial.highest(c) : most;
-  if (sink != nullptr && *sink > most) most = *sink;
-  float total = 0.0f, sum = 0.0f;
-  for (i64 c = 0; c < chunks; ++c) {
-    const float factor = lane_exp(partial.highest(c) - most);
-    total = fused(partial.sum(c), factor, total);
-    sum = fused(partial.value(c, d), factor, sum);
+// Scores of kHeads neighbouring heads with one key: sixteen lanes each.
+template <int kType, int kHeads>
+OUTRIDER_DEVICE void score_heads(const Chunk& chunk, int first_head, int j) {
+  const float* query = chunk.query + first_head * chunk.size;
+  const char* key = chunk.keys + i64{chunk.slots[j]} * chunk.size * kElementBytes<kType>;
+  float lanes[kHeads][kLanes] = {};
+  const auto add_eight = [&](int d, int lane) {  // numbers d to d + 7, of which the first is the lane's
+    float numbers[8];
+    load_eight<kType>(key + d * kElementBytes<kType>, numbers);
+    for (int h = 0; h < kHeads; ++h) {
+      for (int l = 0; l < 8; l += 4) {
+        const Quad asked = load_quad(query + h * chunk.size + d + l);
+        for (int i = 0; i < 4; ++i) {
+          float& own = lanes[h][lane + l + i];
+          own = fused(asked.value[i], numbers[l + i], own);
+        }
+      }
+    }
+  };
+  OUTRIDER_UNROLL(4)
+  for (int d = 0; d + kLanes <= chunk.size; d += kLanes) {
+    add_eight(d, 0);
+    add_eight(d + 8, 8);
   }
-  if (sink != nullptr) total = total + lane_exp(*sink - most);
-  return sum / total;
+  if (chunk.size % kLanes != 0) add_eight(chunk.size / kLanes * kLanes, 0);
+  for (int h = 0; h < kHeads; ++h) {
+    const float score = sum_of_lanes(lanes[h]) * chunk.scale;
+    chunk.weights[(first_head + h) * kChunk + j] = chunk.softcap != 0.0f ? lane_capped(score, chunk.softcap) : score;
+  }
 }
 
-// A block attends with the query heads of one key/value head of one token over one chunk of keys, and leaves what it finds in
-// partial[token - first_token, head, chunk]. The last block of a token and key/value head to finish, as counters[token -
-// first_token, kv_head] tells, puts the chunks together. Blocks have whole warps; other forms than float32 want heads of a
-// multiple of 32 numbers. `sinks` may be null.
-OUTRIDER_KERNEL outrider_attend(const float* queries, const char* keys, const char* values, const i64* row_splits,
-                                const i32* lists, const i32* counts, const float* sinks, float* partial, u32* counters,
-                                char* out, float* out_scales, i32* out_sums, i64 rows, i64 heads, i64 kv_heads, i64 size,
-                                i64 capacity, i64 view, i64 chunks, i64 first_token, i64 window, i64 element, i64 scale,
-                                i64 softcap, i64 form) {
-  const i64 chunk = block_index() % chunks;
-  const i64 kv_head = block_index() / chunks % kv_heads;
-  const i64 token = first_token + block_index() / chunks / kv_heads;
-  const i64 all = counts[token];
-  const i64 begin = window_begin(all, window) + chunk * kChunk;
-  if (begin >= all && chunk > 0) return;
-  const i64 seen = all - window_begin(all, window), own_chunks = (seen + kChunk - 1) / kChunk;
-  const i64 count = all - begin < kChunk ? all - begin : kChunk;
-  const i64 group = heads / kv_heads;
-  float* weights = reinterpret_cast<float*>(dynamic_shared());                 // [group, kChunk]
-  float* query = weights + group * kChunk;                                     // [group, size]
-  float* highest = query + group * size;                                       // [group]
-  i32* slots = reinterpret_cast<i32*>(highest + group);                        // [kChunk]
-  const i64 row = row_of(row_splits, rows, token);
-  const i64 cache = (row * kv_heads + kv_head) * capacity;
-  const i64 own_queries = (token * heads + kv_head * group) * size;
-  for (i64 i = thread_index(); i < group * size; i += thread_count()) query[i] = queries[own_queries + i];
-  for (i64 j = thread_index(); j < count; j += thread_count()) slots[j] = lists[token * view + begin + j];
-  barrier();
+// Scores of all heads, a thread for each key: four heads at a time, so that a key is read once for four.
+template <int kType>
+OUTRIDER_DEVICE void score(const Chunk& chunk) {
+  for (int j = thread(); j < kChunk; j += kAttending) {
+    int g = 0;
+    if (j >= chunk.count) {
+      for (; g < chunk.group; ++g) chunk.weights[g * kChunk + j] = float_of(kLeast);
+    }
+    for (; g + 4 <= chunk.group; g += 4) score_heads<kType, 4>(chunk, g, j);
+    for (; g + 2 <= chunk.group; g += 2) score_heads<kType, 2>(chunk, g, j);
+    for (; g < chunk.group; ++g) score_heads<kType, 1>(chunk, g, j);
+  }
+}
 
-  const float factor = float_of(static_cast<i32>(scale)), cap = float_of(static_cast<i32>(softcap));
-  for (i64 j = thread_index(); j < kChunk; j += thread_count()) {
-    const i64 first = j < count ? (cache + slots[j]) * size : 0;
-    for (i64 g = 0; g < group; ++g) {
-      float score = float_of(static_cast<i32>(0xff800000u));
-      if (j < count) {
-        float lanes[kLanes] = {};
-        for (i64 d = 0; d < size; d += kLanes) {
-          for (int l = 0; l < kLanes; ++l) {
-            if (d + l < size) lanes[l] = fused(query[g * size + d + l], element_at(keys, first + d + l, element), lanes[l]);
-          }
-        }
-        score = sum_of_lanes(lanes) * factor;
-        if (cap != 0.0f) score = lane_capped(score, cap);
-      }
-      weights[g * kChunk + j] = score;
+// Values of a chunk, which come to shared memory in tiles of some keys: while one is added up, the next is on its way.
+template <int kType>
+struct Values {
+  const Chunk& chunk;
+  char* tile;  // kTileBytes of shared memory
+  int pieces;  // of 16 bytes, of a key's values
+  int keys;    // of a tile: a multiple of four, and four at least, of heads of up to 1024 numbers
+  Bytes16 coming[kOwnPieces] = {};
+
+  OUTRIDER_DEVICE Values(const Chunk& of, char* shared)
+      : chunk(of), tile(shared), pieces(of.size * kElementBytes<kType> / 16), keys(kTileBytes / 16 / pieces / 4 * 4) {}
+
+  // Begin to load the tile whose first key is `start`.
+  OUTRIDER_DEVICE void fetch(int start) {
+    for (int own = 0; own < kOwnPieces; ++own) {
+      const int piece = thread() + own * kAttending, key = piece / pieces;
+      if (key >= keys || start + key >= chunk.count) break;
+      coming[own] = load_bytes16(chunk.values + (i64{chunk.slots[start + key]} * pieces + piece % pieces) * 16);
     }
   }
-  barrier();
-  const i64 warp = thread_index() / 32, warps = thread_count() / 32, lane = lane_index();
-  for (i64 g = warp; g < group; g += warps) {
-    float most = weights[g * kChunk];
-    for (i64 j = lane; j < count; j += 32) most = weights[g * kChunk + j] > most ? weights[g * kChunk + j] : most;
-    for (int mask = 16; mask > 0; mask /= 2) {
-      const float other = shuffle_xor(most, mask);
-      most = other > most ? other : most;
+
+  OUTRIDER_DEVICE void arrive() const {
+    barrier();  // before anyone writes again
+    for (int own = 0; own < kOwnPieces; ++own) {
+      const int piece = thread() + own * kAttending;
+      if (piece < keys * pieces) reinterpret_cast<Bytes16*>(tile)[piece] = coming[own];
     }
+    barrier();
+  }
+
+  // Adds to four neighbouring numbers of a head what the keys of the tile give, which begins with the key `start`.
+  OUTRIDER_DEVICE void add_four(int head, int d, int start, float* sums) const {
+    const float* weights = chunk.weights + head * kChunk + start;
+    const int here = chunk.count - start < keys ? chunk.count - start : keys;
+    const auto add = [&](float weight, int key) {
+      float numbers[4];
+      load_four<kType>(tile + (key * chunk.size + d) * kElementBytes<kType>, numbers);
+      for (int i = 0; i < 4; ++i) sums[i] = fused(weight, numbers[i], sums[i]);
+    };
+    int key = 0;
+    for (; key + 4 <= here; key += 4) {
+      const Quad four = load_quad(weights + key);
+      for (int i = 0; i < 4; ++i) add(four.value[i], key + i);
+    }
+    for (; key < here; ++key) add(weights[key], key);
+  }
+};
+
+OUTRIDER_DEVICE float of_warp_highest(float value) {
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const float other = shuffle_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// What a chunk leaves of a head: its highest score, the sum of its weights, its weighted values.
+struct Partial {
+  float* first;  // [heads of the key/value head, chunks, 2 + size]
+  i64 chunks, size;
+  OUTRIDER_DEVICE float* of(i64 head, i64 chunk) const { return first + (head * chunks + chunk) * (2 + size); }
+};
+
+// Scores, weights and their sums, and weighted values of a chunk, which is the token's `own`th.
+template <int kType>
+OUTRIDER_DEVICE void attend_to(const Chunk& chunk, float* highest, char* tile, const Partial& partial, i64 own) {
+  score<kType>(chunk);
+  barrier();
+  Values<kType> values(chunk, tile);
+  values.fetch(0);
+  const int warp = thread() / 32, lane = thread() % 32;
+  for (int g = warp; g < chunk.group; g += kAttending / 32) {
+    const float* scores = chunk.weights + g * kChunk;
+    float most = scores[0];
+    for (int j = lane; j < chunk.count; j += 32) most = scores[j] > most ? scores[j] : most;
+    most = of_warp_highest(most);
     if (lane == 0) highest[g] = most;
   }
   barrier();
-  for (i64 i = thread_index(); i < group * kChunk; i += thread_count()) {
-    weights[i] = lane_exp(weights[i] - highest[i / kChunk]);
+  for (int i = thread(); i < chunk.group * kChunk; i += kAttending) {
+    chunk.weights[i] = lane_exp(chunk.weights[i] - highest[i / kChunk]);
   }
   barrier();
-  const i64 stride = 2 + size;
-  const auto of_head = [&](i64 g) {
-    return partial + (((token - first_token) * heads + kv_head * group + g) * chunks + chunk) * stride;
-  };
-  for (i64 g = warp; g < group; g += warps) {
+  for (int g = warp; g < chunk.group; g += kAttending / 32) {
     float sum = 0.0f;
-    for (i64 j = lane % kLanes; j < kChunk; j += kLanes) sum = sum + weights[g * kChunk + j];
+    for (int j = lane % kLanes; j < kChunk; j += kLanes) sum = sum + chunk.weights[g * kChunk + j];
     sum = sum + shuffle_xor(sum, 2);  // sum_of_lanes, in its order
     sum = sum + shuffle_xor(sum, 1);
     sum = sum + shuffle_xor(sum, 8);
     sum = sum + shuffle_xor(sum, 4);
     if (lane == 0) {
-      of_head(g)[0] = highest[g];
-      of_head(g)[1] = sum;
+      partial.of(g, own)[0] = highest[g];
+      partial.of(g, own)[1] = sum;
     }
   }
-  for (i64 i = thread_index(); i < group * size; i += thread_count()) {
-    const i64 g = i / size, d = i % size;
-    float sum = 0.0f;
-    for (i64 j = 0; j < count; ++j) {
-      sum = fused(weights[g * kChunk + j], element_at(values, (cache + slots[j]) * size + d, element), sum);
+  const int of_head = chunk.size / 4;
+  for (int round = 0; round < chunk.group * of_head; round += kAttending) {
+    const int head = (round + thread()) / of_head, d = (round + thread()) % of_head * 4;
+    const bool has = head < chunk.group;
+    float sums[4] = {};
+    if (round > 0) values.fetch(0);
+    for (int start = 0; start < chunk.count; start += values.keys) {
+      values.arrive();
+      if (start + values.keys < chunk.count) values.fetch(start + values.keys);
+      if (has) values.add_four(head, d, start, sums);
     }
-    of_head(g)[2 + d] = sum;
+    for (int i = 0; has && i < 4; ++i) partial.of(head, own)[2 + d + i] = sums[i];
+  }
+}
+
+// Puts the chunks of the heads of one key/value head together: what each is multiplied by takes the place of its highest score. `sinks`, the
+// scores of a key without a value, may be null.
+struct Together {
+  Partial partial;
+  i64 chunks;  // that have keys
+  const float* sinks;
+  float* sink;  // [group], shared: its weight
+
+  OUTRIDER_DEVICE void weigh(i64 group) const {
+    for (i64 g = thread_index() / 32; g < group; g += thread_count() / 32) {
+      if (chunks == 0) break;
+      float most = float_of(kLeast);
+      for (i64 c = lane_index(); c < chunks; c += 32) {
+        const float other = load_fresh(partial.of(g, c));
+        most = other > most ? other : most;
+      }
+      most = of_warp_highest(most);
+      if (sinks != nullptr && sinks[g] > most) most = sinks[g];
+      for (i64 c = lane_index(); c < chunks; c += 32) {
+        float* const highest = partial.of(g, c);
+        *highest = lane_exp(load_fresh(highest) - most);
+      }
+      if (lane_index() == 0) sink[g] = sinks == nullptr ? 0.0f : lane_exp(sinks[g] - most);
+    }
+    barrier();
+  }
+
+  OUTRIDER_DEVICE float number(i64 g, i64 d) const {
+    if (chunks == 0) return 0.0f;
+    float total = 0.0f, sum = 0.0f;
+    OUTRIDER_UNROLL(8)
+    for (i64 c = 0; c < chunks; ++c) {
+      const float *of_chunk = partial.of(g, c), factor = load_fresh(of_chunk);
+      total = fused(load_fresh(of_chunk + 1), factor, total);
+      sum = fused(load_fresh(of_chunk + 2 + d), factor, sum);
+    }
+    if (sinks != nullptr) total = total + sink[g];
+    return sum / total;
+  }
+};
+
+// A block attends with the query heads of one key/value head of one token over one chunk of keys, and leaves what it finds
+// in partial[token - first_token, head, chunk]. The last block of a token and key/value head to finish, as counters[token -
+// first_token, kv_head] tells, puts the chunks together. Blocks of 256 threads; heads have a multiple of 8 numbers, and of
+// 32 where they are left in another form than float32. `sinks` may be null.
+OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 2)
+outrider_attend(const float* queries, const char* keys, const char* values, const i64* row_splits, const i32* lists,
+                const i32* counts, const float* sinks, float* partial, u32* counters, char* out, float* out_scales,
+                i32* out_sums, i64 rows, i64 heads, i64 kv_heads, i64 size, i64 capacity, i64 view, i64 chunks,
+                i64 first_token, i64 window, i64 element, i64 scale, i64 softcap, i64 form) {
+  const i64 own = block_index() % chunks;
+  const i64 kv_head = block_index() / chunks % kv_heads;
+  const i64 token = first_token + block_index() / chunks / kv_heads;
+  const i64 all = counts[token];
+  const i64 begin = window_begin(all, window) + own * kChunk;
+  if (begin >= all && own > 0) return;
+  const i64 seen = all - window_begin(all, window), own_chunks = (seen + kChunk - 1) / kChunk;
+  const int count = static_cast<int>(all - begin < kChunk ? all - begin : kChunk);
+  const i64 group = heads / kv_heads, first_head = token * heads + kv_head * group;
+  char* tile = dynamic_shared();
+  float* weights = reinterpret_cast<float*>(tile + kTileBytes);  // [group, kChunk]
+  float* query = weights + group * kChunk;                       // [group, size]
+  float* highest = query + group * size;                         // [group]
+  i32* slots = reinterpret_cast<i32*>(highest + group);          // [kChunk]
+  for (i64 i = thread_index(); i < group * size; i += thread_count()) query[i] = queries[first_head * size + i];
+  for (i64 j = thread_index(); j < count; j += thread_count()) slots[j] = lists[token * view + begin + j];
+  barrier();
+  const i64 bytes = size * (element == kFloat32 ? 4 : 2);
+  const i64 cache = (row_of(row_splits, rows, token) * kv_heads + kv_head) * capacity * bytes;
+  const Chunk chunk = {keys + cache, values + cache, slots, query, weights, count,
+                       static_cast<int>(group), static_cast<int>(size),
+                       float_of(static_cast<i32>(scale)), float_of(static_cast<i32>(softcap))};
+  const Partial left = {partial + (first_head - first_token * heads) * chunks * (2 + size), chunks, size};
+  if (element == kFloat32) {
+    attend_to<kFloat32>(chunk, highest, tile, left, own);
+  } else if (element == kFloat16) {
+    attend_to<kFloat16>(chunk, highest, tile, left, own);
+  } else {
+    attend_to<kBFloat16>(chunk, highest, tile, left, own);
   }
   if (!last_to_finish(counters + (token - first_token) * kv_heads + kv_head, own_chunks > 0 ? own_chunks : 1)) return;
+  const Together together = {left, own_chunks, sinks == nullptr ? nullptr : sinks + kv_head * group, highest};
+  together.weigh(group);
   for (i64 i = thread_index(); i < group * size; i += thread_count()) {
-    const i64 head = kv_head * group + i / size;
-    const float found = put_together({of_head(i / size) - chunk * stride, size}, own_chunks, i % size,
-                                     sinks == nullptr ? nullptr : sinks + head);
-    const i64 at = (token * heads + kv_head * group) * size + i;
+    const float found = together.number(i / size, i % size);
+    const i64 at = first_head * size + i;
     if (form == kFloat32) {
       reinterpret_cast<float*>(out)[at] = found;
     } else {

@@ -63,53 +63,78 @@ struct NormedQuantRows {
   OUTRIDER_DEVICE i64 place(i64 row, i64 block) const { return row * kQuantWarps + block % kQuantWarps; }
 };
 
+// What a lane multiplies by of a block of inputs, on its way to registers: words of integers as they lie, and the scale and
+// minimum of a column.
+template <int kBits>
+struct OwnWeights {
+  static constexpr int kParts = kBits / 4;  // words that hold the integers of a lane for eight outputs
+  u32 words[kColumns / 8][kParts];
+  float scale, minimum;
+
+  OUTRIDER_DEVICE void fetch(const QuantForm& form, const char* block) {
+    const int lane = static_cast<int>(lane_index()), own = lane / 4, turn = lane % 4;
+    const u32* from = reinterpret_cast<const u32*>(block);
+    for (int n = 0; n < kColumns / 8; ++n) {
+      for (int part = 0; part < kParts; ++part) words[n][part] = from[(4 * part + turn) * kColumns + 8 * n + own];
+    }
+    scale = form.scale(block, lane);
+    if (form.minimums) minimum = form.minimum(block, lane);
+  }
+
+  OUTRIDER_DEVICE u32 four(int n, int part) const {
+    return kBits == 8 ? words[n][part % kParts] : words[n][0] >> 4 * part & 0x0f0f0f0fu;
+  }
+};
+
+// Shared memory, of the blocks of inputs that the warps have.
+struct QuantShared {
+  i32 products[kQuantWarps][kQuantRows][kColumns];  // [block of inputs, row, output]
+  float factors[2][kQuantWarps][kColumns];          // scales and minimums of the weights
+};
+
 // The outputs of one group: thread t has column t % 32 of rows t / 32, t / 32 + 8 ... in `totals`. Each warp adds up the
-// integers of one block of inputs, on tensor cores, and then each thread adds the blocks of its outputs, in order.
-template <typename Rows>
+// integers of one block of inputs, on tensor cores, while its next block is on its way, and then each thread adds the
+// blocks of its outputs, in order.
+template <int kBits, typename Rows>
 OUTRIDER_DEVICE void quant_tile(const QuantForm& form, const Rows& x, const char* packed, i64 group,
-                                float (&totals)[kQuantOwn]) {
-  OUTRIDER_SHARED i32 products[kQuantWarps][kQuantRows][kColumns];  // [block of inputs, row, output]
-  OUTRIDER_SHARED float factors[2][kQuantWarps][kColumns];          // scales and minimums of the weights
+                                QuantShared& shared, float (&totals)[kQuantOwn]) {
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
   const int own = lane / 4, turn = lane % 4;
   const auto words_of = [&](i64 row, i64 block) {  // the row's integers in a block; a row that is none repeats the last
     return x.integers + x.place(row < x.count ? row : x.count - 1, block) * kQuads;
   };
+  const char* const weights = packed + group * x.blocks * form.block_bytes();
+  OwnWeights<kBits> coming = {};
+  if (warp < x.blocks) coming.fetch(form, weights + warp * form.block_bytes());
   for (i64 start = 0; start < x.blocks; start += kQuantWarps) {
     const i64 block = start + warp;
     if (block < x.blocks) {
-      const char* at = packed + (group * x.blocks + block) * form.block_bytes();
-      const u32* weights = reinterpret_cast<const u32*>(at);
-      factors[0][warp][lane] = form.scale(at, lane);
-      if (form.minimums) factors[1][warp][lane] = form.minimum(at, lane);
+      const OwnWeights<kBits> here = coming;
+      if (block + kQuantWarps < x.blocks) coming.fetch(form, weights + (block + kQuantWarps) * form.block_bytes());
+      shared.factors[0][warp][lane] = here.scale;
+      if (form.minimums) shared.factors[1][warp][lane] = here.minimum;
       x.prepare(block);
       for (int m = 0; m < x.count; m += 16) {
         const u32 *low = words_of(m + own, block), *high = words_of(m + own + 8, block);
         const u32 left[4] = {low[turn], high[turn], low[4 + turn], high[4 + turn]};
-        for (int n = 0; n < kColumns; n += 8) {
-          u32 right[2];
-          if (form.bits == 8) {
-            right[0] = weights[turn * kColumns + n + own];
-            right[1] = weights[(4 + turn) * kColumns + n + own];
-          } else {
-            const u32 both = weights[turn * kColumns + n + own];
-            right[0] = both & 0x0f0f0f0fu;
-            right[1] = both >> 4 & 0x0f0f0f0fu;
-          }
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const u32 right[2] = {here.four(n, 0), here.four(n, 1)};
           i32 found[4] = {};
           multiply_bytes(found, left, right);
-          for (int i = 0; i < 4; ++i) products[warp][m + own + 8 * (i / 2)][n + 2 * turn + i % 2] = found[i];
+          for (int i = 0; i < 4; ++i) shared.products[warp][m + own + 8 * (i / 2)][8 * n + 2 * turn + i % 2] = found[i];
         }
       }
     }
     barrier();
     for (int b = 0; b < kQuantWarps && start + b < x.blocks; ++b) {
-      for (int r = warp, i = 0; r < x.count; r += kQuantWarps, ++i) {
+      for (int i = 0; i < kQuantOwn; ++i) {
+        const int r = warp + i * kQuantWarps;
+        if (r >= x.count) break;
         const i64 at = x.place(r, start + b);
-        const i32 sum = products[b][r][lane] - form.offset() * x.sums[at];
-        totals[i] = fused(static_cast<float>(sum), factors[0][b][lane] * x.scales[at], totals[i]);
+        const i32 sum = shared.products[b][r][lane] - form.offset() * x.sums[at];
+        totals[i] = fused(static_cast<float>(sum), shared.factors[0][b][lane] * x.scales[at], totals[i]);
         if (form.minimums) {
-          totals[i] = fused(factors[1][b][lane], x.scales[at] * static_cast<float>(x.sums[at]), totals[i]);
+          totals[i] = fused(shared.factors[1][b][lane], x.scales[at] * static_cast<float>(x.sums[at]), totals[i]);
         }
       }
     }
@@ -126,45 +151,59 @@ struct QuantProduct {
   i64 group, outputs, unit;
 };
 
-template <typename Rows>
-OUTRIDER_DEVICE void multiply_integers_of(const Rows& x, i64 first, const QuantProduct& product) {
+template <int kBits, typename Rows>
+OUTRIDER_DEVICE void multiply_integers_of(const Rows& x, i64 first, const QuantProduct& product, QuantShared& shared) {
   const i64 outputs = product.outputs, unit = product.unit, group = product.group;
   float totals[kQuantOwn] = {};
-  quant_tile(product.form, x, product.packed, group, totals);
+  quant_tile<kBits>(product.form, x, product.packed, group, shared, totals);
   if (unit != kNoUnit) {
     float up[kQuantOwn] = {};
-    quant_tile(product.form, x, product.packed, group + outputs / kColumns, up);
+    quant_tile<kBits>(product.form, x, product.packed, group + outputs / kColumns, shared, up);
     for (int i = 0; i < kQuantOwn; ++i) totals[i] = gated(unit, totals[i], up[i]);
   }
   const i64 output = group * kColumns + lane_index();
-  for (i64 r = thread_index() / 32, i = 0; r < x.count; r += kQuantWarps, ++i) {
-    keep_output(product.to, product.residual, first + r, group, output, outputs, totals[i]);
+  for (int i = 0; i < kQuantOwn; ++i) {
+    const i64 row = thread_index() / 32 + i * kQuantWarps;
+    if (row >= x.count) break;
+    keep_output(product.to, product.residual, first + row, group, output, outputs, totals[i]);
+  }
+}
+
+template <typename Rows>
+OUTRIDER_DEVICE void multiply_quantized(const Rows& x, i64 first, const QuantProduct& product) {
+  OUTRIDER_SHARED QuantShared shared;
+  if (product.form.bits == 8) {
+    multiply_integers_of<8>(x, first, product, shared);
+  } else {
+    multiply_integers_of<4>(x, first, product, shared);
   }
 }
 
 // Thread blocks of 256: one has the 32 outputs of a group, of 32 rows.
-OUTRIDER_KERNEL outrider_quant_product(const u32* integers, const float* scales, const i32* sums, const char* packed,
-                                       const float* residual, char* to, float* to_scales, i32* to_sums, i64 rows, i64 inputs,
-                                       i64 outputs, i64 bits, i64 wide, i64 minimums, i64 unit, i64 form) {
+OUTRIDER_KERNEL OUTRIDER_FIT(kQuantWarps * 32, 3)
+outrider_quant_product(const u32* integers, const float* scales, const i32* sums, const char* packed,
+                       const float* residual, char* to, float* to_scales, i32* to_sums, i64 rows, i64 inputs, i64 outputs,
+                       i64 bits, i64 wide, i64 minimums, i64 unit, i64 form) {
   const i64 tiles = (rows + kQuantRows - 1) / kQuantRows;  // neighbours share weights
   const i64 first = block_index() % tiles * kQuantRows;
   const int count = rows - first < kQuantRows ? static_cast<int>(rows - first) : kQuantRows;
   const QuantRows x = {integers, scales, sums, inputs / kBlock, first, count};
-  multiply_integers_of(x, first, {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
+  multiply_quantized(x, first, {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
                                   block_index() / tiles, outputs, unit});
 }
 
 // The same of rows that are not normed yet, up to kNormRows.
-OUTRIDER_KERNEL outrider_normed_quant_product(const float* x, const float* norm, const char* packed, char* to,
-                                              float* to_scales, i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 bits,
-                                              i64 wide, i64 minimums, i64 unit, i64 form, i64 epsilon) {
+OUTRIDER_KERNEL OUTRIDER_FIT(kQuantWarps * 32, 3)
+outrider_normed_quant_product(const float* x, const float* norm, const char* packed, char* to, float* to_scales,
+                              i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 wide, i64 minimums, i64 unit,
+                              i64 form, i64 epsilon) {
   OUTRIDER_SHARED float factors[kNormRows], scales[kNormRows * kQuantWarps];
   OUTRIDER_SHARED i32 sums[kNormRows * kQuantWarps];
   OUTRIDER_SHARED u32 integers[kNormRows * kQuantWarps * kQuads];
   const int count = static_cast<int>(rows);
   norm_factors(x, count, inputs, float_of(static_cast<i32>(epsilon)), factors);
   const NormedQuantRows given = {integers, scales, sums, inputs / kBlock, count, x, norm, factors};
-  multiply_integers_of(given, 0, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
+  multiply_quantized(given, 0, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
                                   block_index(), outputs, unit});
 }
 
