@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 import pytest
@@ -270,13 +270,13 @@ def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
     ],
 )
 def test_a_template_makes_nothing_huge_and_nothing_at_all_when_it_is_loaded(text: str) -> None:
-    began = perf_counter()
+    began = thread_time()
     tokenizer = with_template(text)
     with pytest.raises(RequestError, match=r"failed on these messages \(OverflowError: .* (?i:too (large|big))"):
         tokenizer.apply_chat_template(MESSAGES)
-    assert perf_counter() - began < 2
+    assert thread_time() - began < 2
     assert with_template("{{ 'x' | center(10**8) | length }}").check_chat()  # which would take 100 MB
-    assert perf_counter() - began < 2
+    assert thread_time() - began < 2
 
 
 def test_products_of_a_usual_size_are_as_in_jinja() -> None:

@@ -263,14 +263,14 @@ def test_a_long_prompt_and_a_draft_are_cheap() -> None:
     generator = random.Random(1)
     prompt = [min(int(generator.paretovariate(0.6)), 30_000) for _ in range(32_768)]
     drafter = NgramDrafter(max_context=3)
-    start = time.perf_counter()
+    start = time.thread_time()
     drafter.extend(prompt)
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0
     token_ids, parent, score = np.zeros(64, np.int64), np.zeros(64, np.int64), np.zeros(64, np.float32)
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         drafter.draft(8, token_ids, parent, score, 0, GREEDY)
-    assert (time.perf_counter() - start) / 1000 < 150e-6
+    assert (time.thread_time() - start) / 1000 < 150e-6
 
 
 def test_text_that_repeats_one_token_is_cheap() -> None:
@@ -278,9 +278,9 @@ def test_text_that_repeats_one_token_is_cheap() -> None:
     drafter = NgramDrafter(filler_top_k=3)
     for index in range(0, 20_000, 7):
         drafter.observe(index, np.array([5, 6, 7]))
-    start = time.perf_counter()
+    start = time.thread_time()
     drafter.extend([7] * 20_000)
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
     assert drafted(drafter, 8) == [7] * 8
 
 

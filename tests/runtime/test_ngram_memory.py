@@ -293,12 +293,12 @@ def test_a_draft_with_a_full_memory_is_cheap() -> None:
     drafter = recalling(memory)
     drafter.extend([min(int(generator.paretovariate(0.6)), 30_000) for _ in range(1024)])
     token_ids, parent, score = np.zeros(64, np.int64), np.zeros(64, np.int64), np.zeros(64, np.float32)
-    start = time.perf_counter()
+    start = time.thread_time()
     for round in range(500):
         if round % 10 == 0:
             memory.add([], [1, 2, 3])
         drafter.draft(8, token_ids, parent, score, 0, SamplingParams())
-    assert (time.perf_counter() - start) / 500 < 1e-3
+    assert (time.thread_time() - start) / 500 < 1e-3
 
 
 def test_a_memory_of_other_contexts_is_refused() -> None:
