@@ -55,13 +55,6 @@ OUTRIDER_DEVICE Quad load_quad(const float* from) { return *reinterpret_cast<con
 OUTRIDER_DEVICE Bytes16 load_bytes16(const void* from) { return *static_cast<const Bytes16*>(from); }
 OUTRIDER_DEVICE Bytes8 load_bytes8(const void* from) { return *static_cast<const Bytes8*>(from); }
 
-// A float of global memory that another block may have written since this one began: not of this multiprocessor's cache.
-OUTRIDER_DEVICE float load_fresh(const float* from) {
-  float value;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
-  return value;
-}
-
 }  // namespace outrider
 
 #else

@@ -58,6 +58,5 @@ struct alignas(8) Bytes8 {
 inline Quad load_quad(const float* from) { return load_aligned<Quad>(from); }
 inline Bytes16 load_bytes16(const void* from) { return load_aligned<Bytes16>(from); }
 inline Bytes8 load_bytes8(const void* from) { return load_aligned<Bytes8>(from); }
-inline float load_fresh(const float* from) { return *from; }
 
 }  // namespace outrider

@@ -271,8 +271,8 @@ OUTRIDER_DEVICE void attend_to(const Chunk& chunk, float* highest, char* tile, c
   }
 }
 
-// Puts the chunks of the heads of one key/value head together: what each is multiplied by takes the place of its highest score. `sinks`, the
-// scores of a key without a value, may be null.
+// Puts the chunks of the heads of one key/value head together: what each is multiplied by takes the place of its highest
+// score. `sinks`, the scores of a key without a value, may be null.
 struct Together {
   Partial partial;
   i64 chunks;  // that have keys
@@ -284,14 +284,14 @@ struct Together {
       if (chunks == 0) break;
       float most = float_of(kLeast);
       for (i64 c = lane_index(); c < chunks; c += 32) {
-        const float other = load_fresh(partial.of(g, c));
+        const float other = *partial.of(g, c);
         most = other > most ? other : most;
       }
       most = of_warp_highest(most);
       if (sinks != nullptr && sinks[g] > most) most = sinks[g];
       for (i64 c = lane_index(); c < chunks; c += 32) {
         float* const highest = partial.of(g, c);
-        *highest = lane_exp(load_fresh(highest) - most);
+        *highest = lane_exp(*highest - most);
       }
       if (lane_index() == 0) sink[g] = sinks == nullptr ? 0.0f : lane_exp(sinks[g] - most);
     }
@@ -303,9 +303,9 @@ struct Together {
     float total = 0.0f, sum = 0.0f;
     OUTRIDER_UNROLL(8)
     for (i64 c = 0; c < chunks; ++c) {
-      const float *of_chunk = partial.of(g, c), factor = load_fresh(of_chunk);
-      total = fused(load_fresh(of_chunk + 1), factor, total);
-      sum = fused(load_fresh(of_chunk + 2 + d), factor, sum);
+      const float *of_chunk = partial.of(g, c), factor = of_chunk[0];
+      total = fused(of_chunk[1], factor, total);
+      sum = fused(of_chunk[2 + d], factor, sum);
     }
     if (sinks != nullptr) total = total + sink[g];
     return sum / total;

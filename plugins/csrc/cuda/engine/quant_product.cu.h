@@ -189,7 +189,7 @@ outrider_quant_product(const u32* integers, const float* scales, const i32* sums
   const int count = rows - first < kQuantRows ? static_cast<int>(rows - first) : kQuantRows;
   const QuantRows x = {integers, scales, sums, inputs / kBlock, first, count};
   multiply_quantized(x, first, {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
-                                  block_index() / tiles, outputs, unit});
+                                block_index() / tiles, outputs, unit});
 }
 
 // The same of rows that are not normed yet, up to kNormRows.
@@ -204,7 +204,7 @@ outrider_normed_quant_product(const float* x, const float* norm, const char* pac
   norm_factors(x, count, inputs, float_of(static_cast<i32>(epsilon)), factors);
   const NormedQuantRows given = {integers, scales, sums, inputs / kBlock, count, x, norm, factors};
   multiply_quantized(given, 0, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
-                                  block_index(), outputs, unit});
+                                block_index(), outputs, unit});
 }
 
 // Rows of such weights, looked up by number: quant_row in onnxruntime/quant_gather.cc. A number out of range gives zeros.
