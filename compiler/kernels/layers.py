@@ -10,14 +10,14 @@ import onnx_ir as ir
 
 from compiler.kernels.code import Word
 from compiler.kernels.elements import softcap
-from compiler.kernels.emitter import Emitter, Handler, many
+from compiler.kernels.emitter import Emitter, Handler, many, norm_rows
 from compiler.kernels.products import Output, bytes_of, output_for, part_of, reader_that_norms, real
 from compiler.kernels.sizes import Size, product, quotient, size
 from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Weight
 from plans import names
 from plans.kernel_engine import TURN, Launch
 from plugins.cuda import LAUNCHES
-from plugins.cuda.engine_kernels import CHUNK, HEAD_STEP, MOST_HEAD, attention_bytes
+from plugins.cuda.engine_kernels import CHUNK, HEAD_STEP, MOST_HEAD, attention_bytes, norm_bytes
 from plugins.cuda.launches import ELEMENTS as CACHE_TYPES
 from plugins.cuda.launches import THREADS, as_number
 from plugins.onnx_ops import DOMAIN
@@ -57,7 +57,7 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
     formed, reader = e.value(node.outputs[0]), reader_that_norms(e, node.outputs[0])
     if added is None and isinstance(formed, Formed) and reader is not None:
         e.set(node.outputs[0], Normed(formed, x.name, e.stored(weight).name, epsilon))
-        blocks = many(rows, rows)
+        blocks = many(rows, norm_rows(normed.form), rows)
     e.launch(
         "outrider_rms_norm",
         {
@@ -66,6 +66,7 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
         },
         {"size": width, "epsilon": epsilon, "form": normed.form},
         blocks,
+        shared=norm_bytes(width.number or 0),
         part=part_of(weight.name) if reader is None else f"{reader}, norm",
         moves=rows * width * ((4 if added is None else 12) + bytes_of(normed)),
         operations=rows * width * 4,

@@ -6,17 +6,18 @@ them: float32, halves, or integers of 8 bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import onnx_ir as ir
 
 from compiler.kernels.elements import ELEMENTS
-from compiler.kernels.emitter import Emitter, Handler, few, many, spread
+from compiler.kernels.emitter import Emitter, Handler, few, many, norm_rows, spread
 from compiler.kernels.sizes import Size, product, quotient, size
 from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
-from plugins.cuda.engine_kernels import FORMS, INTEGERS, UNITS
+from plugins.cuda.engine_kernels import FORMS, INTEGERS, QUANT_ROWS, UNITS, normed_quant_bytes, quant_bytes
 from plugins.cuda.launches import THREADS
 from plugins.quant_layout import BLOCK, QuantLayout
 from plugins.schema import CPU_DOMAIN
@@ -257,6 +258,10 @@ class _OnTensorCores:
     outputs: int
     """Those of the weight: with a gated unit behind it, half as many come out."""
     weight_bytes: int
+    shared: Callable[[Size], str] = lambda rows: "0"
+    """Bytes of dynamic shared memory of a block, by the rows of a step."""
+    norm_shared: int = 0
+    """The same of the kernel that norms its rows by itself."""
 
 
 def _multiply(
@@ -274,16 +279,18 @@ def _multiply(
     blocks = f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})"
     moves, operations = rows * (bytes_of(to) * outputs) + of.weight_bytes, rows * (2 * of.inputs * of.outputs)
     if isinstance(value, Normed):
+        most = norm_rows(x.form)
         e.launch(
             f"outrider_normed_{of.kernel}",
             {"x": value.rows, "norm": value.weight, **tensors},
             {**numbers, "epsilon": value.epsilon},
-            few(rows, blocks),
+            few(rows, most, blocks),
+            shared=of.norm_shared,
             part=of.part,
             moves=rows * (4 * of.inputs) + moves,
             operations=operations,
         )
-        blocks = many(rows, blocks)
+        blocks = many(rows, most, blocks)
     if summed is not None:
         moves += rows * (4 * outputs)
     e.launch(
@@ -291,6 +298,7 @@ def _multiply(
         {**given, **tensors, "residual": None if summed is None else summed[0].name},
         numbers,
         blocks,
+        shared=of.shared(rows),
         part=of.part,
         moves=rows * _row_bytes(x.form, of.inputs) + moves,
         operations=operations,
@@ -317,6 +325,12 @@ def _of_layout(layout: QuantLayout) -> dict[str, int]:
     return {"bits": layout.bits, "wide": int(layout.wide), "minimums": int(layout.minimums)}
 
 
+def _quant_bytes(bits: int, rows: Size) -> str:
+    """Return `quant_bytes` as a formula over the rows of a step."""
+    none, one = quant_bytes(bits, 0), quant_bytes(bits, 1)
+    return f"{none} + {(one - none) // 2} * max(2 * min({rows}, {QUANT_ROWS // 2}), min({rows}, {QUANT_ROWS}))"
+
+
 def quant_matmul(e: Emitter, node: ir.Node) -> None:
     if not _waits_for_unit(e, node, _layout(node).outputs):
         _multiply_integers(e, node, node.outputs[0], 0)
@@ -329,8 +343,8 @@ def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -
     assert x.scales is not None
     assert x.sums is not None
     of = _OnTensorCores(
-        "quant_product", {"packed": packed}, _of_layout(layout), part, layout.inputs, layout.outputs,
-        layout.size,
+        "quant_product", {"packed": packed}, _of_layout(layout), part, layout.inputs, layout.outputs, layout.size,
+        partial(_quant_bytes, layout.bits), normed_quant_bytes(layout.bits, layout.inputs),
     )  # fmt: skip
     _multiply(e, of, node, output, unit, x, {"integers": x.name, "scales": x.scales, "sums": x.sums})
 

@@ -135,7 +135,10 @@ UNITS = ("", "silu", "gelu_tanh")
 """Gated units behind a product, in the kernels' numbering (`engine/units.h`)."""
 
 NORM_ROWS = 8
-"""Rows that a product norms by itself, at most (kNormRows of `engine/rms_norm.cu.h`)."""
+"""Rows that a product of halves norms by itself, at most (kNormRows of `engine/rms_norm.cu.h`)."""
+
+QUANT_NORM_ROWS = 1
+"""The same of a product of integers: normalizing more rows in each of its blocks takes longer than a launch."""
 
 CHUNK = 256
 """Keys that are summed by themselves (kChunk of `engine/attention.cu.h`)."""
@@ -156,3 +159,31 @@ def attention_bytes(group: int, size: int) -> int:
     and the slots.
     """
     return _TILE_BYTES + 4 * (group * (CHUNK + size + 1) + CHUNK)
+
+
+QUANT_ROWS = 32
+"""Rows of a block of `outrider_quant_product` (kQuantRows of `engine/quant_product.cu.h`)."""
+
+_QUANT_WARPS, _QUANT_STRIDE, _COLUMNS = 8, 260, 32  # kQuantWarps, kQuantStride, kColumns of the same file
+_QUANT_AHEAD = {4: 6, 8: 4}  # QuantAhead::kBlocks, by bits
+
+
+def quant_bytes(bits: int, rows: int) -> int:
+    """Return the bytes of shared memory that a block of `outrider_quant_product` needs for a step of `rows` rows.
+
+    Each warp has there the products, factors and sums of rows, up to 16 of them twice, the scales and minimums of
+    weights, and blocks of weights on their way.
+    """
+    ahead = _QUANT_AHEAD[bits] * 32 * (4 * bits + 8)
+    fixed, of_row = _QUANT_WARPS * (ahead + 2 * 8 * _COLUMNS), 4 * _QUANT_STRIDE + 8 * (_QUANT_WARPS + 2)
+    return fixed + of_row * max(2 * min(rows, QUANT_ROWS // 2), min(rows, QUANT_ROWS))
+
+
+def normed_quant_bytes(bits: int, inputs: int, rows: int = QUANT_NORM_ROWS) -> int:
+    """Return the same of `outrider_normed_quant_product`: a row as floats and all rows as integers lie there too."""
+    return quant_bytes(bits, rows) + 4 * inputs + rows * (inputs + inputs // 32 * 8)
+
+
+def norm_bytes(size: int) -> int:
+    """Return the bytes of shared memory that a block of `outrider_rms_norm` needs: a row of `size` numbers."""
+    return 4 * size

@@ -59,9 +59,9 @@ def kernel_resources(cubin: bytes) -> dict[str, Resources]:
     """Return the resources of every kernel of a cubin. Raises `ValueError` for bytes that are none."""
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError("this is no cubin")
-    sections = list(_sections(cubin))
-    names = {name: (start, end) for name, _, start, end in sections}
-    symbols = next(cubin[start:end] for _, kind, start, end in sections if kind == _SYMBOLS)
+    known = list(sections(cubin))
+    names = {name: (start, end) for name, _, start, end in known}
+    symbols = next(cubin[start:end] for _, kind, start, end in known if kind == _SYMBOLS)
     strings = names[".strtab"][0]
     found: dict[int, dict[str, int]] = {}
     for attribute, symbol, value in _attributes(cubin[slice(*names[".nv.info"])]):
@@ -77,7 +77,7 @@ def kernel_resources(cubin: bytes) -> dict[str, Resources]:
     return resources
 
 
-def _sections(cubin: bytes) -> Iterator[tuple[str, int, int, int]]:
+def sections(cubin: bytes) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, type, first and last byte of each section; one without content in the file counts its size all the
     same."""
     (first,) = struct.unpack_from("<Q", cubin, 40)

@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from compiler.kernels.code import MOST_KEPT, MOST_STACK, Word
 from plugins.cuda.compile import SOURCES, compile_kernels
-from plugins.cuda.engine_kernels import CHUNK, ENGINE_KERNELS, FORMS, NORM_ROWS, UNITS, attention_bytes
+from plugins.cuda.engine_kernels import (
+    CHUNK,
+    ENGINE_KERNELS,
+    FORMS,
+    NORM_ROWS,
+    UNITS,
+    attention_bytes,
+    normed_quant_bytes,
+    quant_bytes,
+)
 from plugins.cuda.launches import ELEMENTS
 from plugins.quant_layout import QuantLayout, pack
 from plugins.reference import lanes_attention
@@ -75,7 +84,14 @@ def test_norms_have_the_bits_of_the_cpu(engine_kernels: Kernels, size: int, adde
     weight = rng.normal(size=size).astype(np.float32)
     normed, total = poisoned(5, size), poisoned(5, size)
     tensors = {"x": x, "weight": weight, "normed": normed} | ({"added": more, "sum": total} if added else {})
-    launch(engine_kernels, "outrider_rms_norm", tensors, {"size": size, "epsilon": real(1e-6), "form": 0}, 5)
+    launch(
+        engine_kernels,
+        "outrider_rms_norm",
+        tensors,
+        {"size": size, "epsilon": real(1e-6), "form": 0},
+        5,
+        shared=4 * size,
+    )
     expected = norm(x[None], weight, more[None] if added else None, summed=added)
     np.testing.assert_array_equal(normed, expected[0][0])
     if added:
@@ -134,7 +150,7 @@ def test_quantised_products_have_the_bits_of_the_reference(
             "rows": rows, "inputs": inputs, "outputs": outputs, "bits": bits, "wide": int(wide),
             "minimums": int(minimums), "unit": 0, "form": 0,
         },
-        2 * -(-rows // 32),
+        2 * -(-rows // 32), shared=quant_bytes(bits, rows),
     )  # fmt: skip
     np.testing.assert_array_equal(to, quant_matmul(x, integers, scales, least))
 
@@ -363,7 +379,7 @@ def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: K
     launch(
         engine_kernels, "outrider_rms_norm",
         {"x": x, "weight": weight, "normed": normed, "scales": scales, "sums": sums},
-        {"size": 96, "epsilon": real(1e-6), "form": FORMS.index(form)}, 3,
+        {"size": 96, "epsilon": real(1e-6), "form": FORMS.index(form)}, 3, shared=4 * 96,
     )  # fmt: skip
     expected = norm(x[None], weight)[0][0]
     check_form(form, expected, normed, scales, sums)
@@ -391,7 +407,7 @@ def test_a_quantised_product_with_a_gated_unit_behind_it(engine_kernels: Kernels
             "rows": rows, "inputs": inputs, "outputs": outputs, "bits": 4, "wide": 0, "minimums": 0, "unit": 1,
             "form": FORMS.index(form),
         },
-        2 * -(-rows // 32),
+        2 * -(-rows // 32), shared=quant_bytes(4, rows),
     )  # fmt: skip
     check_form(form, expected, to, to_scales, to_sums)
 
@@ -436,7 +452,7 @@ def test_a_quantised_product_norms_few_rows_by_itself(engine_kernels: Kernels, r
             "rows": rows, "inputs": inputs, "outputs": outputs, "bits": 4, "wide": 0, "minimums": 1, "unit": unit,
             "form": FORMS.index(form), "epsilon": real(1e-6),
         },
-        2,
+        2, shared=normed_quant_bytes(4, inputs, rows),
     )  # fmt: skip
     check_form(form, expected, to, to_scales, to_sums)
 
@@ -474,13 +490,25 @@ def test_products_are_added_to_the_residual_stream(engine_kernels: Kernels, rows
     quant = {"integers": words.astype(np.int8), "scales": factors, "sums": words.sum(-1).astype(np.int32)}
     half = {"x": narrowed(x, dtype), "weight": narrowed(matrix, dtype)}
     numbers = {"rows": rows, "inputs": inputs, "outputs": outputs, "unit": 0, "form": 0}
-    for name, tensors, own in (
-        ("outrider_quant_product", {**quant, "packed": packed}, {"bits": 8, "wide": 0, "minimums": 0}),
-        ("outrider_half_product", half, {"element": FORMS.index(dtype)}),
+    for name, tensors, own, shared in (
+        (
+            "outrider_quant_product",
+            {**quant, "packed": packed},
+            {"bits": 8, "wide": 0, "minimums": 0},
+            quant_bytes(8, rows),
+        ),
+        ("outrider_half_product", half, {"element": FORMS.index(dtype)}, 0),
     ):
         plain, summed = poisoned(rows, outputs), poisoned(rows, outputs)
-        launch(engine_kernels, name, {**tensors, "to": plain}, {**numbers, **own}, blocks)
-        launch(engine_kernels, name, {**tensors, "residual": residual, "to": summed}, {**numbers, **own}, blocks)
+        launch(engine_kernels, name, {**tensors, "to": plain}, {**numbers, **own}, blocks, shared=shared)
+        launch(
+            engine_kernels,
+            name,
+            {**tensors, "residual": residual, "to": summed},
+            {**numbers, **own},
+            blocks,
+            shared=shared,
+        )
         np.testing.assert_array_equal(summed, residual + plain)
 
 

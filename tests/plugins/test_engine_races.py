@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from plugins.cuda.compile import SOURCES
-from plugins.cuda.engine_kernels import FORMS
+from plugins.cuda.engine_kernels import FORMS, normed_quant_bytes, quant_bytes
 from tests.plugins.emulator import Emulator
 from tests.plugins.engine_driver import launch, real
 from tests.plugins.test_engine_kernels import attend, poisoned, quantized
@@ -31,16 +32,17 @@ RNG = np.random.default_rng(0)
 def norm(kernels: Emulator) -> None:
     x, weight, to = RNG.normal(size=(2, 3, 96)).astype(np.float32), np.ones(96, np.float32), poisoned(3, 96)
     tensors = {"x": x[0], "weight": weight, "added": x[1], "normed": to, "sum": poisoned(3, 96)}
-    launch(kernels, "outrider_rms_norm", tensors, {"size": 96, "epsilon": real(1e-6), "form": 0}, 3)
+    launch(kernels, "outrider_rms_norm", tensors, {"size": 96, "epsilon": real(1e-6), "form": 0}, 3, shared=4 * 96)
 
 
-def multiply_integers(kernels: Emulator) -> None:
+def multiply_integers(kernels: Emulator, rows: int) -> None:
     _, _, _, packed = quantized(RNG, 32, 640, 4, False, False)
-    rows = {"integers": RNG.integers(-127, 128, (3, 640)).astype(np.int8), "scales": np.ones((3, 20), np.float32)}
+    x = {"integers": RNG.integers(-127, 128, (rows, 640)).astype(np.int8), "scales": np.ones((rows, 20), np.float32)}
     launch(
         kernels, "outrider_quant_product",
-        {**rows, "sums": np.ones((3, 20), np.int32), "packed": packed, "to": poisoned(3, 32)},
-        {"rows": 3, "inputs": 640, "outputs": 32, "bits": 4, "wide": 0, "minimums": 0, "unit": 0, "form": 0}, 1,
+        {**x, "sums": np.ones((rows, 20), np.int32), "packed": packed, "to": poisoned(rows, 32)},
+        {"rows": rows, "inputs": 640, "outputs": 32, "bits": 4, "wide": 0, "minimums": 0, "unit": 0, "form": 0}, 1,
+        shared=quant_bytes(4, rows),
     )  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def multiply_normed_integers(kernels: Emulator) -> None:
             "rows": 3, "inputs": 640, "outputs": 32, "bits": 4, "wide": 0, "minimums": 0, "unit": 0, "form": 0,
             "epsilon": real(1e-6),
         },
-        1,
+        1, shared=normed_quant_bytes(4, 640, 3),
     )  # fmt: skip
 
 
@@ -98,7 +100,11 @@ RUNS: dict[str, tuple[Callable[[Emulator], None], ...]] = {
     "attention": (append, attention),
     "entropy": (entropy,),
     "half_product": (multiply_halves,),
-    "quant_product": (multiply_integers, multiply_normed_integers),
+    "quant_product": (
+        partial(multiply_integers, rows=3),
+        partial(multiply_integers, rows=17),
+        multiply_normed_integers,
+    ),
     "rms_norm": (norm,),
 }
 """What runs the barriers of a header."""

@@ -85,8 +85,9 @@ def grow(kernels: Emulator) -> None:
     [
         ("fold.h", "    width = half;\n    barrier();\n", "    width = half;\n", "shared"),
         ("fold.h", "  barrier();  // before anyone writes again\n", "", "shared"),
-        ("block.h", "  publish();\n  barrier();\n", "  barrier();\n", "global"),
-        ("block.h", "  barrier();\n  publish();\n", "  barrier();\n", "global"),
+        ("block.h", "    publish();\n    last = ", "    last = ", "global"),
+        ("block.h", "    publish();\n  }\n", "  }\n", "global"),
+        ("block.h", "  OUTRIDER_SHARED bool last;\n  barrier();\n", "  OUTRIDER_SHARED bool last;\n", "global"),
     ],
 )
 def test_a_barrier_or_a_fence_that_is_missing_is_found(tmp_path: Path, header, line, instead, memory) -> None:

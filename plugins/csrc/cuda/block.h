@@ -23,7 +23,7 @@ OUTRIDER_DEVICE i64 thread_count() { return blockDim.x; }
 OUTRIDER_DEVICE i64 block_index() { return blockIdx.x; }
 OUTRIDER_DEVICE i64 block_count() { return gridDim.x; }
 OUTRIDER_DEVICE void barrier() { __syncthreads(); }
-OUTRIDER_DEVICE void publish() { __threadfence(); }
+OUTRIDER_DEVICE void publish() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 OUTRIDER_DEVICE void add(u64* to, u64 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE void add(u32* to, u32 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE u32 count_up(u32* counter) { return atomicAdd(counter, 1u); }
@@ -55,6 +55,23 @@ OUTRIDER_DEVICE Quad load_quad(const float* from) { return *reinterpret_cast<con
 OUTRIDER_DEVICE Bytes16 load_bytes16(const void* from) { return *static_cast<const Bytes16*>(from); }
 OUTRIDER_DEVICE Bytes8 load_bytes8(const void* from) { return *static_cast<const Bytes8*>(from); }
 
+// Copies from global to shared memory that a thread does not wait for (PTX ISA, "cp.async"): it starts some, closes them as
+// a group, and later waits until at most `kOpen` of its newest groups are open. Then it may read what it copied; other
+// threads may after a barrier. Both addresses are multiples of the bytes. Needs compute capability 8.0.
+using SharedAddress = u32;
+OUTRIDER_DEVICE SharedAddress shared_address(void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
+OUTRIDER_DEVICE void start_copy16(SharedAddress to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+OUTRIDER_DEVICE void start_copy4(SharedAddress to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+OUTRIDER_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kOpen>
+OUTRIDER_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kOpen) : "memory");
+}
+
 }  // namespace outrider
 
 #else
@@ -71,14 +88,14 @@ constexpr int kMostThreads = 512;
 // the others wrote before is visible to it then.
 OUTRIDER_DEVICE bool last_to_finish(u32* counter, i64 blocks) {
   OUTRIDER_SHARED bool last;
-  publish();
   barrier();
-  if (thread_index() == 0) {
+  if (thread_index() == 0) {  // whose fences order what all threads of the block wrote before, and read after
+    publish();
     last = count_up(counter) + 1 == static_cast<u32>(blocks);
     if (last) *counter = 0;  // for the next launch
+    publish();
   }
   barrier();
-  publish();
   return last;
 }
 

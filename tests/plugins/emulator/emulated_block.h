@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "copies.h"
 #include "grid.h"
 
 #define OUTRIDER_KERNEL extern "C" void
@@ -58,5 +59,19 @@ struct alignas(8) Bytes8 {
 inline Quad load_quad(const float* from) { return load_aligned<Quad>(from); }
 inline Bytes16 load_bytes16(const void* from) { return load_aligned<Bytes16>(from); }
 inline Bytes8 load_bytes8(const void* from) { return load_aligned<Bytes8>(from); }
+
+inline emulator::Copies& copies() {
+  static emulator::Copies copies;
+  return copies;
+}
+using SharedAddress = char*;
+inline SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
+inline void start_copy16(SharedAddress to, const void* from) { copies().start(grid.place(), to, from, 16); }
+inline void start_copy4(SharedAddress to, const void* from) { copies().start(grid.place(), to, from, 4); }
+inline void close_copies() { copies().close(grid.place()); }
+template <int kOpen>
+void wait_for_copies() {
+  copies().wait(grid.place(), kOpen, [](char* to, const char* from, size_t bytes) { std::memcpy(to, from, bytes); });
+}
 
 }  // namespace outrider

@@ -93,7 +93,10 @@ extern "C" int emulate(const char* kernel, long long blocks, long long threads, 
   if (found == kernels().end()) return 1;
   DynamicMemory memory(static_cast<size_t>(shared), seed);
   emulator::Watch watch;
-  watch.block_starts = [&] { dynamic_memory = memory.start(); };
+  watch.block_starts = [&] {
+    dynamic_memory = memory.start();
+    copies().block_starts();
+  };
   if (!grid.run(blocks, threads, seed, order_of_blocks, [&] { found->second.run(params); }, watch)) return 2;
   return memory.margins_are_untouched() ? 0 : 4;
 }

@@ -41,6 +41,7 @@ extern "C" int emulate(const char* kernel, long long blocks, long long threads, 
   watch.block_starts = [=] {
     machine.shared.assign(ptx::kSharedBytes + shared, static_cast<char>(seed * 0x9du + 0x35u));  // whatever is there
     machine.races.block_starts();
+    machine.copies.block_starts();
   };
   watch.interval_starts = [] { machine.races.interval_starts(); };
   const auto body = [&] { found->second.code(nullptr, reinterpret_cast<char**>(params)); };

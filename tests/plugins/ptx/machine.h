@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arithmetic.h"
+#include "copies.h"
 #include "matrix.h"
 #include "races.h"
 
@@ -18,6 +19,7 @@ struct Machine {
   Races races;
   std::vector<char> shared;
   emulator::Order order = emulator::kShuffled;
+  emulator::Copies copies;
 
   const emulator::Place& place() const { return grid.place(); }
 
@@ -35,6 +37,29 @@ struct Machine {
   uint32_t shuffled(int site, uint32_t value, uint32_t lane, uint32_t clamp, uint32_t members) {
     if (members != kWholeWarp || clamp != emulator::kLanes - 1) std::abort();
     return grid.exchange(site, {{value}})[lane % emulator::kLanes].word[0];
+  }
+
+  // A copy may be made at any time until its thread waits for it: it counts as a store then, and when it starts.
+  void start_copy(uint64_t to, uint64_t from, size_t bytes) {
+    char* const place_of_copy = shared_at(to, bytes);
+    copies.start(place(), place_of_copy, reinterpret_cast<const char*>(from), bytes);
+    races.loads(place(), reinterpret_cast<const char*>(from), bytes, false);
+    store_words(place_of_copy, reinterpret_cast<const char*>(from), bytes);
+  }
+
+  void wait_for_copies(size_t open) {
+    copies.wait(place(), open, [this](char* to, const char* from, size_t bytes) {
+      store_words(to, from, bytes);
+      std::memcpy(to, from, bytes);
+    });
+  }
+
+  void store_words(const char* to, const char* from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 4) {
+      uint32_t word = 0;
+      std::memcpy(&word, from + at, sizeof word);
+      races.stores(place(), to + at, sizeof word, true, word);
+    }
   }
 
   static constexpr uint32_t kWholeWarp = 0xffffffffu;

@@ -3,8 +3,9 @@
 // Within a block, a barrier orders what threads do before and behind it, and within a warp a barrier of the warp does;
 // other collectives order no memory. Between blocks of a launch, an atomic on the same counter does: of the block that
 // counts first, what its threads have done up to a barrier before, and made visible with a fence; for the other block,
-// what its threads do behind a barrier and a fence of theirs. Stores of equal values are no race. Memory is known by
-// words, and where an access was of less, by bytes too.
+// what its threads do after a barrier and a fence, theirs or of the thread that counted: a fence of one thread orders what
+// others did before an earlier barrier, and what they do after a later one (PTX ISA, "Causality order"). Stores of equal
+// values are no race. Memory is known by words, and where an access was of less, by bytes too.
 #pragma once
 
 #include <cstdint>
@@ -77,7 +78,7 @@ class Races {
     std::map<Index, size_t>& counter = counters_[address];
     for (const auto& [block, releases] : counter) {
       Acquired& mine = acquired_[place.block][block];
-      if (releases > mine.releases) mine = {releases, moment(place)};
+      if (releases > mine.releases) mine = {releases, moment(place), fences_[place.thread].count};
     }
     released_[place.block].push_back({moment(place), fences_});
     counter[place.block] = released_[place.block].size();
@@ -138,6 +139,7 @@ class Races {
   struct Acquired {
     size_t releases = 0;
     Moment when;
+    uint32_t fences = 0;  // of its thread before
   };
 
   Moment moment(const Place& place) const {
@@ -171,7 +173,9 @@ class Races {
     const Fences& mine = fences_[place.thread];
     const Moment now = moment(place);
     const bool itself = acquired.when.thread == now.thread && acquired.when.interval == now.interval;
-    const bool fenced = mine.count > 0 && mine.last.interval >= acquired.when.interval;
+    const Fences& acquiring = fences_[acquired.when.thread];
+    const bool fenced = (mine.count > 0 && mine.last.interval >= acquired.when.interval) ||
+                        (acquiring.count > acquired.fences && acquiring.last.precedes(now));
     const bool waited = itself || (acquired.when.precedes(now) && fenced);
     for (size_t r = 0; waited && r < acquired.releases; ++r) {
       const Release& release = released_[before.block][r];

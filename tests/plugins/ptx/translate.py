@@ -204,6 +204,15 @@ class _Body:
             i.operands[0], f"{added}({self._address(i.operands[1])}, {self._value(i.operands[2], i.type)})"
         )
 
+    def _cp(self, i: Instruction) -> str | None:
+        how = i.opcode[1:]
+        if how in (("async", "cg", "shared", "global"), ("async", "ca", "shared", "global")):
+            to, source, size = i.operands
+            return f"machine.start_copy({self._address(to)}, {self._address(source)}, {int(size)});"
+        if how == ("async", "commit_group"):
+            return "machine.copies.close(machine.place());"
+        return f"machine.wait_for_copies({int(i.operands[0])});" if how == ("async", "wait_group") else None
+
     def _membar(self, i: Instruction) -> str:
         return "machine.races.fences(machine.place());"
 
@@ -269,7 +278,9 @@ class _Body:
         return " ".join(self._set(part, f"static_cast<{kind}>({whole} >> {bits * n})") for n, part in enumerate(parts))
 
     def _cvta(self, i: Instruction) -> str | None:
-        return None if "shared" in i.opcode else self._set(i.operands[0], self._value(i.operands[1], i.type))
+        if "shared" in i.opcode and "to" not in i.opcode:
+            return None
+        return self._set(i.operands[0], self._value(i.operands[1], i.type))
 
     def _cvt(self, i: Instruction) -> str | None:
         if special := _CONVERSIONS.get(".".join(i.opcode)):

@@ -30,17 +30,24 @@ OUTRIDER_DEVICE void norm_factors(const float* rows, int count, i64 size, float 
   barrier();
 }
 
+// Copies a row of `size` numbers to `staged`, in shared memory, with all threads of the block; x + added, which goes to `sum`
+// as well, where `added` is not null. A barrier has to follow.
+OUTRIDER_DEVICE void stage_row(const float* x, const float* added, float* sum, i64 size, float* staged) {
+  OUTRIDER_UNROLL(4)
+  for (i64 i = thread_index(); i < size; i += thread_count()) {
+    staged[i] = added == nullptr ? x[i] : x[i] + added[i];
+    if (added != nullptr) sum[i] = staged[i];
+  }
+}
+
 // x + added goes to `sum`, and is normed; both may be null together. `epsilon` is a float32 as bits. Blocks have whole
-// warps; other forms than float32 want multiples of 32 numbers.
+// warps, and dynamic shared memory for a row; other forms than float32 want multiples of 32 numbers.
 OUTRIDER_KERNEL outrider_rms_norm(const float* x, const float* weight, const float* added, char* normed, float* scales,
                                   i32* sums, float* sum, i64 size, i64 epsilon, i64 form) {
   const i64 at = block_index() * size;
-  const float* row = x + at;
-  if (added != nullptr) {
-    for (i64 i = thread_index(); i < size; i += thread_count()) sum[at + i] = x[at + i] + added[at + i];
-    row = sum + at;
-    barrier();
-  }
+  float* const row = reinterpret_cast<float*>(dynamic_shared());
+  stage_row(x + at, added == nullptr ? nullptr : added + at, sum + at, size, row);
+  barrier();
   OUTRIDER_SHARED float factor[1];
   norm_factors(row, 1, size, float_of(static_cast<i32>(epsilon)), factor);
   if (form == kFloat32) {
