@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_int64, c_uint64
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -73,8 +75,12 @@ class Bench:
         return self.engine.allocate(self.settings.flush_bytes)
 
     def device(self, cubin: Path) -> CudaDevice:
+        """Return a device with the kernels of a cubin, which may be compressed."""
         device = CudaDevice()
-        device.load_kernels(cubin)
+        with TemporaryDirectory() as folder:
+            plain = Path(folder) / "cubin"
+            plain.write_bytes(lzma.decompress(cubin.read_bytes()) if cubin.suffix == ".xz" else cubin.read_bytes())
+            device.load_kernels(plain)
         return device
 
     def models(self) -> dict[str, StepModel]:

@@ -22,7 +22,7 @@ def decode(session: Session, prompt: list[int], drafter: str, new: int) -> dict[
     count = rounds = 0
     with closing(session.stream(prompt, **options)) as stream:
         for _ in range(_WARM_ROUNDS):
-            next(stream)
+            next(stream, None)
         with device_clock(session) as on_device:
             started = perf_counter()
             for span in stream:

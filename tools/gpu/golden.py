@@ -63,6 +63,8 @@ def write_golden(path: Path, cases: Sequence[Golden]) -> None:
                 if each is None:
                     head[when].append(None)
                     continue
+                if each.dtype.kind == "V":  # bfloat16, which NumPy's files do not know
+                    each = each.view(np.uint16)
                 key = keys.setdefault((each.tobytes(), each.dtype.name, each.shape), str(len(arrays)))
                 arrays[key] = each
                 head[when].append(key)

@@ -90,11 +90,14 @@ class Run:
                     self.write()
             _kill_group(child)  # tools that the stage has started too
             entry["rows"] = _rows(part)
+        told = [f"{stage.name}: {row}" for row in entry["rows"] if row.get("passed") is False]
         if entry["status"] != "complete":
             said = (self._out / "log.txt").read_bytes()[start:].decode(errors="replace")
             entry["last"] = said.splitlines()[-_LAST_LINES:]
+            told += [f"{stage.name}: {entry['status']}", *entry["last"]]
+        if told:
             with (self._out / "faults.txt").open("a", encoding="utf-8") as faults:
-                faults.write("\n".join([f"{stage.name}: {entry['status']}", *entry["last"], ""]))
+                faults.write("\n".join([*told, ""]))
         self.write()
 
     def write(self) -> None:
@@ -130,7 +133,8 @@ def _reason(code: int) -> str:
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    with suppress(subprocess.TimeoutExpired):  # one that waits for the driver may not end
+        child.wait(timeout=10)
 
 
 def measure(prepared: Path, out: Path, budget: float, stages: Sequence[str], resumed: Path | None) -> None:

@@ -14,13 +14,16 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -59,9 +62,9 @@ class Preparation:
         os.environ[CUBINS] = str(out / "cubins")
         self._made: dict[str, str] = json.loads(self._stamps.read_text()) if self._stamps.exists() else {}
 
-    def make(self, name: str, make: Callable[[Path], None], *sources: str, of: str = "") -> None:
+    def make(self, name: str, make: Callable[[Path], None], *sources: str) -> None:
         """Let `make` fill `name`, a file or a folder; `sources` are files or folders of the repository."""
-        stamp, path = hashlib.sha256(of.encode()), self.out / name
+        stamp, path = hashlib.sha256(), self.out / name
         for file in _tracked(*sources):
             stamp.update(f"{file} ".encode() + (ROOT / file).read_bytes())
         if self._made.get(name) == stamp.hexdigest() and path.exists():
@@ -90,32 +93,34 @@ def prepare(out: Path) -> None:
     made, kernels = Preparation(out), "plugins/csrc"
     Settings().write(out / "settings.json")
     for source in ("kernels.cu", "engine.cu"):  # those of the tests on a GPU
-        made.make(f"cubins/{source}.made", lambda path, source=source: _keep(path, source), kernels)
+        made.make(f"cubins/{source}.made", partial(_keep, source), kernels)
     made.make(f"engine.{ARCHITECTURE}.cubin", lambda path: _compile(path, "engine.cu", SOURCES), kernels)
     made.make(f"probe.{ARCHITECTURE}.cubin", _compile_probe, kernels, "tools/gpu/probe.cu")
     made.make("variants", _compile_variants, kernels, "tools/gpu/variants.py")
     for shape, kind in product(SHAPES, _WEIGHTS):
         made.make(
             f"engines/{shape}.{kind}.json",
-            lambda path, shape=shape, kind=kind: path.write_text(
-                model_of(SHAPES[shape], kind).model_dump_json(exclude_defaults=True)
-            ),
+            partial(_write_model, shape, kind),
             "compiler", "plans/*.py", "plugins/*.py", "plugins/cuda", "tools/gpu/models.py", "tools/gpu/step_model.py",
         )  # fmt: skip
     made.make("golden.npz", _write_golden, "plugins", "tests/plugins", "tools/gpu/golden.py")
     built = ("compiler", "plans", "plugins", "runtime", "tools/gpu/prepare.py")
-    made.make("plan", lambda path: _build(path, GPU), *built)
+    made.make("plan.tar.xz", _pack_plan, *built)
     made.make("expected.json", _write_expected, *built)
     made.make("native", _build_native, "plugins", "pyproject.toml")
     made.make("wheels", _download_wheels, "tools/constraints.txt", "tools/gpu/prepare.py")
     _report_bytes(out)
 
 
+def _write_model(shape: str, kind: str, path: Path) -> None:
+    path.write_text(model_of(SHAPES[shape], kind).model_dump_json(exclude_defaults=True), encoding="utf-8")
+
+
 def _compile(path: Path, source: str, sources: Path) -> None:
     path.write_bytes(compile_kernels(ARCHITECTURE, source, sources))
 
 
-def _keep(path: Path, source: str) -> None:
+def _keep(source: str, path: Path) -> None:
     for old in path.parent.glob(f"*.{Path(source).stem}.*.cubin"):
         old.unlink()
     compile_kernels(ARCHITECTURE, source)
@@ -144,14 +149,23 @@ def _compile_probe(path: Path) -> None:
 def _compile_variants(folder: Path) -> None:
     for name, changes in VARIANTS.items():
         _with_sources(
-            lambda sources, name=name, changes=changes: write_variant(name, changes, sources),
-            folder / f"{name}.cubin",
+            partial(write_variant, name, changes),
+            cubin := folder / f"{name}.cubin",
             "engine.cu",
         )
+        (folder / f"{name}.cubin.xz").write_bytes(lzma.compress(cubin.read_bytes()))
+        cubin.unlink()
 
 
 def _write_golden(path: Path) -> None:
     subprocess.run([sys.executable, "-m", "tests.plugins.golden", str(path)], cwd=ROOT, check=True)
+
+
+def _pack_plan(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(path, "w:xz") as file:
+        (own := Path(folder) / "plan").mkdir()
+        _build(own, GPU)
+        file.add(own, "plan")
 
 
 def _build(out: Path, backend: str) -> None:
@@ -162,7 +176,6 @@ def _build(out: Path, backend: str) -> None:
 
 
 def _write_expected(path: Path) -> None:
-    """What the CPU decodes: for every drafter, greedy and sampled, ids and log-probabilities to the bit."""
     held_out = load_recipe(RECIPE).held_out_path
     assert held_out is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -170,18 +183,23 @@ def _write_expected(path: Path) -> None:
         _build(own, CPU)
         runtime = Runtime.load(own, backend=CPU)
         prompts = [runtime.tokenizer.encode(text) for text in read_prompts(held_out)[:_PROMPTS]]
-        runs: dict[str, list[Any]] = {}
-        for drafter in ("none", *(each.name for each in runtime.manifest.drafters)):
-            runs[drafter] = []
-            for number, temperature in product(range(_PROMPTS), (0.0, 0.8)):
-                options = {"temperature": temperature, "seed": 5, "logprobs": 0, "max_new_tokens": _NEW}
-                options |= {"ignore_eos": True, "auto_disable": False}
-                found = runtime.generate(prompts[number], drafter=drafter, **options)
-                bits = [float(entry.logprob).hex() for entry in found.logprobs]
-                run = {"prompt": number, "options": options, "token_ids": found.token_ids, "logprobs": bits}
-                runs[drafter].append(run)
+        path.write_text(json.dumps(decode_all(runtime, prompts, _NEW)), encoding="utf-8")
         runtime.close()
-    path.write_text(json.dumps({"prompts": prompts, "runs": runs}), encoding="utf-8")
+
+
+def decode_all(runtime: Runtime, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    """Return what every drafter decodes, greedy and sampled: ids, and log-probabilities to the bit."""
+    runs: dict[str, list[Any]] = {}
+    for drafter in ("none", *(each.name for each in runtime.manifest.drafters)):
+        runs[drafter] = []
+        for number, temperature in product(range(len(prompts)), (0.0, 0.8)):
+            options: dict[str, Any] = {"temperature": temperature, "seed": 5, "logprobs": 0, "max_new_tokens": new}
+            options |= {"ignore_eos": True, "auto_disable": False}
+            found = runtime.generate(prompts[number], drafter=drafter, **options)
+            bits = [float(entry.logprob).hex() for entry in found.logprobs or ()]
+            run = {"prompt": number, "options": options, "token_ids": found.token_ids, "logprobs": bits}
+            runs[drafter].append(run)
+    return {"prompts": prompts, "runs": runs}
 
 
 def _build_native(folder: Path) -> None:
@@ -207,8 +225,8 @@ def _download_wheels(folder: Path) -> None:
     pydantic = listed["pydantic"]
     (core,) = [each.split(";")[0].strip() for each in requires("pydantic") or () if each.startswith("pydantic-core")]
     assert version("pydantic") == pydantic, "pydantic-core is of the version that the pydantic here requires"
+    # llguidance is loaded with the first grammar, and none is asked for there.
     packages = [f"pydantic=={pydantic}", core, "annotated-types", "typing-inspection"]
-    packages.append(f"llguidance=={listed['llguidance']}")
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     pip += ["--python-version", _PYTHON, "--implementation", "cp", "--abi", "cp312", "--abi", "abi3", "--abi", "none"]
     subprocess.run([*pip, *(word for each in _PLATFORMS for word in ("--platform", each)), *packages], check=True)

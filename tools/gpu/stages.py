@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -158,19 +160,22 @@ def plan(bench: Bench) -> None:
     from runtime import Runtime
 
     expected = json.loads((bench.prepared / "expected.json").read_text(encoding="utf-8"))
-    for graphs in (True, False):
-        recorded, free, began = _Count(CudaDevice.end_recording), _free_bytes(bench), perf_counter()
-        with patch.object(CudaDevice, "end_recording", lambda device, count=recorded: count(device)):
-            runtime = Runtime.load(bench.prepared / "plan", backend="cuda", cuda_graphs=graphs)
-            loaded = perf_counter()
-            session = runtime.session()
-        row: Row = {"what": "session", "graphs": graphs, "load_s": loaded - began}
-        row |= {"warm_up_s": perf_counter() - loaded, "recorded": recorded.count}
-        bench.keep({**row, "device_mb": (free - _free_bytes(bench)) / 1e6})
-        for drafter, runs in expected["runs"].items():
-            own = _drafter(bench, session, drafter, expected["prompts"], runs)
-            bench.keep({"what": "drafter", "graphs": graphs, "drafter": drafter, **own})
-        runtime.close()
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(bench.prepared / "plan.tar.xz") as file:
+            file.extractall(folder, filter="data")
+        for graphs in (True, False):
+            recorded, free, began = _Count(CudaDevice.end_recording), _free_bytes(bench), perf_counter()
+            with patch.object(CudaDevice, "end_recording", lambda device, count=recorded: count(device)):
+                runtime = Runtime.load(Path(folder) / "plan", backend="cuda", cuda_graphs=graphs)
+                loaded = perf_counter()
+                session = runtime.session()
+            row: Row = {"what": "session", "graphs": graphs, "load_s": loaded - began}
+            row |= {"warm_up_s": perf_counter() - loaded, "recorded": recorded.count}
+            bench.keep({**row, "device_mb": (free - _free_bytes(bench)) / 1e6})
+            for drafter, runs in expected["runs"].items():
+                own = _drafter(bench, session, drafter, expected["prompts"], runs)
+                bench.keep({"what": "drafter", "graphs": graphs, "drafter": drafter, **own})
+            runtime.close()
 
 
 def _drafter(bench: Bench, session: Session, drafter: str, prompts: list[list[int]], runs: list[Row]) -> Row:
@@ -214,7 +219,9 @@ class _Count:
 
 
 def variants(bench: Bench) -> None:
-    devices = {path.stem: bench.device(path) for path in sorted((bench.prepared / "variants").glob("*.cubin"))}
+    devices = {
+        path.name.split(".")[0]: bench.device(path) for path in sorted((bench.prepared / "variants").glob("*.xz"))
+    }
     if not devices:
         bench.keep({"what": "none", "text": "no variants are prepared"})
         return
@@ -250,7 +257,7 @@ def ncu(bench: Bench) -> None:
         "details",
     ]
     status, said = _run_tool(bench, [*tool, "--log-file", str(log)], "ncu-target")
-    bench.keep({"what": "ncu", "text": f"{': '.join([status, *said[-1:]])}"})
+    bench.keep({"what": "ncu", "text": ": ".join([status, *said[-1:]])})
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     kept: dict[str, Row] = {}
     for line in csv.DictReader(each for each in lines if each.startswith('"')):
@@ -266,7 +273,7 @@ def ncu_target(bench: Bench) -> None:
     for name in dict.fromkeys(name for name, *_ in _PROFILED if name in models):
         with LoadedModel(bench, models[name], apart=True) as loaded:
             for own, rows, kernel, part in _PROFILED:
-                if own != name:
+                if own != name or rows not in bench.settings.rows:
                     continue
                 step = loaded.step(rows)
                 with bench.engine.lock():
