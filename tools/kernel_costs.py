@@ -1,6 +1,6 @@
 """What the target's engine of the backend `cuda` moves and launches in a step: `python -m tools.kernel_costs`.
 
-Models of the shapes of `tools.gpu_report` are exported and lowered as for a plan, without their weights, which nothing
+Models of the shapes of `tools.gpu` are exported and lowered as for a plan, without their weights, which nothing
 reads here. Ops around the engine are left out: a plain step also launches set_numbers, take_tokens, bim_mask, sample
 and keep_tokens. The times are computed, not measured: the bytes at the speed of copies, and for each launch the pause
 that others have measured between two kernels of one CUDA graph. A GPU reaches neither exactly. Attention's own time is
@@ -18,35 +18,20 @@ if __name__ == "__main__":  # before the imports, which take a second
 
 import argparse
 import json
-import struct
 import sys
-import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from commands.arguments import Parser
 from commands.console import guarded, stdout
-from compiler.checkpoint import defer_decoder
-from compiler.export import export_target
-from compiler.kernels import HANDLERS
-from compiler.kernels.emitter import Emitter
-from compiler.lowering import lower
-from compiler.quantization.graph import quantize
-from compiler.quantization.weight_form import WeightForm
 from plans import names
 from plans.formulas import formula
 from plans.kernel_costs import LaunchCost, launch_costs
-from plans.kernel_engine import KernelEngine
 from plugins.cuda.compile import compile_kernels
 from plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
-from tools.gpu_figures import SHAPES, Shape
+from tools.gpu.models import CAPACITY, SHAPES, TYPES, engine_of
 
 GAP = 1.3e-6
 """Seconds between two kernels of one CUDA graph on an H100, as the authors of a megakernel for Llama-1B measured it
@@ -55,68 +40,7 @@ GAP = 1.3e-6
 GPUS = {"H200": 4263e9, "RTX 4090": 0.92 * 1008e9}
 """Bytes a second that copies move: measured on an H200 (tools/results), 92 % of the data sheet's on the other."""
 
-TYPES = ("bfloat16", "int8", "int4")
-_CAPACITY = 8448
-_SIZES = dict.fromkeys(names.SYMBOLS, 1) | {names.ROW_EDGES: 2, names.CAPACITY: _CAPACITY}
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A file of weights that nothing reads."""
-
-    name: str = "weights.bin"
-
-    def place(self, size: int, read: Callable[[], NDArray[np.generic]]) -> int:
-        return 0
-
-
-def write_hollow_llama(shape: Shape, folder: Path) -> None:
-    """Write a checkpoint whose tensors have sizes and no values: a sparse file."""
-    kv = shape.hidden // shape.heads * shape.kv_heads
-    tensors = {"model.embed_tokens.weight": (shape.vocab, shape.hidden), "model.norm.weight": (shape.hidden,)}
-    tensors["lm_head.weight"] = (shape.vocab, shape.hidden)
-    for layer in range(shape.layers):
-        for name, size in {
-            "input_layernorm": (shape.hidden,),
-            "post_attention_layernorm": (shape.hidden,),
-            "self_attn.q_proj": (shape.hidden, shape.hidden),
-            "self_attn.k_proj": (kv, shape.hidden),
-            "self_attn.v_proj": (kv, shape.hidden),
-            "self_attn.o_proj": (shape.hidden, shape.hidden),
-            "mlp.gate_proj": (shape.intermediate, shape.hidden),
-            "mlp.up_proj": (shape.intermediate, shape.hidden),
-            "mlp.down_proj": (shape.hidden, shape.intermediate),
-        }.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = size
-    at, header = 0, {}
-    for name, size in tensors.items():
-        end = at + 2 * int(np.prod(size))
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": (at, end)}
-        at = end
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + at)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "max_position_embeddings": 2 * _CAPACITY, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "hidden_act": "silu",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-
-def engine_of(shape: Shape, kind: str) -> KernelEngine:
-    """Return the target's engine with weights of one of `TYPES`, as a plan would have it."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_hollow_llama(shape, Path(folder))
-        graph = export_target(defer_decoder(Path(folder), "float32"), _CAPACITY)
-        whole = kind == "bfloat16"
-        quantize("target", graph, None if whole else WeightForm(4 if kind == "int4" else 8, 8))
-        lower("target", graph, "cuda", rows=1, kv_cache="bfloat16" if whole else "float16")
-        limits = dict.fromkeys(names.SYMBOLS, 600) | {names.VIEW: _CAPACITY, names.ROWS: 1, names.ROW_EDGES: 2}
-        return Emitter("target", graph.graph, limits, _Unread(), HANDLERS, "bfloat16" if whole else "float32").emit()
+_SIZES = dict.fromkeys(names.SYMBOLS, 1) | {names.ROW_EDGES: 2, names.CAPACITY: CAPACITY}
 
 
 def figures(costs: list[LaunchCost]) -> dict[str, Any]:
@@ -195,7 +119,7 @@ def _run(given: list[str]) -> int:
     parser.add_argument("--shapes", default="1b,8b", help=f"of {', '.join(SHAPES)}, with commas")
     parser.add_argument("--weights", default="bfloat16,int4", help=f"of {', '.join(TYPES)}, with commas")
     parser.add_argument("--tokens", default="1", help="new tokens of a step, with commas (default 1)")
-    parser.add_argument("--keys", type=int, default=512, help=f"keys in view, up to {_CAPACITY} (default 512)")
+    parser.add_argument("--keys", type=int, default=512, help=f"keys in view, up to {CAPACITY} (default 512)")
     parser.add_argument(
         "--architecture", choices=MULTIPROCESSORS, help="also: what the kernels take of a multiprocessor of this kind"
     )
@@ -223,8 +147,8 @@ def _lists(parser: Parser, arguments: Namespace) -> tuple[list[str], list[str], 
     for given, known, option in ((shapes, SHAPES, "--shapes"), (kinds, TYPES, "--weights")):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"argument {option}: there is no {', '.join(unknown)}; choose of {', '.join(known)}")
-    if not 1 <= arguments.keys <= _CAPACITY:
-        parser.error(f"argument --keys: must be 1 to {_CAPACITY}")
+    if not 1 <= arguments.keys <= CAPACITY:
+        parser.error(f"argument --keys: must be 1 to {CAPACITY}")
     try:
         rows = [int(text) for text in arguments.tokens.split(",")]
     except ValueError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 from plans.errors import PlanError
@@ -10,13 +12,33 @@ from plans.extras import install
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 
 
-def compile_kernels(architecture: str, source: str = "kernels.cu") -> bytes:
+CUBINS = "OUTRIDER_CUBINS"
+"""The environment variable that names a folder of cubins, which are compiled once for the same sources."""
+
+
+def compile_kernels(architecture: str, source: str = "kernels.cu", sources: Path = SOURCES) -> bytes:
     """Compile the kernels of `source` to a cubin for `architecture`, such as sm_90; the bytes are the same every time.
 
-    `kernels.cu` has our ops', `engine.cu` those of engines as well.
+    `kernels.cu` has our ops', `engine.cu` those of engines as well; `sources` is the folder that has `cuda/` in it. A
+    cubin of the same sources in the folder that `CUBINS` names is taken instead, and kept there where there is none.
 
     Raises `PlanError`, with the compiler's log, where the kernels do not compile or NVRTC is missing.
     """
+    if not (folder := os.environ.get(CUBINS)):
+        return _compile(architecture, source, sources)
+    digest = hashlib.sha256((sources / "cuda" / source).read_bytes())
+    for path in sorted(path for path in sources.rglob("*") if path.suffix in (".h", ".cu")):
+        digest.update(f"\n{path.relative_to(sources).as_posix()}\n".encode() + path.read_bytes())
+    kept = Path(folder) / f"{architecture}.{Path(source).stem}.{digest.hexdigest()[:32]}.cubin"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_suffix(f".{os.getpid()}")  # others may compile it now
+        part.write_bytes(_compile(architecture, source, sources))
+        part.replace(kept)
+    return kept.read_bytes()
+
+
+def _compile(architecture: str, source: str, sources: Path) -> bytes:
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
@@ -26,11 +48,11 @@ def compile_kernels(architecture: str, source: str = "kernels.cu") -> bytes:
         arch=architecture,
         std="c++17",
         device_as_default_execution_space=True,  # NVRTC 13.0 takes a generic lambda for a host function
-        include_path=[str(SOURCES), str(SOURCES / "cuda")],
+        include_path=[str(sources), str(sources / "cuda")],
         fma=False,  # results must not depend on the compiler: csrc/portable.h
     )
     try:
-        code = Program((SOURCES / "cuda" / source).read_text(encoding="utf-8"), "c++", options).compile("cubin")
+        code = Program((sources / "cuda" / source).read_text(encoding="utf-8"), "c++", options).compile("cubin")
     except Exception as error:  # from NVRTC, with its log as the message, or from the search for its library
         raise PlanError(
             f"our ops cannot be compiled for {architecture}: {error}; if NVRTC is missing, {install('gpu')}"

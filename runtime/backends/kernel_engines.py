@@ -30,8 +30,8 @@ _Number = ctypes.c_uint64 | ctypes.c_int64
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A launch with the numbers of one step."""
+class Call:
+    """A launch with the addresses and the numbers of one step."""
 
     kernel: str
     blocks: int
@@ -132,29 +132,18 @@ class BoundKernels:
     ) -> None:
         self._engines = engines  # whose weights stay as long as it
         self._device, self._capacity = device, capacity
-        self._items = [
-            (formula("1"), [_Resolved(item, addresses)])
-            if isinstance(item, Launch)
-            else (formula(item.times), [_Resolved(launch, addresses) for launch in item.launches])
-            for item in content.items
-        ]
-        self._calls: OrderedDict[tuple[int, ...], list[_Call]] = OrderedDict()  # used last comes last
+        self._items = _resolve(content, addresses)
+        self._calls: OrderedDict[tuple[int, ...], list[Call]] = OrderedDict()  # used last comes last
 
     def __call__(self, sizes: list[int]) -> None:
         for call in self._of(tuple(sizes)):
             self._device.launch(call.kernel, call.blocks, call.threads, call.values, call.shared)
 
-    def _of(self, sizes: tuple[int, ...]) -> list[_Call]:
+    def _of(self, sizes: tuple[int, ...]) -> list[Call]:
         calls = self._calls.pop(sizes, None)
         if calls is None:
             at = dict(zip(names.SYMBOLS, sizes, strict=True)) | {names.CAPACITY: self._capacity}
-            calls = [
-                call
-                for times, launches in self._items
-                for turn in range(times.value(at))
-                for launch in launches
-                if (call := launch.call(at | {TURN: turn})).blocks
-            ]
+            calls = _calls(self._items, at)
             if len(self._calls) == _MOST_RESOLVED:
                 self._calls.popitem(last=False)
         self._calls[sizes] = calls
@@ -170,9 +159,36 @@ class _Resolved:
         self._numbers: list[Formula] = [formula(text) for text in launch.numbers]
         self._blocks, self._shared = formula(launch.blocks), formula(launch.shared)
 
-    def call(self, sizes: Mapping[str, int]) -> _Call:
+    def call(self, sizes: Mapping[str, int]) -> Call:
         numbers = [ctypes.c_int64(number.value(sizes)) for number in self._numbers]
         blocks, shared = self._blocks.value(sizes), self._shared.value(sizes)
         if blocks < 0:
             raise PlanError(f"{self._kernel}: {self._blocks.text!r} blocks are {blocks}; build the plan again")
-        return _Call(self._kernel, blocks, self._threads, [*self._pointers, *numbers], shared)
+        return Call(self._kernel, blocks, self._threads, [*self._pointers, *numbers], shared)
+
+
+def calls(content: KernelEngine, addresses: Mapping[str, int], sizes: Mapping[str, int]) -> list[Call]:
+    """Return the launches of a step, in order; those of no blocks are left out.
+
+    `addresses` are those of all tensors that launches name, `sizes` the step's by symbol.
+    """
+    return _calls(_resolve(content, {NO_TENSOR: 0, **addresses}), sizes)
+
+
+def _resolve(content: KernelEngine, addresses: Mapping[str, int]) -> list[tuple[Formula, list[_Resolved]]]:
+    return [
+        (formula("1"), [_Resolved(item, addresses)])
+        if isinstance(item, Launch)
+        else (formula(item.times), [_Resolved(launch, addresses) for launch in item.launches])
+        for item in content.items
+    ]
+
+
+def _calls(items: Sequence[tuple[Formula, Sequence[_Resolved]]], sizes: Mapping[str, int]) -> list[Call]:
+    return [
+        call
+        for times, launches in items
+        for turn in range(times.value(sizes))
+        for launch in launches
+        if (call := launch.call({**sizes, TURN: turn})).blocks
+    ]

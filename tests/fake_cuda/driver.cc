@@ -208,6 +208,9 @@ Result cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsig
   return kSuccess;
 }
 
+Result cuProfilerStart() { return kSuccess; }
+Result cuProfilerStop() { return kSuccess; }
+
 int cuTensorMapEncodeTiled() { return fake::not_emulated("cuTensorMapEncodeTiled"); }
 
 // cuda-bindings asks for every function that it knows, by its name without a version.

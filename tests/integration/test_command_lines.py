@@ -25,7 +25,8 @@ MODULES = {
     "tools.proposals": None,
     "tools.synthetic_pair": None,
     "tools.train_reference": None,
-    "tools.gpu_report": None,
+    "tools.gpu.measure": None,
+    "tools.gpu.prepare": None,
     "tools.paired": None,
     "tools.reference.pack": None,
 }

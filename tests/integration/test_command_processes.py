@@ -18,7 +18,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TEXT = "print('café', 'naïve', 'café', 'na"  # what the toy's n-grams repeat
 MODULES = (
     "runtime", "compiler", "tools.bench", "tools.serving", "tools.modes", "tools.peers", "tools.context_quality",
-    "tools.proposals", "tools.synthetic_pair", "tools.train_reference", "tools.gpu_report",
+    "tools.proposals", "tools.synthetic_pair", "tools.train_reference", "tools.gpu.measure",
     "tools.reference.pack",
 )  # fmt: skip
 
