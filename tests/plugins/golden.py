@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ def parameters_of(test: Any) -> list[dict[str, Any]]:
         axes.append([dict(zip(named, value if len(named) > 1 else (value,), strict=True)) for value in wanted])
     sets = [{key: value for part in parts for key, value in part.items()} for parts in product(*axes)]
     step = max(1, -(-len(sets) // MOST_OF_TEST))
-    return sets[:: step + (step > 1 and step % 2 == 0)]  # odd, so that it goes over the last axis
+    while gcd(step, len(sets)) > 1:  # so that it goes over every axis
+        step += 1
+    return sets[::step]
 
 
 def record_tests(recorder: Recorder) -> None:
