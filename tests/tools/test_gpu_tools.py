@@ -26,9 +26,9 @@ from plugins.cuda import compile as compiling
 from plugins.cuda.compile import CUBINS, compile_kernels
 from plugins.cuda.engine_kernels import ENGINE_KERNELS
 from runtime import Runtime
-from tests.conftest import REPOSITORY, made_once
+from tests.conftest import REPOSITORY
 from tests.plugins import golden
-from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
+from tests.plugins.emulator import Emulator
 from tools.gpu import measure
 from tools.gpu.bench import Settings
 from tools.gpu.golden import compare, compare_company, read_golden, write_golden
@@ -57,13 +57,7 @@ CUBIN = b"\x7fELF, which the driver here does not read"
 
 
 @pytest.fixture(scope="module")
-def emulator_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = ENGINES + f'#include "{REPOSITORY}/tools/gpu/probe.cu"\n'
-    return made_once(tmp_path_factory, "probed-engines.so", lambda out: compile_emulator(out, source))
-
-
-@pytest.fixture(scope="module")
-def prepared(toy_recipe: Path, emulator_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(toy_recipe: Path, engine_emulator: Emulator, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `tools.gpu.prepare` leaves it, but small."""
     folder = tmp_path_factory.mktemp("prepared")
     for name in ("engines", "variants"):
@@ -75,7 +69,7 @@ def prepared(toy_recipe: Path, emulator_library: Path, tmp_path_factory: pytest.
     for kind in ("int4", "bfloat16"):
         text = model_of(SHAPE, kind).model_dump_json(exclude_defaults=True)
         (folder / "engines" / f"8b.{kind}.json").write_text(text)
-    recorder = golden.Recorder(Emulator(emulator_library))
+    recorder = golden.Recorder(engine_emulator)
     for record in (golden.record_company, golden.record_evaluate, golden.record_ops):
         record(recorder)
     write_golden(folder / "golden.npz", recorder.cases)
@@ -91,7 +85,7 @@ def prepared(toy_recipe: Path, emulator_library: Path, tmp_path_factory: pytest.
 
 
 @pytest.fixture
-def driver(fake_cuda: Path, emulator_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def driver(fake_cuda: Path, engine_emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The environment of processes that have the driver, and none of the build's packages; the record of the driver."""
     absent = tmp_path / "absent"
     absent.mkdir()
@@ -99,7 +93,7 @@ def driver(fake_cuda: Path, emulator_library: Path, tmp_path: Path, monkeypatch:
         (absent / f"{module}.py").write_text("raise ImportError", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(absent), str(REPOSITORY)]))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_cuda))
-    monkeypatch.setenv("OUTRIDER_EMULATOR", str(emulator_library))
+    monkeypatch.setenv("OUTRIDER_EMULATOR", str(engine_emulator.library))
     monkeypatch.setenv("OUTRIDER_CUDA_RECORD", str(tmp_path / "record"))
     return tmp_path / "record"
 
@@ -210,9 +204,9 @@ def test_other_bits_are_told_apart(prepared: Path) -> None:
         assert [v.passed for v in compare_company([case, apart], [case.after, found])] == [True, False]
 
 
-def test_golden_launches_have_every_kernel(emulator_library: Path) -> None:
+def test_golden_launches_have_every_kernel(engine_emulator: Emulator) -> None:
     """Each is the same when it is run again, in whatever order its blocks are."""
-    recorder = golden.Recorder(Emulator(emulator_library))
+    recorder = golden.Recorder(engine_emulator)
     golden.record_tests(recorder)
     golden.record_evaluate(recorder)
     cases = list(golden.chosen(recorder.cases))
