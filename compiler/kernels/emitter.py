@@ -20,7 +20,7 @@ from compiler.models.config import WeightType
 from plans import names
 from plans.errors import CheckpointError, PlanError
 from plans.kernel_engine import NO_TENSOR, KernelEngine, Launch, Loop, Place
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, INTEGERS, NORM_ROWS, QUANT_NORM_ROWS
+from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, INTEGERS, NORM_ROWS
 from plugins.cuda.launches import THREADS
 from plugins.quant_layout import BLOCK
 
@@ -335,23 +335,18 @@ def spread(elements: Size, threads: int = THREADS) -> str:
     return f"min({quotient(elements, threads)}, {_MOST_SPREAD})"
 
 
-def norm_rows(form: int) -> int:
-    """Return the number of rows, at most, that a product which reads `form` norms by itself."""
-    return QUANT_NORM_ROWS if form == INTEGERS else NORM_ROWS
-
-
-def few(rows: Size, most: int, blocks: Size | str) -> str:
-    """Return the blocks of a launch that a step of up to `most` rows has: 0 for more."""
+def few(rows: Size, blocks: Size | str) -> str:
+    """Return the blocks of a launch that a step of up to `NORM_ROWS` rows has: 0 for more."""
     if rows.number is not None:
-        return str(blocks) if rows.number <= most else "0"
-    return f"min(1, max(0, {most + 1} - ({rows}))) * ({blocks})"
+        return str(blocks) if rows.number <= NORM_ROWS else "0"
+    return f"min(1, max(0, {NORM_ROWS + 1} - ({rows}))) * ({blocks})"
 
 
-def many(rows: Size, most: int, blocks: Size | str) -> str:
-    """Return the blocks of a launch that a step of more than `most` rows has: 0 for fewer."""
+def many(rows: Size, blocks: Size | str) -> str:
+    """Return the blocks of a launch that a step of more than `NORM_ROWS` rows has: 0 for fewer."""
     if rows.number is not None:
-        return str(blocks) if rows.number > most else "0"
-    return f"min(1, max(0, {rows} - {most})) * ({blocks})"
+        return str(blocks) if rows.number > NORM_ROWS else "0"
+    return f"min(1, max(0, {rows} - {NORM_ROWS})) * ({blocks})"
 
 
 def shape_of(value: ir.Value) -> Shape:

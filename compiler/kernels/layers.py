@@ -10,14 +10,14 @@ import onnx_ir as ir
 
 from compiler.kernels.code import Word
 from compiler.kernels.elements import softcap
-from compiler.kernels.emitter import Emitter, Handler, many, norm_rows
+from compiler.kernels.emitter import Emitter, Handler, many
 from compiler.kernels.products import Output, bytes_of, output_for, part_of, reader_that_norms, real
 from compiler.kernels.sizes import Size, product, quotient, size
 from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Weight
 from plans import names
 from plans.kernel_engine import TURN, Launch
 from plugins.cuda import LAUNCHES
-from plugins.cuda.engine_kernels import CHUNK, HEAD_STEP, MOST_HEAD, attention_bytes, norm_bytes
+from plugins.cuda.engine_kernels import CHUNK, HEAD_STEP, MOST_HEAD, MOST_SHARED, attention_bytes, norm_bytes
 from plugins.cuda.launches import ELEMENTS as CACHE_TYPES
 from plugins.cuda.launches import THREADS, as_number
 from plugins.onnx_ops import DOMAIN
@@ -26,9 +26,6 @@ from plugins.schema import CPU_DOMAIN
 from plugins.schemas import SCHEMAS
 
 _PARTIAL_BYTES = 64 * 2**20  # of chunks of attention that are not put together yet
-_MOST_SHARED = (
-    98 * 1024
-)  # bytes that a block may add to the kernel's own, on GPUs of compute capability 8.6, 8.9 and 12
 _MOST_TOKENS = 64  # whose chunks are computed before they are put together
 
 
@@ -57,7 +54,7 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
     formed, reader = e.value(node.outputs[0]), reader_that_norms(e, node.outputs[0])
     if added is None and isinstance(formed, Formed) and reader is not None:
         e.set(node.outputs[0], Normed(formed, x.name, e.stored(weight).name, epsilon))
-        blocks = many(rows, norm_rows(normed.form), rows)
+        blocks = many(rows, rows)
     e.launch(
         "outrider_rms_norm",
         {
@@ -92,10 +89,10 @@ def unfit_heads(group: int, size: int) -> str | None:
     if not 0 < size <= MOST_HEAD or size % HEAD_STEP:
         return f"heads have {size} numbers; it takes multiples of {HEAD_STEP} up to {MOST_HEAD}"
     shared = attention_bytes(group, size)
-    if shared > _MOST_SHARED:
+    if shared > MOST_SHARED:
         return (
             f"{group} query heads of {size} numbers share keys: that takes {shared} bytes of shared memory, and some "
-            f"GPUs have {_MOST_SHARED}"
+            f"GPUs have {MOST_SHARED}"
         )
     return None
 

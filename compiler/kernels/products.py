@@ -14,10 +14,20 @@ from math import prod
 import onnx_ir as ir
 
 from compiler.kernels.elements import ELEMENTS
-from compiler.kernels.emitter import Emitter, Handler, few, many, norm_rows, spread
+from compiler.kernels.emitter import Emitter, Handler, few, many, spread
 from compiler.kernels.sizes import Size, product, quotient, size
 from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
-from plugins.cuda.engine_kernels import FORMS, INTEGERS, QUANT_ROWS, UNITS, normed_quant_bytes, quant_bytes
+from plans.formulas import formula
+from plugins.cuda.engine_kernels import (
+    FORMS,
+    INTEGERS,
+    MOST_SHARED,
+    UNITS,
+    half_bytes,
+    normed_half_bytes,
+    normed_quant_bytes,
+    quant_bytes,
+)
 from plugins.cuda.launches import THREADS
 from plugins.quant_layout import BLOCK, QuantLayout
 from plugins.schema import CPU_DOMAIN
@@ -82,8 +92,8 @@ def _form_of_reader(e: Emitter, node: ir.Node, place: int) -> int:
 def reader_that_norms(e: Emitter, output: ir.Value) -> str | None:
     """Return the part of the product that alone reads a norm, and may norm few rows by itself; None if none does.
 
-    Each of its blocks norms the rows again. A head of the model has thousands, one behind the other on each
-    multiprocessor: that takes longer than a norm.
+    Each of its blocks norms the row again, and has room for it. A head of the model has thousands, one after another on
+    each multiprocessor: that takes longer than a norm.
     """
     uses = output.uses()
     if len(uses) != 1 or wanted_form(e, output) == 0:
@@ -91,10 +101,13 @@ def reader_that_norms(e: Emitter, output: ir.Value) -> str | None:
     node = next(iter(uses)).node
     if node.op_type == "QuantMatMul":
         outputs = _layout(node).outputs
+        shared = normed_quant_bytes(_layout(node).bits, _layout(node).inputs)
     else:
         weight, turned = _weight_of(e, node)
-        outputs = weight.shape[0 if turned else 1]
-    return _part_of_product(e, node) if outputs <= _MOST_NORMING * _MATRIX else None
+        outputs, inputs = weight.shape if turned else weight.shape[::-1]
+        shared = normed_half_bytes(inputs)
+    fits = outputs <= _MOST_NORMING * _MATRIX and formula(shared).value({}) <= MOST_SHARED
+    return _part_of_product(e, node) if fits else None
 
 
 def _is_half(e: Emitter, weight: Weight, *, turned: bool) -> bool:
@@ -241,7 +254,7 @@ def _multiply_halves(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> 
     x = _input(e, node.inputs[0], element, part)
     of = _OnTensorCores(
         "half_product", {"weight": stored}, {"element": element}, part, inputs, of_weight,
-        2 * inputs * of_weight,
+        2 * inputs * of_weight, half_bytes, normed_half_bytes(inputs),
     )  # fmt: skip
     _multiply(e, of, node, output, unit, x, {"x": x.name})
 
@@ -258,9 +271,9 @@ class _OnTensorCores:
     outputs: int
     """Those of the weight: with a gated unit behind it, half as many come out."""
     weight_bytes: int
-    shared: Callable[[Size], str] = lambda rows: "0"
+    shared: Callable[[str], str]
     """Bytes of dynamic shared memory of a block, by the rows of a step."""
-    norm_shared: int = 0
+    norm_shared: str
     """The same of the kernel that norms its rows by itself."""
 
 
@@ -279,18 +292,17 @@ def _multiply(
     blocks = f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})"
     moves, operations = rows * (bytes_of(to) * outputs) + of.weight_bytes, rows * (2 * of.inputs * of.outputs)
     if isinstance(value, Normed):
-        most = norm_rows(x.form)
         e.launch(
             f"outrider_normed_{of.kernel}",
             {"x": value.rows, "norm": value.weight, **tensors},
             {**numbers, "epsilon": value.epsilon},
-            few(rows, most, blocks),
+            few(rows, blocks),
             shared=of.norm_shared,
             part=of.part,
             moves=rows * (4 * of.inputs) + moves,
             operations=operations,
         )
-        blocks = many(rows, most, blocks)
+        blocks = many(rows, blocks)
     if summed is not None:
         moves += rows * (4 * outputs)
     e.launch(
@@ -298,7 +310,7 @@ def _multiply(
         {**given, **tensors, "residual": None if summed is None else summed[0].name},
         numbers,
         blocks,
-        shared=of.shared(rows),
+        shared=of.shared(f"({rows})"),
         part=of.part,
         moves=rows * _row_bytes(x.form, of.inputs) + moves,
         operations=operations,
@@ -325,12 +337,6 @@ def _of_layout(layout: QuantLayout) -> dict[str, int]:
     return {"bits": layout.bits, "wide": int(layout.wide), "minimums": int(layout.minimums)}
 
 
-def _quant_bytes(bits: int, rows: Size) -> str:
-    """Return `quant_bytes` as a formula over the rows of a step."""
-    none, one = quant_bytes(bits, 0), quant_bytes(bits, 1)
-    return f"{none} + {(one - none) // 2} * max(2 * min({rows}, {QUANT_ROWS // 2}), min({rows}, {QUANT_ROWS}))"
-
-
 def quant_matmul(e: Emitter, node: ir.Node) -> None:
     if not _waits_for_unit(e, node, _layout(node).outputs):
         _multiply_integers(e, node, node.outputs[0], 0)
@@ -344,7 +350,7 @@ def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -
     assert x.sums is not None
     of = _OnTensorCores(
         "quant_product", {"packed": packed}, _of_layout(layout), part, layout.inputs, layout.outputs, layout.size,
-        partial(_quant_bytes, layout.bits), normed_quant_bytes(layout.bits, layout.inputs),
+        partial(quant_bytes, layout.bits), normed_quant_bytes(layout.bits, layout.inputs),
     )  # fmt: skip
     _multiply(e, of, node, output, unit, x, {"integers": x.name, "scales": x.scales, "sums": x.sums})
 

@@ -134,17 +134,17 @@ INTEGERS = FORMS.index("int8")
 UNITS = ("", "silu", "gelu_tanh")
 """Gated units behind a product, in the kernels' numbering (`engine/units.h`)."""
 
-NORM_ROWS = 8
-"""Rows that a product of halves norms by itself, at most (kNormRows of `engine/rms_norm.cu.h`)."""
-
-QUANT_NORM_ROWS = 1
-"""The same of a product of integers: normalizing more rows in each of its blocks takes longer than a launch."""
+NORM_ROWS = 1
+"""Rows that a product norms by itself, at most: normalizing more in each of its blocks takes longer than a launch."""
 
 CHUNK = 256
 """Keys that are summed by themselves (kChunk of `engine/attention.cu.h`)."""
 
 MOST_HEAD = 1024
 """Numbers of a head, at most."""
+
+MOST_SHARED = 98 * 1024
+"""Bytes of dynamic shared memory that a block may have on every GPU: compute capability 8.6, 8.9 and 12 have least."""
 
 HEAD_STEP = 8
 """Heads that attend have a multiple of so many numbers (`load_eight` of `engine/attention.cu.h`)."""
@@ -161,27 +161,38 @@ def attention_bytes(group: int, size: int) -> int:
     return _TILE_BYTES + 4 * (group * (CHUNK + size + 1) + CHUNK)
 
 
-QUANT_ROWS = 32
-"""Rows of a block of `outrider_quant_product` (kQuantRows of `engine/quant_product.cu.h`)."""
+_WARPS, _COLUMNS = 8, 32  # of a product's block: warps (kQuantWarps, kHalfWarps), and outputs
+_QUANT_ROW = 4 * 260 + 8 * 10  # bytes of a row: kQuantStride words, kInputStride scales and sums
+_QUANT_AHEAD = {4: 8, 8: 5}  # blocks of weights of a warp, by bits (QuantAhead::kBlocks)
+_HALF_AHEAD = 4 * 2048  # bytes of weights of a warp (kHalfAhead tiles)
 
-_QUANT_WARPS, _QUANT_STRIDE, _COLUMNS = 8, 260, 32  # kQuantWarps, kQuantStride, kColumns of the same file
-_QUANT_AHEAD = {4: 6, 8: 4}  # QuantAhead::kBlocks, by bits
 
+def quant_bytes(bits: int, rows: object) -> str:
+    """Return a formula of the bytes of shared memory that a block of `outrider_quant_product` needs in a step of `rows`
+    rows: a number, or a formula.
 
-def quant_bytes(bits: int, rows: int) -> int:
-    """Return the bytes of shared memory that a block of `outrider_quant_product` needs for a step of `rows` rows.
-
-    Each warp has there the products, factors and sums of rows, up to 16 of them twice, the scales and minimums of
-    weights, and blocks of weights on their way.
+    Blocks of weights are on their way there; up to 32 rows have the products of each warp, and their scales and sums,
+    and up to 16 of them twice (`engine/quant_product.cu.h`).
     """
-    ahead = _QUANT_AHEAD[bits] * 32 * (4 * bits + 8)
-    fixed, of_row = _QUANT_WARPS * (ahead + 2 * 8 * _COLUMNS), 4 * _QUANT_STRIDE + 8 * (_QUANT_WARPS + 2)
-    return fixed + of_row * max(2 * min(rows, QUANT_ROWS // 2), min(rows, QUANT_ROWS))
+    ahead = _WARPS * _QUANT_AHEAD[bits] * _COLUMNS * (4 * bits + 8)
+    return f"{ahead} + {_QUANT_ROW} * max(2 * min({rows}, 16), min({rows}, 32))"
 
 
-def normed_quant_bytes(bits: int, inputs: int, rows: int = QUANT_NORM_ROWS) -> int:
+def normed_quant_bytes(bits: int, inputs: int, rows: int = NORM_ROWS) -> str:
     """Return the same of `outrider_normed_quant_product`: a row as floats and all rows as integers lie there too."""
-    return quant_bytes(bits, rows) + 4 * inputs + rows * (inputs + inputs // 32 * 8)
+    return f"{quant_bytes(bits, rows)} + {4 * inputs + rows * (inputs + inputs // 32 * 8)}"
+
+
+def half_bytes(rows: object) -> str:
+    """Return the same of `outrider_half_product`: tiles of weights are on their way there, and the parts of its outputs
+    meet, for 8 rows or for 32 (`engine/half_product.cu.h`)."""
+    few, many = (_WARPS * (_HALF_AHEAD + _COLUMNS * 4 * (most + 1)) for most in (8, 32))
+    return f"{few} + {many - few} * min(1, max(0, {rows} - 8))"
+
+
+def normed_half_bytes(inputs: int, rows: int = NORM_ROWS) -> str:
+    """Return the same of `outrider_normed_half_product`: a row as floats and all rows as halves lie there too."""
+    return f"{half_bytes(rows)} + {4 * inputs + 2 * rows * inputs}"
 
 
 def norm_bytes(size: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plans.formulas import formula
 from plugins.cuda.engine_kernels import ENGINE_KERNELS
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu
@@ -28,15 +29,16 @@ def launch(
     numbers: Mapping[str, int],
     blocks: int,
     threads: int = 256,
-    shared: int = 0,
+    shared: int | str = 0,
 ) -> None:
-    """Run a kernel; arrays are changed in place. What is left out is a null pointer."""
+    """Run a kernel; arrays are changed in place. What is left out is a null pointer. `shared` may be a formula."""
     spec = ENGINE_KERNELS[name]
     assert set(tensors) <= set(spec.tensors)
     assert set(numbers) == set(spec.numbers)
     given = [tensors.get(each) for each in spec.tensors]
     assert {each for each, array in zip(spec.tensors, given, strict=True) if array is None} <= spec.optional
     own = [int(numbers[each]) for each in spec.numbers]
+    shared = formula(str(shared)).value({})
     if isinstance(kernels, Gpu):
         kernels.launch(name, blocks, threads, given, own, shared)
         return

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from compiler.kernels.code import Nodes, Word, write
 from compiler.kernels.sizes import size
 from plugins.cuda import DeviceOp
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS
+from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, half_bytes
 from plugins.cuda.launches import ELEMENTS, LAUNCHES
 from tests.plugins import test_engine_kernels
 from tests.plugins.accept_step import equal_slots, forest
@@ -133,7 +133,7 @@ def record_company(recorder: Recorder) -> None:
             launch(
                 recorder, "outrider_half_product",
                 {"x": x[-rows:].copy(), "weight": weight, "to": poisoned(rows, outputs)},
-                {**numbers, "unit": 0, "form": 0}, 5 * -(-rows // 32),
+                {**numbers, "unit": 0, "form": 0}, 5 * -(-rows // 32), shared=half_bytes(rows),
             )  # fmt: skip
             case = recorder.cases[-1]
             case.company, case.rowwise = dtype, ENGINE_KERNELS[case.kernel].tensors.index("to")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from plugins.cuda.compile import SOURCES
-from plugins.cuda.engine_kernels import FORMS, normed_quant_bytes, quant_bytes
+from plugins.cuda.engine_kernels import FORMS, half_bytes, normed_quant_bytes, quant_bytes
 from tests.plugins.emulator import Emulator
 from tests.plugins.engine_driver import launch, real
 from tests.plugins.test_engine_kernels import attend, poisoned, quantized
@@ -63,7 +63,10 @@ def multiply_normed_integers(kernels: Emulator) -> None:
 def multiply_halves(kernels: Emulator) -> None:
     x, weight = (RNG.integers(0, 2**14, (rows, 512)).astype(np.uint16) for rows in (3, 64))
     numbers = {"rows": 3, "inputs": 512, "outputs": 32, "element": FORMS.index("float16"), "unit": 1, "form": 0}
-    launch(kernels, "outrider_half_product", {"x": x, "weight": weight, "to": poisoned(3, 32)}, numbers, 1)
+    launch(
+        kernels, "outrider_half_product", {"x": x, "weight": weight, "to": poisoned(3, 32)}, numbers, 1,
+        shared=half_bytes(3),
+    )  # fmt: skip
 
 
 def attention(kernels: Emulator) -> None:
@@ -105,9 +108,12 @@ RUNS: dict[str, tuple[Callable[[Emulator], None], ...]] = {
         partial(multiply_integers, rows=17),
         multiply_normed_integers,
     ),
-    "rms_norm": (norm,),
+    "rms_norm": (norm, multiply_normed_integers),
 }
 """What runs the barriers of a header."""
+
+INCLUDED_BY = {"rms_norm": "quant_product"}
+"""Headers some of whose functions only kernels of another one call."""
 
 
 def run_all(header: str, kernels: Emulator) -> None:
@@ -133,6 +139,7 @@ def test_a_barrier_that_is_missing_is_found(tmp_path: Path, header: str, number:
     begin, end = list(BARRIER.finditer(text))[number].span()
     path.write_text(text[:begin] + text[end:], encoding="utf-8")
     library = tmp_path / "kernels.so"
-    compile_translated(library, f'#include "engine/{header}.cu.h"\n', tmp_path / "csrc", "-O0")
+    source = f'#include "engine/{INCLUDED_BY.get(header, header)}.cu.h"\n'
+    compile_translated(library, source, tmp_path / "csrc", "-O0")
     with pytest.raises(AssertionError, match="a race in outrider_"):
         run_all(header, Emulator(library))

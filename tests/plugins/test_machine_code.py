@@ -35,15 +35,14 @@ def waits_for(load: Instruction, loop: list[Instruction]) -> Instruction | None:
 
 @pytest.mark.parametrize(("kernel", "least"), [(QUANT_PRODUCTS[0], 4), (QUANT_PRODUCTS[1], 0)])
 def test_nothing_waits_for_a_prefetch_before_the_next_block_is_needed(cubin: bytes, kernel: str, least: int) -> None:
-    """Weights come by copies that a DEPBAR waits for, inputs by loads, or from shared memory where the block has normed
-    them. A load that fetches inputs of later rows for the product at hand stands in a loop of its own."""
+    """Of up to eight rows: of more, NVRTC has loads of inputs wait for each other. Weights come by copies that a DEPBAR
+    waits for, inputs by loads, or from shared memory where the block has normed them."""
     code = instructions(cubin, kernel)
-    loops = loops_with(code, IMMA, BAR)
+    loops = [loop for loop in loops_with(code, IMMA, BAR) if sum(each.operation == IMMA for each in loop) == 2]
     assert len(loops) == 2, "one for each number of bits"
-    of_later_rows = {each.place for loop in loops_with(code, IMMA) for each in loop}
     for loop in loops:
         assert sum(each.operation == DEPBAR for each in loop) == 1
-        loads = [each for each in loop if each.operation == LDG and each.place not in of_later_rows]
+        loads = [each for each in loop if each.operation == LDG]
         assert len(loads) >= least
         for load in loads:
             waiting = waits_for(load, loop)

@@ -39,7 +39,7 @@ OUTRIDER_DEVICE void products(const u32* a, const u32* b, T* c, const Multiply& 
 
 OUTRIDER_KERNEL products_of_bytes(const u32* a, const u32* b, i32* c) {
   products<8>(a, b, c, [](i32(&sums)[4], const u32(&left)[4], const u32(&right)[2]) {
-    multiply_bytes(sums, left, right);
+    multiply_unsigned_bytes(sums, left, right);
   });
 }
 

@@ -92,11 +92,15 @@ def compare(case: Golden, found: Sequence[Array | None]) -> Verdict:
             continue
         size = expected.itemsize
         other = (expected.reshape(-1).view(np.uint8) != got.reshape(-1).view(np.uint8)).reshape(-1, size).any(-1)
-        differ += int(other.sum())
         if not other.any():
             continue
         kind = (case.kinds or {}).get(str(place), expected.dtype.name)
         wanted, numbers = (_widen(each.reshape(-1)[other], kind) for each in (expected, got))
+        numbers_differ = ~(np.isnan(wanted) & np.isnan(numbers))  # a GPU's own operations know one NaN
+        wanted, numbers = wanted[numbers_differ], numbers[numbers_differ]
+        if not len(wanted):
+            continue
+        differ += len(wanted)
         distance = np.abs(wanted - numbers)
         error = max(error, float(np.nan_to_num(distance, nan=np.inf).max()))
         passed &= bool(case.tolerance) and bool((distance <= case.tolerance + case.rounding * np.abs(wanted)).all())

@@ -32,7 +32,7 @@ _CONVERSIONS = {  # opcode: the type of the operand, and what converts it
 }
 _OTHER_ROUNDING = {"rz", "rm", "rp", "rni", "rmi", "rpi", "sat", "ftz"}
 _MATRICES = {
-    "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32": "Bytes",
+    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32": "Bytes",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "Halves",
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "Bfloats",
 }

@@ -246,6 +246,7 @@ OUTRIDER_DEVICE void attend_to(const Chunk& chunk, float* highest, char* tile, c
   barrier();
   for (int g = warp; g < chunk.group; g += kAttending / 32) {
     float sum = 0.0f;
+    OUTRIDER_UNROLL(16)
     for (int j = lane % kLanes; j < kChunk; j += kLanes) sum = sum + chunk.weights[g * kChunk + j];
     sum = sum + shuffle_xor(sum, 2);  // sum_of_lanes, in its order
     sum = sum + shuffle_xor(sum, 1);
@@ -316,20 +317,22 @@ struct Together {
 // in partial[token - first_token, head, chunk]. The last block of a token and key/value head to finish, as counters[token -
 // first_token, kv_head] tells, puts the chunks together. Blocks of 256 threads; heads have a multiple of 8 numbers, and of
 // 32 where they are left in another form than float32. `sinks` may be null.
-OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 2)
+OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 1)
 outrider_attend(const float* queries, const char* keys, const char* values, const i64* row_splits, const i32* lists,
                 const i32* counts, const float* sinks, float* partial, u32* counters, char* out, float* out_scales,
                 i32* out_sums, i64 rows, i64 heads, i64 kv_heads, i64 size, i64 capacity, i64 view, i64 chunks,
                 i64 first_token, i64 window, i64 element, i64 scale, i64 softcap, i64 form) {
-  const i64 own = block_index() % chunks;
-  const i64 kv_head = block_index() / chunks % kv_heads;
-  const i64 token = first_token + block_index() / chunks / kv_heads;
+  // Divided as 32 bits, which a GPU does several times faster.
+  const u32 block = static_cast<u32>(block_index()), of_token = static_cast<u32>(chunks * kv_heads);
+  const u32 within = block % of_token, of_head = static_cast<u32>(chunks);
+  const i64 own = within % of_head, kv_head = within / of_head, token = first_token + block / of_token;
   const i64 all = counts[token];
   const i64 begin = window_begin(all, window) + own * kChunk;
   if (begin >= all && own > 0) return;
   const i64 seen = all - window_begin(all, window), own_chunks = (seen + kChunk - 1) / kChunk;
   const int count = static_cast<int>(all - begin < kChunk ? all - begin : kChunk);
-  const i64 group = heads / kv_heads, first_head = token * heads + kv_head * group;
+  const int group = static_cast<int>(static_cast<u32>(heads) / static_cast<u32>(kv_heads));
+  const i64 first_head = token * heads + kv_head * group;
   char* tile = dynamic_shared();
   float* weights = reinterpret_cast<float*>(tile + kTileBytes);  // [group, kChunk]
   float* query = weights + group * kChunk;                       // [group, size]
@@ -341,7 +344,7 @@ outrider_attend(const float* queries, const char* keys, const char* values, cons
   const i64 bytes = size * (element == kFloat32 ? 4 : 2);
   const i64 cache = (row_of(row_splits, rows, token) * kv_heads + kv_head) * capacity * bytes;
   const Chunk chunk = {keys + cache, values + cache, slots, query, weights, count,
-                       static_cast<int>(group), static_cast<int>(size),
+                       group, static_cast<int>(size),
                        float_of(static_cast<i32>(scale)), float_of(static_cast<i32>(softcap))};
   const Partial left = {partial + (first_head - first_token * heads) * chunks * (2 + size), chunks, size};
   if (element == kFloat32) {
@@ -354,8 +357,8 @@ outrider_attend(const float* queries, const char* keys, const char* values, cons
   if (!last_to_finish(counters + (token - first_token) * kv_heads + kv_head, own_chunks > 0 ? own_chunks : 1)) return;
   const Together together = {left, own_chunks, sinks == nullptr ? nullptr : sinks + kv_head * group, highest};
   together.weigh(group);
-  for (i64 i = thread_index(); i < group * size; i += thread_count()) {
-    const float found = together.number(i / size, i % size);
+  for (int i = thread(); i < group * chunk.size; i += kAttending) {
+    const float found = together.number(i / chunk.size, i % chunk.size);
     const i64 at = first_head * size + i;
     if (form == kFloat32) {
       reinterpret_cast<float*>(out)[at] = found;

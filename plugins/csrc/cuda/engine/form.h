@@ -33,23 +33,64 @@ OUTRIDER_DEVICE i32 of_warp_sum(i32 value) {
   return value;
 }
 
-// A warp keeps a block of numbers, one of each lane; `block` counts those of all rows. quantize in onnxruntime/quantize.h
-// says what integers they become.
+// The integers of a block of numbers, the largest of which has the bits `most` without its sign: quantize in
+// onnxruntime/quantize.h.
+struct Scaled {
+  i32 most;
+  bool usable;
+  float factor;
+  OUTRIDER_DEVICE explicit Scaled(i32 largest)
+      : most(largest), usable(most >= 0x0d800000 && most < 0x7f800000), factor(127.0f / float_of(most)) {}  // 2^-100, infinity
+  OUTRIDER_DEVICE i32 integer(float value) const {
+    return usable ? bits_of(value * factor + kRounds) - bits_of(kRounds) : 0;
+  }
+  OUTRIDER_DEVICE float scale() const {
+    return usable ? float_of(most) / 127.0f : most >= 0x7f800000 ? float_of(0x7fc00000) : 0.0f;
+  }
+};
+
+// A warp keeps a block of numbers, one of each lane; `block` counts those of all rows.
 OUTRIDER_DEVICE void keep_block(const Formed& formed, i64 block, float value) {
   const i64 at = block * kBlock + lane_index();
   if (formed.form != kIntegers) {
     keep_element(formed.to, at, formed.form, value);
     return;
   }
-  const i32 most = of_warp_largest(bits_of(value) & 0x7fffffff);
-  const bool usable = most >= 0x0d800000 && most < 0x7f800000;  // 2^-100, infinity
-  const float largest = float_of(most);
-  const i32 integer = usable ? bits_of(value * (127.0f / largest) + kRounds) - bits_of(kRounds) : 0;
-  const i32 sum = of_warp_sum(integer);
+  const Scaled scaled(of_warp_largest(bits_of(value) & 0x7fffffff));
+  const i32 integer = scaled.integer(value), sum = of_warp_sum(integer);
   formed.to[at] = static_cast<char>(integer);
   if (lane_index() == 0) {
-    formed.scales[block] = usable ? largest / 127.0f : most >= 0x7f800000 ? float_of(0x7fc00000) : 0.0f;
+    formed.scales[block] = scaled.scale();
     formed.sums[block] = sum;
+  }
+}
+
+// A warp keeps 128 numbers, four of each lane from `first` on, a multiple of four; blocks that are not `there` are left out.
+OUTRIDER_DEVICE void keep_four(const Formed& formed, i64 first, bool there, const float (&values)[4]) {
+  if (formed.form != kIntegers) {
+    for (int i = 0; there && i < 4; ++i) keep_element(formed.to, first + i, formed.form, values[i]);
+    return;
+  }
+  i32 most = 0;
+  for (int i = 0; i < 4; ++i) most = (bits_of(values[i]) & 0x7fffffff) > most ? bits_of(values[i]) & 0x7fffffff : most;
+  for (int mask = 4; mask > 0; mask /= 2) {
+    const i32 other = shuffle_xor(most, mask);
+    most = other > most ? other : most;
+  }
+  const Scaled scaled(most);
+  u32 word = 0;
+  i32 sum = 0;
+  for (int i = 0; i < 4; ++i) {
+    const i32 integer = scaled.integer(values[i]);
+    word |= (static_cast<u32>(integer) & 0xffu) << 8 * i;
+    sum += integer;
+  }
+  for (int mask = 4; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+  if (!there) return;
+  *reinterpret_cast<u32*>(formed.to + first) = word;
+  if (lane_index() % 8 == 0) {
+    formed.scales[first / kBlock] = scaled.scale();
+    formed.sums[first / kBlock] = sum;
   }
 }
 

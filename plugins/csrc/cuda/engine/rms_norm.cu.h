@@ -1,4 +1,4 @@
-// RmsNorm: a block norms one row, with the residual sum before it, or a product norms few rows by itself. row_squares in
+// RmsNorm: a block norms one row, with the residual sum before it, or a product norms a row by itself. row_squares in
 // onnxruntime/row_kernel.h has the order.
 #pragma once
 
@@ -7,27 +7,27 @@
 
 namespace outrider {
 
-constexpr int kNormRows = 8;  // that a product norms by itself: NORM_ROWS in plugins/cuda/engine_kernels.py
-
-// What the numbers of each of `count` rows are multiplied by, up to kNormRows: a row's squares are sixteen lanes of four
-// sums, which 64 threads have one each.
-OUTRIDER_DEVICE void norm_factors(const float* rows, int count, i64 size, float epsilon, float* factors) {
+// What the numbers of a row in shared memory are multiplied by. The sum of their squares is sixteen lanes of four sums, which
+// 64 threads have one each.
+OUTRIDER_DEVICE float norm_factor(const float* row, i64 size, float epsilon) {
   constexpr int kSums = 4 * kLanes;
-  OUTRIDER_SHARED float partial[kNormRows * kSums];
-  for (i64 t = thread_index(); t < count * kSums; t += thread_count()) {
-    const float* row = rows + t / kSums * size;
+  OUTRIDER_SHARED float partial[kSums], factor;
+  const i64 thread = thread_index();
+  if (thread < kSums) {
     float sum = 0.0f;
-    for (i64 i = t % kSums; i < size; i += kSums) sum = fused(row[i], row[i], sum);
-    partial[t] = sum;
+    OUTRIDER_UNROLL(8)
+    for (i64 i = thread; i < size; i += kSums) sum = fused(row[i], row[i], sum);
+    partial[thread] = sum;
   }
   barrier();
-  for (i64 r = thread_index(); r < count; r += thread_count()) {
+  if (thread == 0) {
     float totals[4];
-    for (int v = 0; v < 4; ++v) totals[v] = sum_of_lanes(partial + r * kSums + v * kLanes);
+    for (int v = 0; v < 4; ++v) totals[v] = sum_of_lanes(partial + v * kLanes);
     const float squares = (totals[0] + totals[2]) + (totals[1] + totals[3]);
-    factors[r] = 1.0f / root(squares / static_cast<float>(size) + epsilon);
+    factor = 1.0f / root(squares / static_cast<float>(size) + epsilon);
   }
   barrier();
+  return factor;
 }
 
 // Copies a row of `size` numbers to `staged`, in shared memory, with all threads of the block; x + added, which goes to `sum`
@@ -40,6 +40,38 @@ OUTRIDER_DEVICE void stage_row(const float* x, const float* added, float* sum, i
   }
 }
 
+// Norms a row of `size` numbers in shared memory, which is row `index` of what is kept.
+OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, float factor, i64 size, i64 index,
+                                 const Formed& to) {
+  if (to.form == kFloat32) {
+    float* const numbers = reinterpret_cast<float*>(to.to) + index * size;
+    for (i64 i = thread_index(); i < size; i += thread_count()) numbers[i] = row[i] * factor * weight[i];
+    return;
+  }
+  OUTRIDER_UNROLL(4)
+  for (i64 start = thread_index() / 32 * 128; start < size; start += thread_count() * 4) {
+    const i64 first = start + 4 * lane_index();
+    const bool there = first < size;
+    float values[4] = {};
+    if (there) {
+      const Quad numbers = load_quad(row + first), weights = load_quad(weight + first);
+      for (int i = 0; i < 4; ++i) values[i] = numbers.value[i] * factor * weights.value[i];
+    }
+    keep_four(to, index * size + first, there, values);
+  }
+}
+
+// Norms `count` rows for a product of the same block, which reads them in shared memory. `row` has room for one.
+OUTRIDER_DEVICE void norm_rows(const float* x, const float* weight, i64 count, i64 size, float epsilon, float* row,
+                               const Formed& to) {
+  for (i64 r = 0; r < count; ++r) {
+    stage_row(x + r * size, nullptr, nullptr, size, row);
+    barrier();
+    keep_normed(row, weight, norm_factor(row, size, epsilon), size, r, to);
+    barrier();
+  }
+}
+
 // x + added goes to `sum`, and is normed; both may be null together. `epsilon` is a float32 as bits. Blocks have whole
 // warps, and dynamic shared memory for a row; other forms than float32 want multiples of 32 numbers.
 OUTRIDER_KERNEL outrider_rms_norm(const float* x, const float* weight, const float* added, char* normed, float* scales,
@@ -48,16 +80,8 @@ OUTRIDER_KERNEL outrider_rms_norm(const float* x, const float* weight, const flo
   float* const row = reinterpret_cast<float*>(dynamic_shared());
   stage_row(x + at, added == nullptr ? nullptr : added + at, sum + at, size, row);
   barrier();
-  OUTRIDER_SHARED float factor[1];
-  norm_factors(row, 1, size, float_of(static_cast<i32>(epsilon)), factor);
-  if (form == kFloat32) {
-    float* to = reinterpret_cast<float*>(normed) + at;
-    for (i64 i = thread_index(); i < size; i += thread_count()) to[i] = row[i] * factor[0] * weight[i];
-    return;
-  }
-  for (i64 i = thread_index(); i < size; i += thread_count()) {
-    keep_block({normed, scales, sums, form}, (at + i) / kBlock, row[i] * factor[0] * weight[i]);
-  }
+  const float factor = norm_factor(row, size, float_of(static_cast<i32>(epsilon)));
+  keep_normed(row, weight, factor, size, block_index(), {normed, scales, sums, form});
 }
 
 // to[row, i] = unit(both[row, i], both[row, size + i]).
