@@ -15,6 +15,7 @@ from compiler.kernels.products import Output, bytes_of, output_for, part_of, rea
 from compiler.kernels.sizes import Size, product, quotient, size
 from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Weight
 from plans import names
+from plans.formulas import formula
 from plans.kernel_engine import TURN, Launch
 from plugins.cuda import LAUNCHES
 from plugins.cuda.engine_kernels import CHUNK, HEAD_STEP, MOST_HEAD, MOST_SHARED, attention_bytes, norm_bytes
@@ -26,6 +27,7 @@ from plugins.schema import CPU_DOMAIN
 from plugins.schemas import SCHEMAS
 
 _PARTIAL_BYTES = 64 * 2**20  # of chunks of attention that are not put together yet
+_FEW_TOKENS = 4  # a head of each of which is a block's
 _MOST_TOKENS = 64  # whose chunks are computed before they are put together
 
 
@@ -88,7 +90,7 @@ def unfit_heads(group: int, size: int) -> str | None:
     """Say why heads of `size` numbers, `group` query heads of which share keys, cannot attend; None where they can."""
     if not 0 < size <= MOST_HEAD or size % HEAD_STEP:
         return f"heads have {size} numbers; it takes multiples of {HEAD_STEP} up to {MOST_HEAD}"
-    shared = attention_bytes(group, size)
+    shared = formula(attention_bytes(group, size)).value({})
     if shared > MOST_SHARED:
         return (
             f"{group} query heads of {size} numbers share keys: that takes {shared} bytes of shared memory, and some "
@@ -240,11 +242,13 @@ def _attend(
     view: Size | str = f"min({h.view}, {window})" if window else h.view
     chunks = f"({view} + {CHUNK - 1}) // {CHUNK}"
     partial = e.new("real", (size(at_once * chunk_bytes // 4),))
-    counters = e.counter(f"finished.{h.kv_heads}", 4 * _MOST_TOKENS * h.kv_heads)
+    counters = e.counter(f"finished.{h.heads}", 4 * _MOST_TOKENS * h.heads)
     first = f"{TURN} * {at_once}"
     tokens = f"min({h.tokens} - {first}, {at_once})"
     itemsize = 4 if element == 0 else 2
-    shared = attention_bytes(group, h.size)
+    # Few tokens are shared out to more blocks, which read keys again for each head.
+    heads = f"1 + {group - 1} * min(1, max(0, {h.tokens} - {_FEW_TOKENS}))"
+    parts = f"({h.heads} // ({heads}))"
 
     def body() -> None:
         e.launch(
@@ -256,10 +260,10 @@ def _attend(
             {
                 "rows": h.rows, "heads": h.heads, "kv_heads": h.kv_heads, "size": h.size, "capacity": h.capacity,
                 "view": h.view, "chunks": chunks, "first_token": first, "window": window, "element": element,
-                "scale": scale, "softcap": softcap, "form": out.form,
+                "scale": scale, "softcap": softcap, "form": out.form, "at_once": heads,
             },
-            f"{tokens} * {h.kv_heads} * ({chunks})",
-            shared=shared,
+            f"{tokens} * {parts} * ({chunks})",
+            shared=attention_bytes(heads, h.size),
             part=part,
             moves=f"({view}) * {2 * h.kv_heads * h.size * itemsize}",
             operations=f"{tokens} * ({view}) * {4 * h.heads * h.size}",

@@ -96,7 +96,7 @@ ENGINE_KERNELS = {
             ),
             (
                 "rows", "heads", "kv_heads", "size", "capacity", "view", "chunks", "first_token", "window", "element",
-                "scale", "softcap", "form",
+                "scale", "softcap", "form", "at_once",
             ),
             frozenset({"sinks", "out_scales", "out_sums"}),
         ),
@@ -152,13 +152,13 @@ HEAD_STEP = 8
 _TILE_BYTES = 16384  # kTileBytes of engine/attention.cu.h
 
 
-def attention_bytes(group: int, size: int) -> int:
-    """Return the bytes of shared memory that a block of `outrider_attend` is launched with.
+def attention_bytes(at_once: object, size: int) -> str:
+    """Return a formula of the bytes of shared memory that a block of `outrider_attend` is launched with.
 
-    They hold a tile of values, and for each of `group` query heads of `size` numbers weights, query and highest score;
-    and the slots.
+    They hold a tile of values, and for each of `at_once` query heads, a number or a formula, of `size` numbers weights,
+    query and highest score; and the slots.
     """
-    return _TILE_BYTES + 4 * (group * (CHUNK + size + 1) + CHUNK)
+    return f"{_TILE_BYTES + 4 * CHUNK} + {4 * (CHUNK + size + 1)} * ({at_once})"
 
 
 _WARPS, _COLUMNS = 8, 32  # of a product's block: warps (kQuantWarps, kHalfWarps), and outputs
@@ -171,16 +171,21 @@ def quant_bytes(bits: int, rows: object) -> str:
     """Return a formula of the bytes of shared memory that a block of `outrider_quant_product` needs in a step of `rows`
     rows: a number, or a formula.
 
-    Blocks of weights are on their way there; up to 32 rows have the products of each warp, and their scales and sums,
-    and up to 16 of them twice (`engine/quant_product.cu.h`).
+    Blocks of weights are on their way there, and those of inputs where there are up to 8 rows; up to 32 rows have the
+    products of each warp, and their scales and sums, and up to 16 of them twice (`engine/quant_product.cu.h`).
     """
-    ahead = _WARPS * _QUANT_AHEAD[bits] * _COLUMNS * (4 * bits + 8)
-    return f"{ahead} + {_QUANT_ROW} * max(2 * min({rows}, 16), min({rows}, 32))"
+    inputs = _WARPS * _QUANT_AHEAD[bits] * (8 * 32 + 8 * _WARPS)
+    return f"{_without_inputs(bits, rows)} + {inputs} * min(1, max(0, 9 - {rows}))"
 
 
 def normed_quant_bytes(bits: int, inputs: int, rows: int = NORM_ROWS) -> str:
     """Return the same of `outrider_normed_quant_product`: a row as floats and all rows as integers lie there too."""
-    return f"{quant_bytes(bits, rows)} + {4 * inputs + rows * (inputs + inputs // 32 * 8)}"
+    return f"{_without_inputs(bits, rows)} + {4 * inputs + rows * (inputs + inputs // 32 * 8)}"
+
+
+def _without_inputs(bits: int, rows: object) -> str:
+    ahead = _WARPS * _QUANT_AHEAD[bits] * _COLUMNS * (4 * bits + 8)
+    return f"{ahead} + {_QUANT_ROW} * max(2 * min({rows}, 16), min({rows}, 32))"
 
 
 def half_bytes(rows: object) -> str:

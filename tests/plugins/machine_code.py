@@ -24,13 +24,14 @@ _NONE = 7  # no scoreboard
 @dataclass(frozen=True)
 class Instruction:
     """At `place` bytes of its kernel. It signals the scoreboard `signals` when its result is there, after it has waited
-    for those of `waits`; a branch goes to the byte `target`."""
+    for those of `waits`; a branch goes to the byte `target`, and a DEPBAR leaves `open_groups` of copies open."""
 
     place: int
     operation: int
     signals: int | None
     waits: frozenset[int]
     target: int | None
+    open_groups: int | None
 
 
 def instructions(cubin: bytes, kernel: str) -> list[Instruction]:
@@ -52,6 +53,7 @@ def _read(place: int, low: int, high: int) -> Instruction:
         None if signals == _NONE else signals,
         frozenset(board for board in range(6) if waits >> board & 1),
         target,
+        low >> 38 & 63 if operation == DEPBAR else None,
     )
 
 

@@ -230,6 +230,7 @@ def attend(
     window: int = 0,
     sinks: NDArray[np.float32] | None = None,
     at_once: int = 64,
+    heads_at_once: int = 0,
     form: int = 0,
 ) -> NDArray[np.generic]:
     """Attention of queries `[N, heads, D]` over KV caches `[2, R, kv_heads, C, D]`, as an engine launches it.
@@ -249,7 +250,8 @@ def attend(
     of_blocks = {"out_scales": poisoned(out.size // 32), "out_sums": np.zeros(out.size // 32, np.int32)}
     for first in range(0, tokens, at_once):
         count = min(at_once, tokens - first)
-        partial, counters = poisoned(count, heads, chunks, 2 + size), np.zeros((count, kv_heads), np.uint32)
+        own = heads_at_once or group
+        partial, counters = poisoned(count, heads, chunks, 2 + size), np.zeros((count, heads // own), np.uint32)
         launch(
             kernels, "outrider_attend",
             {
@@ -260,9 +262,9 @@ def attend(
             {
                 "rows": rows, "heads": heads, "kv_heads": kv_heads, "size": size, "capacity": capacity, "view": view,
                 "chunks": chunks, "first_token": first, "window": window, "element": ELEMENTS.index(caches.dtype.name),
-                "scale": real(scale), "softcap": real(softcap), "form": form,
+                "scale": real(scale), "softcap": real(softcap), "form": form, "at_once": own,
             },
-            count * kv_heads * chunks, shared=attention_bytes(group, size),
+            count * heads // own * chunks, shared=attention_bytes(own, size),
         )  # fmt: skip
         assert not counters.any()
     if form != INTEGERS:
@@ -332,7 +334,7 @@ def test_attention_of_wide_groups_leaves_what_products_read(
 
 
 def test_a_token_attends_the_same_in_any_company(engine_kernels: Kernels) -> None:
-    """Alone, among others, and with its keys elsewhere."""
+    """Alone, among others, with its keys elsewhere, and with a block for each of its heads."""
     rng = np.random.default_rng(5)
     caches = rng.normal(size=(2, 1, 1, 400, 16)).astype(np.float32)
     queries = rng.normal(size=(9, 2, 16)).astype(np.float32)
@@ -352,6 +354,8 @@ def test_a_token_attends_the_same_in_any_company(engine_kernels: Kernels) -> Non
         near[..., : len(slots)] = 0
         elsewhere = attend(engine_kernels, queries[token : token + 1].copy(), dense, near, np.array([0, 1]), scale=0.25)
         np.testing.assert_array_equal(elsewhere[0], whole[token])
+    apart = attend(engine_kernels, queries, caches, bias, np.array([0, 9]), scale=0.25, heads_at_once=1)
+    np.testing.assert_array_equal(apart, whole)
 
 
 def check_form(

@@ -15,8 +15,8 @@ Change = tuple[str, str, str]
 _QUANT, _HALF, _ATTENTION = (f"engine/{name}.cu.h" for name in ("quant_product", "half_product", "attention"))
 
 VARIANTS: dict[str, Sequence[Change]] = {
-    "quant_two_blocks": [
-        (_QUANT, f"OUTRIDER_FIT(kQuantWarps * 32, 3)\n{kernel}(", f"OUTRIDER_FIT(kQuantWarps * 32, 2)\n{kernel}(")
+    "quant_three_blocks": [
+        (_QUANT, f"OUTRIDER_FIT(kQuantWarps * 32, 2)\n{kernel}(", f"OUTRIDER_FIT(kQuantWarps * 32, 3)\n{kernel}(")
         for kernel in ("outrider_quant_product", "outrider_normed_quant_product")
     ],
     "half_short_ring": [(_HALF, "kHalfAhead = 4;", "kHalfAhead = 3;")],

@@ -52,6 +52,7 @@ struct alignas(8) Bytes8 {
 
 // The floats, or whatever bytes, at `from`, a multiple of as many bytes: one load.
 OUTRIDER_DEVICE Quad load_quad(const float* from) { return *reinterpret_cast<const Quad*>(from); }
+OUTRIDER_DEVICE void keep_quad(float* to, const Quad& quad) { *reinterpret_cast<Quad*>(to) = quad; }
 OUTRIDER_DEVICE Bytes16 load_bytes16(const void* from) { return *static_cast<const Bytes16*>(from); }
 OUTRIDER_DEVICE Bytes8 load_bytes8(const void* from) { return *static_cast<const Bytes8*>(from); }
 

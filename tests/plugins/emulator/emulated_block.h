@@ -57,6 +57,10 @@ struct alignas(8) Bytes8 {
 };
 
 inline Quad load_quad(const float* from) { return load_aligned<Quad>(from); }
+inline void keep_quad(float* to, const Quad& quad) {
+  if (reinterpret_cast<std::uintptr_t>(to) % sizeof quad != 0) std::abort();
+  std::memcpy(to, &quad, sizeof quad);
+}
 inline Bytes16 load_bytes16(const void* from) { return load_aligned<Bytes16>(from); }
 inline Bytes8 load_bytes8(const void* from) { return load_aligned<Bytes8>(from); }
 

@@ -191,16 +191,23 @@ struct Values {
     barrier();
   }
 
-  // Adds to four neighbouring numbers of a head what the keys of the tile give, which begins with the key `start`.
-  OUTRIDER_DEVICE void add_four(int head, int d, int start, float* sums) const {
+  // Adds to kNumbers neighbouring numbers of a head, four or one, what the keys of the tile give, which begins with the key
+  // `start`.
+  template <int kNumbers>
+  OUTRIDER_DEVICE void add_keys(int head, int d, int start, float (&sums)[kNumbers]) const {
     const float* weights = chunk.weights + head * kChunk + start;
     const int here = chunk.count - start < keys ? chunk.count - start : keys;
     const auto add = [&](float weight, int key) {
-      float numbers[4];
-      load_four<kType>(tile + (key * chunk.size + d) * kElementBytes<kType>, numbers);
-      for (int i = 0; i < 4; ++i) sums[i] = fused(weight, numbers[i], sums[i]);
+      float numbers[kNumbers];
+      if constexpr (kNumbers == 4) {
+        load_four<kType>(tile + (key * chunk.size + d) * kElementBytes<kType>, numbers);
+      } else {
+        numbers[0] = element_at(tile, key * chunk.size + d, kType);
+      }
+      for (int i = 0; i < kNumbers; ++i) sums[i] = fused(weight, numbers[i], sums[i]);
     };
     int key = 0;
+    OUTRIDER_UNROLL(4)
     for (; key + 4 <= here; key += 4) {
       const Quad four = load_quad(weights + key);
       for (int i = 0; i < 4; ++i) add(four.value[i], key + i);
@@ -223,6 +230,24 @@ struct Partial {
   i64 chunks, size;
   OUTRIDER_DEVICE float* of(i64 head, i64 chunk) const { return first + (head * chunks + chunk) * (2 + size); }
 };
+
+// Weighted values of a chunk, which is the token's `own`th: a thread has kNumbers neighbouring ones of a head.
+template <int kType, int kNumbers>
+OUTRIDER_DEVICE void add_values(const Chunk& chunk, Values<kType>& values, const Partial& partial, i64 own) {
+  const int of_head = chunk.size / kNumbers;
+  for (int round = 0; round < chunk.group * of_head; round += kAttending) {
+    const int head = (round + thread()) / of_head, d = (round + thread()) % of_head * kNumbers;
+    const bool has = head < chunk.group;
+    float sums[kNumbers] = {};
+    if (round > 0) values.fetch(0);
+    for (int start = 0; start < chunk.count; start += values.keys) {
+      values.arrive();
+      if (start + values.keys < chunk.count) values.fetch(start + values.keys);
+      if (has) values.template add_keys<kNumbers>(head, d, start, sums);
+    }
+    for (int i = 0; has && i < kNumbers; ++i) partial.of(head, own)[2 + d + i] = sums[i];
+  }
+}
 
 // Scores, weights and their sums, and weighted values of a chunk, which is the token's `own`th.
 template <int kType>
@@ -257,18 +282,10 @@ OUTRIDER_DEVICE void attend_to(const Chunk& chunk, float* highest, char* tile, c
       partial.of(g, own)[1] = sum;
     }
   }
-  const int of_head = chunk.size / 4;
-  for (int round = 0; round < chunk.group * of_head; round += kAttending) {
-    const int head = (round + thread()) / of_head, d = (round + thread()) % of_head * 4;
-    const bool has = head < chunk.group;
-    float sums[4] = {};
-    if (round > 0) values.fetch(0);
-    for (int start = 0; start < chunk.count; start += values.keys) {
-      values.arrive();
-      if (start + values.keys < chunk.count) values.fetch(start + values.keys);
-      if (has) values.add_four(head, d, start, sums);
-    }
-    for (int i = 0; has && i < 4; ++i) partial.of(head, own)[2 + d + i] = sums[i];
+  if (chunk.group * chunk.size <= kAttending) {
+    add_values<kType, 1>(chunk, values, partial, own);
+  } else {
+    add_values<kType, 4>(chunk, values, partial, own);
   }
 }
 
@@ -313,26 +330,27 @@ struct Together {
   }
 };
 
-// A block attends with the query heads of one key/value head of one token over one chunk of keys, and leaves what it finds
-// in partial[token - first_token, head, chunk]. The last block of a token and key/value head to finish, as counters[token -
-// first_token, kv_head] tells, puts the chunks together. Blocks of 256 threads; heads have a multiple of 8 numbers, and of
+// A block attends with `at_once` query heads of one key/value head of one token, a divisor of those that it has, over one chunk
+// of keys, and leaves what it finds in partial[token - first_token, head, chunk]. The last block of these heads to finish, as
+// counters[token - first_token, head / at_once] tells, puts the chunks together. Blocks of 256 threads; heads have a multiple of 8 numbers, and of
 // 32 where they are left in another form than float32. `sinks` may be null.
 OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 1)
 outrider_attend(const float* queries, const char* keys, const char* values, const i64* row_splits, const i32* lists,
                 const i32* counts, const float* sinks, float* partial, u32* counters, char* out, float* out_scales,
                 i32* out_sums, i64 rows, i64 heads, i64 kv_heads, i64 size, i64 capacity, i64 view, i64 chunks,
-                i64 first_token, i64 window, i64 element, i64 scale, i64 softcap, i64 form) {
+                i64 first_token, i64 window, i64 element, i64 scale, i64 softcap, i64 form, i64 at_once) {
   // Divided as 32 bits, which a GPU does several times faster.
-  const u32 block = static_cast<u32>(block_index()), of_token = static_cast<u32>(chunks * kv_heads);
-  const u32 within = block % of_token, of_head = static_cast<u32>(chunks);
-  const i64 own = within % of_head, kv_head = within / of_head, token = first_token + block / of_token;
+  const u32 block = static_cast<u32>(block_index()), of_head = static_cast<u32>(chunks);
+  const u32 parts = static_cast<u32>(heads) / static_cast<u32>(at_once), of_kv_head = parts / static_cast<u32>(kv_heads);
+  const u32 part = block / of_head % parts;
+  const i64 own = block % of_head, kv_head = part / of_kv_head, token = first_token + block / of_head / parts;
   const i64 all = counts[token];
   const i64 begin = window_begin(all, window) + own * kChunk;
   if (begin >= all && own > 0) return;
   const i64 seen = all - window_begin(all, window), own_chunks = (seen + kChunk - 1) / kChunk;
   const int count = static_cast<int>(all - begin < kChunk ? all - begin : kChunk);
-  const int group = static_cast<int>(static_cast<u32>(heads) / static_cast<u32>(kv_heads));
-  const i64 first_head = token * heads + kv_head * group;
+  const int group = static_cast<int>(at_once);
+  const i64 first_head = token * heads + part * group;
   char* tile = dynamic_shared();
   float* weights = reinterpret_cast<float*>(tile + kTileBytes);  // [group, kChunk]
   float* query = weights + group * kChunk;                       // [group, size]
@@ -354,8 +372,8 @@ outrider_attend(const float* queries, const char* keys, const char* values, cons
   } else {
     attend_to<kBFloat16>(chunk, highest, tile, left, own);
   }
-  if (!last_to_finish(counters + (token - first_token) * kv_heads + kv_head, own_chunks > 0 ? own_chunks : 1)) return;
-  const Together together = {left, own_chunks, sinks == nullptr ? nullptr : sinks + kv_head * group, highest};
+  if (!last_to_finish(counters + (token - first_token) * parts + part, own_chunks > 0 ? own_chunks : 1)) return;
+  const Together together = {left, own_chunks, sinks == nullptr ? nullptr : sinks + part * group, highest};
   together.weigh(group);
   for (int i = thread(); i < group * chunk.size; i += kAttending) {
     const float found = together.number(i / chunk.size, i % chunk.size);

@@ -117,31 +117,103 @@ struct QuantProduct {
   i64 group, outputs, unit;
 };
 
-// A lane's words of a block of inputs, of rows g, 8 + g ... up to kRows; a row that there is not repeats the last. What is
-// loaded is used as well, so that no load has to wait for one before.
+// What a warp multiplies by: the words of its block of inputs, of rows g, 8 + g ... of lane 4 g + t; and what it adds up by:
+// the scales and sums of its own rows' blocks. Both are loaded a turn ahead. A row that there is not repeats the last.
 template <int kRows>
-struct OwnInputs {
-  u32 words[kRows / 8][2];
+struct LoadedInputs {
+  static constexpr int kMost = kRows;
+  const QuantRows& x;
+  const u32* block;
+  u32 words[kRows / 8][2] = {};
   int places[kRows / 8];
+  InputFactors factors[kRows / kQuantWarps] = {};
+  QuantShared shared = {};  // of the turn
 
-  OUTRIDER_DEVICE explicit OwnInputs(const QuantRows& x) : words() {
+  OUTRIDER_DEVICE LoadedInputs(const QuantRows& of, char*, int) : x(of) {
+    block = x.integers + x.place(0, thread_index() / 32) * kQuads;
     for (int tile = 0; tile < kRows / 8; ++tile) {
       const int row = 8 * tile + static_cast<int>(lane_index()) / 4;
       places[tile] = static_cast<int>((row < x.count ? row : x.count - 1) * x.blocks * kQuads + lane_index() % 4);
     }
   }
-  OUTRIDER_DEVICE void fetch(const u32* block, int count) {
+  OUTRIDER_DEVICE void start(int, bool) {}
+  OUTRIDER_DEVICE void fetch(int first) {  // of the turn whose first block is `first`
+    const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
+    if (lane < kQuantWarps && first + lane < x.blocks) {
+      for (int i = 0; i < kRows / kQuantWarps; ++i) {
+        const int row = warp + i * kQuantWarps;
+        if (row >= x.count) break;
+        factors[i] = {x.scales[x.place(row, first + lane)], x.sums[x.place(row, first + lane)]};
+      }
+    }
+    if (first + warp >= x.blocks) return;
     for (int tile = 0; tile < kRows / 8; ++tile) {
-      if (8 * tile >= count) break;
-      words[tile][0] = block[places[tile]];
-      words[tile][1] = block[places[tile] + 4];
+      if (8 * tile >= x.count) break;
+      words[tile][0] = block[first * kQuads + places[tile]];
+      words[tile][1] = block[first * kQuads + places[tile] + 4];
     }
   }
+  OUTRIDER_DEVICE void arrive(const QuantShared& own) {
+    shared = own;
+    const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
+    for (int i = 0; i < kRows / kQuantWarps; ++i) {
+      const int row = warp + i * kQuantWarps;
+      if (row >= x.count) break;
+      if (lane < kQuantWarps) *own.inputs(row, lane) = factors[i];
+    }
+  }
+  OUTRIDER_DEVICE u32 word(int tile, int half) const { return words[tile][half]; }
+  OUTRIDER_DEVICE InputFactors factor(int row, int b) const { return *shared.inputs(row, b); }
+  OUTRIDER_DEVICE void leave() {}
+};
+
+// The same of up to eight rows, which come through shared memory beside the weights, as far ahead: a load would be waited for
+// in every turn.
+struct CopiedInputs {
+  static constexpr int kMost = kQuantFew;
+  static constexpr int kFactors = kQuantFew * kBlock, kBytes = kFactors + 2 * 4 * kQuantWarps;  // of a turn
+  const QuantRows& x;
+  const char *words, *factors;  // the lane's parts of the turn that is started next
+  SharedAddress to;
+  const char* own;
+  int turns, start_place = 0, read_place = 0;
+
+  OUTRIDER_DEVICE CopiedInputs(const QuantRows& of, char* memory, int blocks) : x(of), turns(blocks) {
+    const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
+    own = memory + warp * turns * kBytes;
+    to = shared_address(memory + warp * turns * kBytes);
+    const int row = lane / 2 < x.count ? lane / 2 : 0;
+    words = reinterpret_cast<const char*>(x.integers + x.place(row, warp) * kQuads) + lane % 2 * 16;
+    const i64 place = x.place(warp < x.count ? warp : 0, lane % kQuantWarps);
+    factors = lane < kQuantWarps ? reinterpret_cast<const char*>(x.scales + place)
+                                 : reinterpret_cast<const char*>(x.sums + place);
+  }
+  OUTRIDER_DEVICE void start(int first, bool there) {
+    const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
+    if (there && first + warp < x.blocks && lane < 2 * x.count) {
+      start_copy16(to + start_place + 16 * lane, words + first * kBlock);
+    }
+    if (there && warp < x.count && lane < 2 * kQuantWarps && first + lane % kQuantWarps < x.blocks) {
+      start_copy4(to + start_place + kFactors + 4 * lane, factors + first * 4);
+    }
+    start_place = start_place == (turns - 1) * kBytes ? 0 : start_place + kBytes;
+  }
+  OUTRIDER_DEVICE void fetch(int) {}
+  OUTRIDER_DEVICE void arrive(const QuantShared&) { warp_barrier(); }
+  OUTRIDER_DEVICE u32 word(int, int half) const {
+    const int lane = static_cast<int>(lane_index());
+    return reinterpret_cast<const u32*>(own + read_place)[lane / 4 * kQuads + lane % 4 + 4 * half];
+  }
+  OUTRIDER_DEVICE InputFactors factor(int, int b) const {
+    const char* const of = own + read_place + kFactors;
+    return {reinterpret_cast<const float*>(of)[b], reinterpret_cast<const i32*>(of)[kQuantWarps + b]};
+  }
+  OUTRIDER_DEVICE void leave() { read_place = read_place == (turns - 1) * kBytes ? 0 : read_place + kBytes; }
 };
 
 // A warp's integers of one block of inputs, by all rows. Of the matrices the weights are A, so that eight rows are one.
-template <int kBits, int kRows>
-OUTRIDER_DEVICE void multiply_block(const char* weights, const OwnInputs<kRows>& inputs, int count, i32* products) {
+template <int kBits, typename Inputs>
+OUTRIDER_DEVICE void multiply_block(const char* weights, const Inputs& inputs, int count, i32* products) {
   const int lane = static_cast<int>(lane_index());
   Bytes16 words[kBits / 4];
   for (int part = 0; part < kBits / 4; ++part) words[part] = load_bytes16(weights + 512 * part);
@@ -150,11 +222,12 @@ OUTRIDER_DEVICE void multiply_block(const char* weights, const OwnInputs<kRows>&
     low[n] = kBits == 8 ? words[0].word[n] : words[0].word[n] & 0x0f0f0f0fu;
     high[n] = kBits == 8 ? words[kBits / 4 - 1].word[n] : words[0].word[n] >> 4 & 0x0f0f0f0fu;
   }
-  for (int tile = 0; tile < kRows / 8; ++tile) {
+  for (int tile = 0; tile < Inputs::kMost / 8; ++tile) {
     if (8 * tile >= count) break;
+    const u32 right[2] = {inputs.word(tile, 0), inputs.word(tile, 1)};
     i32 found[2][4] = {};
     for (int m = 0; m < 2; ++m) {
-      multiply_unsigned_bytes(found[m], {low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]}, inputs.words[tile]);
+      multiply_unsigned_bytes(found[m], {low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]}, right);
     }
     for (int i = 0; i < 2; ++i) {  // outputs 4 g .. 4 g + 3 of rows 2 t and 2 t + 1
       const int row = 8 * tile + 2 * (lane % 4) + i;
@@ -170,9 +243,9 @@ OUTRIDER_DEVICE void multiply_block(const char* weights, const OwnInputs<kRows>&
 // The blocks of all warps are added to the outputs of a thread, in order: the first `count` of them. What there is of the
 // others is read and not used, so that no load waits for a branch. `factors` are the scales and minimums of the first
 // warp's block, and `apart` the bytes to the next one's.
-template <int kRows>
-OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const QuantShared& shared, int count, const char* factors, int apart,
-                                float (&totals)[kRows / kQuantWarps]) {
+template <typename Inputs>
+OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const QuantShared& shared, const Inputs& inputs, int count,
+                                const char* factors, int apart, float (&totals)[Inputs::kMost / kQuantWarps]) {
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
   if (warp >= shared.rows) return;
   const i32 offset = form.offset();
@@ -190,12 +263,12 @@ OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const QuantShared& shared
     }
   }
   OUTRIDER_UNROLL(4)
-  for (int i = 0; i < kRows / kQuantWarps; ++i) {
+  for (int i = 0; i < Inputs::kMost / kQuantWarps; ++i) {
     const int row = warp + i * kQuantWarps;
     if (row >= shared.rows) break;
     float total = totals[i];
     for (int b = 0; b < kQuantWarps; ++b) {
-      const InputFactors x = *shared.inputs(row, b);
+      const InputFactors x = inputs.factor(row, b);
       const i32 sum = shared.products(row, b)[lane] - offset * x.sum;
       float with = fused(static_cast<float>(sum), scales[b] * x.scale, total);
       if (form.minimums) with = fused(minimums[b], x.scale * static_cast<float>(x.sum), with);
@@ -205,15 +278,15 @@ OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const QuantShared& shared
   }
 }
 
-// A thread has output t % 32 of rows t / 32, t / 32 + 8 ... up to kRows. Each warp adds up the integers of one block of
+// A thread has output t % 32 of rows t / 32, t / 32 + 8 ... Each warp adds up the integers of one block of
 // inputs, on tensor cores, while its next blocks are on their way, and then each thread adds the blocks of its outputs, in
 // order. The blocks of a gated unit's other half follow without a pause. `prepare` is called while the first blocks are on
 // their way.
-template <int kBits, int kRows, typename Prepare>
+template <int kBits, typename Inputs, typename Prepare>
 OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct& product, const QuantShared& shared,
                                           const Prepare& prepare) {
   using Ahead = QuantAhead<kBits>;
-  constexpr int kOwn = kRows / kQuantWarps;
+  constexpr int kOwn = Inputs::kMost / kQuantWarps;
   const QuantForm& form = product.form;
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
   const int bytes = static_cast<int>(form.block_bytes()), count = shared.rows;
@@ -224,31 +297,19 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
   Ahead ahead(form, product.packed + product.group * group_bytes + warp * bytes, memory + warp * Ahead::kOfWarp);
   // From a group's last turn to the first one of the unit's other half.
   const i64 jump = product.outputs / kColumns * group_bytes - static_cast<i64>(turns) * kQuantWarps * bytes;
-  int starting = 0, starting_block = warp;  // of the turn that is started next
+  Inputs inputs(x, memory + kQuantWarps * Ahead::kOfWarp, Ahead::kBlocks);
+  int starting = 0, starting_first = 0;  // of the turn that is started next
   const auto start = [&] {
-    ahead.start(starting < all && starting_block < x.blocks);
+    inputs.start(starting_first, starting < all);
+    ahead.start(starting < all && starting_first + warp < x.blocks);
     ahead.from += kQuantWarps * bytes;
-    starting_block += kQuantWarps;
-    if (++starting == turns) ahead.from += jump, starting_block = warp;
+    starting_first += kQuantWarps;
+    if (++starting == turns) ahead.from += jump, starting_first = 0;
   };
 
   for (int a = 0; a < Ahead::kEarly; ++a) start();
   prepare();
-  // What a lane has of the inputs: its words of the warp's block, and the scales and sums of block `lane` of its rows.
-  const u32* const words = x.integers + x.place(0, warp) * kQuads;
-  const i64 rows_apart = static_cast<i64>(kQuantWarps) * x.blocks, own_row = x.place(warp < count ? warp : 0, 0) + lane;
-  OwnInputs<kRows> inputs(x);
-  InputFactors factors[kOwn] = {};
-  const auto fetch = [&](int first) {  // of the blocks from `first` on
-    if (lane < kQuantWarps && first + lane < x.blocks) {
-      for (int i = 0; i < kOwn; ++i) {
-        if (warp + i * kQuantWarps >= count) break;
-        factors[i] = {x.scales[own_row + i * rows_apart + first], x.sums[own_row + i * rows_apart + first]};
-      }
-    }
-    if (first + warp < x.blocks) inputs.fetch(words + first * kQuads, count);
-  };
-  fetch(0);
+  inputs.fetch(0);
   float totals[kOwn] = {}, gate[kOwn] = {};
   int first = 0;  // block of this turn
   OUTRIDER_UNROLL(1)
@@ -257,20 +318,18 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
       for (int i = 0; i < kOwn; ++i) gate[i] = totals[i], totals[i] = 0.0f;
     }
     start();
-    const QuantShared own = shared.other(shared.twice() && turn % 2 != 0);
-    for (int i = 0; i < kOwn; ++i) {
-      if (warp + i * kQuantWarps >= count) break;
-      if (lane < kQuantWarps) *own.inputs(warp + i * kQuantWarps, lane) = factors[i];
-    }
     ahead.wait();
+    const QuantShared own = shared.other(shared.twice() && turn % 2 != 0);
+    inputs.arrive(own);
     if (first + warp < x.blocks) {
-      multiply_block<kBits, kRows>(memory + warp * Ahead::kOfWarp + ahead.read_place + 16 * lane, inputs, count, own.products(0, warp));
+      multiply_block<kBits>(memory + warp * Ahead::kOfWarp + ahead.read_place + 16 * lane, inputs, count, own.products(0, warp));
     }
     const int next = turn + 1 == turns ? 0 : first + kQuantWarps;
-    if (turn + 1 < all) fetch(next);
+    if (turn + 1 < all) inputs.fetch(next);
     barrier();
-    add_blocks<kRows>(form, own, x.blocks - first, memory + ahead.read_place + Ahead::kIntegers, Ahead::kOfWarp, totals);
+    add_blocks(form, own, inputs, x.blocks - first, memory + ahead.read_place + Ahead::kIntegers, Ahead::kOfWarp, totals);
     Ahead::advance(ahead.read_place);
+    inputs.leave();
     if (!shared.twice()) barrier();
     first = next;
   }
@@ -283,18 +342,18 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
   }
 }
 
-template <int kRows, typename Prepare>
+template <typename Inputs, typename Prepare>
 OUTRIDER_DEVICE void multiply_quantized(const QuantRows& x, const QuantProduct& product, const QuantShared& shared,
                                         const Prepare& prepare) {
   if (product.form.bits == 8) {
-    multiply_integers_of<8, kRows>(x, product, shared, prepare);
+    multiply_integers_of<8, Inputs>(x, product, shared, prepare);
   } else {
-    multiply_integers_of<4, kRows>(x, product, shared, prepare);
+    multiply_integers_of<4, Inputs>(x, product, shared, prepare);
   }
 }
 
 // Thread blocks of 256: one has the 32 outputs of a group, of 32 rows.
-OUTRIDER_KERNEL OUTRIDER_FIT(kQuantWarps * 32, 3)
+OUTRIDER_KERNEL OUTRIDER_FIT(kQuantWarps * 32, 2)
 outrider_quant_product(const u32* integers, const float* scales, const i32* sums, const char* packed,
                        const float* residual, char* to, float* to_scales, i32* to_sums, i64 rows, i64 inputs, i64 outputs,
                        i64 bits, i64 wide, i64 minimums, i64 unit, i64 form) {
@@ -305,16 +364,16 @@ outrider_quant_product(const u32* integers, const float* scales, const i32* sums
   const QuantShared shared = {dynamic_shared(), count};
   const QuantProduct product = {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
                                 block_index() / tiles, outputs, unit};
-  if (count <= kQuantFew) {
-    multiply_quantized<kQuantFew>(x, product, shared, [] {});
+  if (rows <= kQuantFew) {
+    multiply_quantized<CopiedInputs>(x, product, shared, [] {});
   } else {
-    multiply_quantized<kQuantRows>(x, product, shared, [] {});
+    multiply_quantized<LoadedInputs<kQuantRows>>(x, product, shared, [] {});
   }
 }
 
 // The same of rows that are not normed yet, up to eight: a block norms them in shared memory, while its first weights are on
 // their way.
-OUTRIDER_KERNEL OUTRIDER_FIT(kQuantWarps * 32, 3)
+OUTRIDER_KERNEL OUTRIDER_FIT(kQuantWarps * 32, 2)
 outrider_normed_quant_product(const float* x, const float* norm, const char* packed, char* to, float* to_scales,
                               i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 wide, i64 minimums, i64 unit,
                               i64 form, i64 epsilon) {
@@ -329,7 +388,7 @@ outrider_normed_quant_product(const float* x, const float* norm, const char* pac
     norm_rows(x, norm, rows, inputs, float_of(static_cast<i32>(epsilon)), row, {integers, scales, sums, kIntegers});
   };
   const QuantRows normed = {reinterpret_cast<const u32*>(integers), scales, sums, blocks, 0, static_cast<int>(rows)};
-  multiply_quantized<kQuantFew>(normed, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
+  multiply_quantized<LoadedInputs<kQuantFew>>(normed, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
                                          block_index(), outputs, unit}, shared, prepare);
 }
 

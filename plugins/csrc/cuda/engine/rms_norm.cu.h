@@ -11,53 +11,83 @@ namespace outrider {
 // 64 threads have one each.
 OUTRIDER_DEVICE float norm_factor(const float* row, i64 size, float epsilon) {
   constexpr int kSums = 4 * kLanes;
-  OUTRIDER_SHARED float partial[kSums], factor;
-  const i64 thread = thread_index();
+  OUTRIDER_SHARED float totals[4];
+  const int thread = static_cast<int>(thread_index()), count = static_cast<int>(size);
   if (thread < kSums) {
     float sum = 0.0f;
-    OUTRIDER_UNROLL(8)
-    for (i64 i = thread; i < size; i += kSums) sum = fused(row[i], row[i], sum);
-    partial[thread] = sum;
+    OUTRIDER_UNROLL(16)
+    for (int i = thread; i < count; i += kSums) sum = fused(row[i], row[i], sum);
+    sum = sum + shuffle_xor(sum, 2);  // sum_of_lanes, in its order
+    sum = sum + shuffle_xor(sum, 1);
+    sum = sum + shuffle_xor(sum, 8);
+    sum = sum + shuffle_xor(sum, 4);
+    if (thread % kLanes == 0) totals[thread / kLanes] = sum;
   }
   barrier();
-  if (thread == 0) {
-    float totals[4];
-    for (int v = 0; v < 4; ++v) totals[v] = sum_of_lanes(partial + v * kLanes);
-    const float squares = (totals[0] + totals[2]) + (totals[1] + totals[3]);
-    factor = 1.0f / root(squares / static_cast<float>(size) + epsilon);
-  }
-  barrier();
-  return factor;
+  const float squares = (totals[0] + totals[2]) + (totals[1] + totals[3]);
+  return 1.0f / root(squares / static_cast<float>(size) + epsilon);
 }
+
+constexpr int kQuadsAtOnce = 4;  // of a thread, which are loaded before the first one is used
 
 // Copies a row of `size` numbers to `staged`, in shared memory, with all threads of the block; x + added, which goes to `sum`
 // as well, where `added` is not null. A barrier has to follow.
 OUTRIDER_DEVICE void stage_row(const float* x, const float* added, float* sum, i64 size, float* staged) {
-  OUTRIDER_UNROLL(4)
-  for (i64 i = thread_index(); i < size; i += thread_count()) {
+  const int thread = static_cast<int>(thread_index()), threads = static_cast<int>(thread_count());
+  const int whole = size % 4 == 0 ? static_cast<int>(size / 4) : 0;  // rows of other sizes are not aligned
+  for (int first = thread; first < whole; first += kQuadsAtOnce * threads) {
+    Quad numbers[kQuadsAtOnce], more[kQuadsAtOnce] = {};
+    for (int q = 0; q < kQuadsAtOnce; ++q) {
+      const int at = 4 * (first + q * threads);
+      if (at >= size) break;
+      numbers[q] = load_quad(x + at);
+      if (added != nullptr) more[q] = load_quad(added + at);
+    }
+    for (int q = 0; q < kQuadsAtOnce; ++q) {
+      const int at = 4 * (first + q * threads);
+      if (at >= size) break;
+      for (int i = 0; added != nullptr && i < 4; ++i) numbers[q].value[i] = numbers[q].value[i] + more[q].value[i];
+      keep_quad(staged + at, numbers[q]);
+      if (added != nullptr) keep_quad(sum + at, numbers[q]);
+    }
+  }
+  for (int i = 4 * whole + thread; i < size; i += threads) {
     staged[i] = added == nullptr ? x[i] : x[i] + added[i];
     if (added != nullptr) sum[i] = staged[i];
   }
 }
 
 // Norms a row of `size` numbers in shared memory, which is row `index` of what is kept.
-OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, float factor, i64 size, i64 index,
-                                 const Formed& to) {
+OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, float epsilon, i64 size, i64 index, const Formed& to) {
+  const int threads = static_cast<int>(thread_count());
   if (to.form == kFloat32) {
+    const float factor = norm_factor(row, size, epsilon);
     float* const numbers = reinterpret_cast<float*>(to.to) + index * size;
-    for (i64 i = thread_index(); i < size; i += thread_count()) numbers[i] = row[i] * factor * weight[i];
+    for (i64 i = thread_index(); i < size; i += threads) numbers[i] = row[i] * factor * weight[i];
     return;
   }
-  OUTRIDER_UNROLL(4)
-  for (i64 start = thread_index() / 32 * 128; start < size; start += thread_count() * 4) {
-    const i64 first = start + 4 * lane_index();
-    const bool there = first < size;
-    float values[4] = {};
-    if (there) {
-      const Quad numbers = load_quad(row + first), weights = load_quad(weight + first);
-      for (int i = 0; i < 4; ++i) values[i] = numbers.value[i] * factor * weights.value[i];
+  const int own = static_cast<int>(thread_index()) * 4;
+  Quad weights[kQuadsAtOnce] = {};
+  const auto load = [&](int start) {
+    for (int q = 0; q < kQuadsAtOnce; ++q) {
+      const int first = start + own + 4 * q * threads;
+      if (first < size) weights[q] = load_quad(weight + first);
     }
-    keep_four(to, index * size + first, there, values);
+  };
+  load(0);  // on their way while squares are added up
+  const float factor = norm_factor(row, size, epsilon);
+  for (int start = 0; start < size; start += 4 * kQuadsAtOnce * threads) {
+    if (start > 0) load(start);
+    for (int q = 0; q < kQuadsAtOnce; ++q) {
+      const int first = start + own + 4 * q * threads;
+      if (first - own % 128 >= size) break;  // no number of the warp
+      float values[4] = {};
+      if (first < size) {
+        const Quad numbers = load_quad(row + first);
+        for (int i = 0; i < 4; ++i) values[i] = numbers.value[i] * factor * weights[q].value[i];
+      }
+      keep_four(to, index * size + first, first < size, values);
+    }
   }
 }
 
@@ -67,7 +97,7 @@ OUTRIDER_DEVICE void norm_rows(const float* x, const float* weight, i64 count, i
   for (i64 r = 0; r < count; ++r) {
     stage_row(x + r * size, nullptr, nullptr, size, row);
     barrier();
-    keep_normed(row, weight, norm_factor(row, size, epsilon), size, r, to);
+    keep_normed(row, weight, epsilon, size, r, to);
     barrier();
   }
 }
@@ -80,8 +110,7 @@ OUTRIDER_KERNEL outrider_rms_norm(const float* x, const float* weight, const flo
   float* const row = reinterpret_cast<float*>(dynamic_shared());
   stage_row(x + at, added == nullptr ? nullptr : added + at, sum + at, size, row);
   barrier();
-  const float factor = norm_factor(row, size, float_of(static_cast<i32>(epsilon)));
-  keep_normed(row, weight, factor, size, block_index(), {normed, scales, sums, form});
+  keep_normed(row, weight, float_of(static_cast<i32>(epsilon)), size, block_index(), {normed, scales, sums, form});
 }
 
 // to[row, i] = unit(both[row, i], both[row, size + i]).
