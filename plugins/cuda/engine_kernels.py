@@ -162,8 +162,6 @@ def attention_bytes(at_once: object, size: int) -> str:
 
 
 _WARPS, _COLUMNS = 8, 32  # of a product's block: warps (kQuantWarps, kHalfWarps), and outputs
-_QUANT_ROW = 4 * 260 + 8 * 10  # bytes of a row: kQuantStride words, kInputStride scales and sums
-_QUANT_AHEAD = {4: 8, 8: 5}  # blocks of weights of a warp, by bits (QuantAhead::kBlocks)
 _HALF_AHEAD = 4 * 2048  # bytes of weights of a warp (kHalfAhead tiles)
 
 
@@ -174,18 +172,29 @@ def quant_bytes(bits: int, rows: object) -> str:
     Blocks of weights are on their way there, and those of inputs where there are up to 8 rows; up to 32 rows have the
     products of each warp, and their scales and sums, and up to 16 of them twice (`engine/quant_product.cu.h`).
     """
-    inputs = _WARPS * _QUANT_AHEAD[bits] * (8 * 32 + 8 * _WARPS)
-    return f"{_without_inputs(bits, rows)} + {inputs} * min(1, max(0, 9 - {rows}))"
+    inputs = _WARPS * _QUANT_TURNS[bits][1] * 2 * (8 * 32 + 8 * _WARPS)  # CopiedInputs::kBytes
+    few, many = (f"{_ahead(bits, deep)} + {_of_row(deep)} * {kept}" for deep, kept in (
+        (2, f"2 * min({rows}, 8)"), (1, f"max(2 * min({rows}, 16), min({rows}, 32))")
+    ))  # fmt: skip
+    return f"max({few} + {inputs}, ({many}) * min(1, max(0, {rows} - 8)))"
 
 
 def normed_quant_bytes(bits: int, inputs: int, rows: int = NORM_ROWS) -> str:
     """Return the same of `outrider_normed_quant_product`: a row as floats and all rows as integers lie there too."""
-    return f"{_without_inputs(bits, rows)} + {4 * inputs + rows * (inputs + inputs // 32 * 8)}"
+    own = 4 * inputs + rows * (inputs + inputs // 32 * 8)
+    return str(_ahead(bits, 2) + 2 * rows * _of_row(2) + own)
 
 
-def _without_inputs(bits: int, rows: object) -> str:
-    ahead = _WARPS * _QUANT_AHEAD[bits] * _COLUMNS * (4 * bits + 8)
-    return f"{ahead} + {_QUANT_ROW} * max(2 * min({rows}, 16), min({rows}, 32))"
+_QUANT_TURNS = {4: (8, 5), 8: (5, 4)}  # QuantAhead::kTurns, by bits, of one block of a warp in a turn and of two
+
+
+def _ahead(bits: int, deep: int) -> int:
+    return _WARPS * _QUANT_TURNS[bits][deep - 1] * deep * _COLUMNS * (4 * bits + 8)
+
+
+def _of_row(deep: int) -> int:
+    """Return QuantShared::kOfRow."""
+    return 4 * (deep * _WARPS * _COLUMNS + 4) + 8 * (deep * _WARPS + 2)
 
 
 def half_bytes(rows: object) -> str:

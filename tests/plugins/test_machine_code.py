@@ -17,7 +17,7 @@ pytest.importorskip("cuda.core")
 PRODUCTS = {"outrider_quant_product": (IMMA, 2), "outrider_normed_quant_product": (IMMA, 2)}
 """Kernels: what they multiply by, and how many loops they have for few rows: one for each number of bits."""
 
-FEW = {IMMA: 2}
+FEW = {IMMA: 4}
 """Matrix products of a turn, of up to eight rows."""
 
 
@@ -30,8 +30,8 @@ def cubin(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_no_turn_waits_for_memory_that_it_asks_for(cubin: bytes, kernel: str) -> None:
-    """Of up to eight rows. All that a turn of the loop reads comes by copies that were started turns before: it has no load
-    of global memory, and its one wait leaves the newest groups of copies open."""
+    """Of up to eight rows. All that a turn of the loop reads comes by copies that were started turns before: it has no
+    load of global memory, and its one wait leaves the newest groups of copies open."""
     code, (multiplies, loops) = instructions(cubin, kernel), PRODUCTS[kernel]
     few = [loop for loop in loops_with(code, multiplies, DEPBAR) if count(loop, multiplies) == FEW[multiplies]]
     assert len(few) == loops

@@ -12,15 +12,14 @@ from plugins.cuda.compile import SOURCES
 Change = tuple[str, str, str]
 """A file, the text in it, which is there once, and the text in its place."""
 
-_QUANT, _HALF, _ATTENTION = (f"engine/{name}.cu.h" for name in ("quant_product", "half_product", "attention"))
+_QUANT, _HALF = (f"engine/{name}.cu.h" for name in ("quant_product", "half_product"))
 
 VARIANTS: dict[str, Sequence[Change]] = {
-    "quant_three_blocks": [
-        (_QUANT, f"OUTRIDER_FIT(kQuantWarps * 32, 2)\n{kernel}(", f"OUTRIDER_FIT(kQuantWarps * 32, 3)\n{kernel}(")
-        for kernel in ("outrider_quant_product", "outrider_normed_quant_product")
+    "quant_shallow": [
+        (_QUANT, "kQuantDeep = 2;", "kQuantDeep = 1;"),
+        (_QUANT, "static_assert(2 * CopiedInputs", "static_assert(4 * CopiedInputs"),
     ],
     "half_short_ring": [(_HALF, "kHalfAhead = 4;", "kHalfAhead = 3;")],
-    "attend_two_blocks": [(_ATTENTION, "OUTRIDER_FIT(kAttending, 1)", "OUTRIDER_FIT(kAttending, 2)")],
 }
 """Each answers a question that only a GPU can: what it changes stands in the file that it names."""
 

@@ -58,14 +58,19 @@ OUTRIDER_DEVICE Bytes8 load_bytes8(const void* from) { return *static_cast<const
 
 // Copies from global to shared memory that a thread does not wait for (PTX ISA, "cp.async"): it starts some, closes them as
 // a group, and later waits until at most `kOpen` of its newest groups are open. Then it may read what it copied; other
-// threads may after a barrier. Both addresses are multiples of the bytes. Needs compute capability 8.0.
+// threads may after a barrier. Both addresses are multiples of the bytes. Nothing is copied unless `there`: a predicate, where
+// the compiler would branch. Needs compute capability 8.0.
 using SharedAddress = u32;
 OUTRIDER_DEVICE SharedAddress shared_address(void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
-OUTRIDER_DEVICE void start_copy16(SharedAddress to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+OUTRIDER_DEVICE void start_copy16(SharedAddress to, const void* from, bool there) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %2, 0;\n@there cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(static_cast<i32>(there))
+               : "memory");
 }
-OUTRIDER_DEVICE void start_copy4(SharedAddress to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+OUTRIDER_DEVICE void start_copy4(SharedAddress to, const void* from, bool there) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %2, 0;\n@there cp.async.ca.shared.global [%0], [%1], 4;\n}" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(static_cast<i32>(there))
+               : "memory");
 }
 OUTRIDER_DEVICE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kOpen>

@@ -70,8 +70,12 @@ inline emulator::Copies& copies() {
 }
 using SharedAddress = char*;
 inline SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
-inline void start_copy16(SharedAddress to, const void* from) { copies().start(grid.place(), to, from, 16); }
-inline void start_copy4(SharedAddress to, const void* from) { copies().start(grid.place(), to, from, 4); }
+inline void start_copy16(SharedAddress to, const void* from, bool there) {
+  if (there) copies().start(grid.place(), to, from, 16);
+}
+inline void start_copy4(SharedAddress to, const void* from, bool there) {
+  if (there) copies().start(grid.place(), to, from, 4);
+}
 inline void close_copies() { copies().close(grid.place()); }
 template <int kOpen>
 void wait_for_copies() {

@@ -54,7 +54,7 @@ struct HalfAhead {
   OUTRIDER_DEVICE static void advance(int& place) { place = place == (kHalfAhead - 1) * kBytes ? 0 : place + kBytes; }
   OUTRIDER_DEVICE void start(bool there) {
     for (int n = 0; n < 4; ++n) {
-      if (there) start_copy16(to + start_place + 512 * n, from[n]);
+      start_copy16(to + start_place + 512 * n, from[n], there);
       from[n] += kHalfTurn;
     }
     close_copies();

@@ -31,7 +31,7 @@ struct QuantForm {
 constexpr int kQuantWarps = 8;  // of a block: each has one block of inputs at a time
 constexpr int kQuantRows = 32;  // of a block, at most: four matrices of eight
 constexpr int kQuantFew = 8;    // rows for which there is code of its own
-constexpr int kQuantStride = kQuantWarps * kColumns + 4;  // words from row to row in shared memory, so that banks differ
+constexpr int kQuantDeep = 2;   // blocks of a warp in a turn, of few rows
 
 // Rows that were quantised (form.h), as words of four integers.
 struct QuantRows {
@@ -44,37 +44,42 @@ struct QuantRows {
   OUTRIDER_DEVICE i64 place(i64 row, i64 block) const { return (first + row) * blocks + block; }
 };
 
-// The blocks of weights of a warp that are on their way through shared memory, one after another. A lane copies the integers
-// that it alone reads: lane 4 g + t the inputs 4 t .. 4 t + 3 and 16 + 4 t .. 19 + 4 t of outputs 4 g .. 4 g + 3. Scales and
-// minimums lie there as in memory, for all warps, until the next turn but one.
-template <int kBits>
+// The blocks of weights of a warp that are on their way through shared memory, one after another, kDeep of them a turn. A lane
+// copies the integers that it alone reads: lane 4 g + t the inputs 4 t .. 4 t + 3 and 16 + 4 t .. 19 + 4 t of outputs
+// 4 g .. 4 g + 3. Scales and minimums lie there as in memory, for all warps, until the next turn but one.
+template <int kBits, int kDeep>
 struct QuantAhead {
-  static constexpr int kBlocks = kBits == 4 ? 8 : 5, kEarly = kBlocks - 2;
+  static constexpr int kTurns = kDeep == 1 ? (kBits == 4 ? 8 : 5) : kBits == 4 ? 5 : 4;
+  static constexpr int kEarly = kTurns - 2;
   static constexpr int kParts = kBits / 4;  // of 16 bytes of a lane
   static constexpr int kIntegers = kBlock * kColumns * kBits / 8;
   static constexpr int kBytes = kIntegers + 2 * 4 * kColumns;  // of a block
-  static constexpr int kOfWarp = kBlocks * kBytes;
+  static constexpr int kOfTurn = kDeep * kBytes, kOfWarp = kTurns * kOfTurn;
 
-  const char* from;  // the lane's integers of the block that is started next
+  const char* from;  // the lane's integers of the first block of the turn that is started next
   SharedAddress to;
-  int factors;     // bytes from there to the lane's part of scales and minimums
-  bool has_part;   // of these
+  int apart;      // bytes from block to block of a warp
+  int factors;    // bytes from the lane's integers to its part of scales and minimums
+  bool has_part;  // of these
   int start_place = 0, read_place = 0;
 
   OUTRIDER_DEVICE QuantAhead(const QuantForm& form, const char* block, char* shared) {
     const int lane = static_cast<int>(lane_index()), own = 4 * ((lane % 4) * kColumns + lane / 4 * 4);
     from = block + own;
+    apart = kQuantWarps * static_cast<int>(form.block_bytes());
     to = shared_address(shared) + 16 * lane;
     factors = kIntegers + 16 * lane - own;
     has_part = lane < (form.wide ? 8 : 4) * (form.minimums ? 2 : 1);
   }
-  OUTRIDER_DEVICE static void advance(int& place) { place = place == kOfWarp - kBytes ? 0 : place + kBytes; }
-  OUTRIDER_DEVICE void start(bool there) {  // nothing where the warp has no more blocks
-    if (there) {
+  OUTRIDER_DEVICE static void advance(int& place) { place = place == kOfWarp - kOfTurn ? 0 : place + kOfTurn; }
+  OUTRIDER_DEVICE void start(int left) {  // of `left` blocks that the warp and those after it have
+    for (int d = 0; d < kDeep; ++d) {
+      const bool there = d * kQuantWarps < left;
       for (int part = 0; part < kParts; ++part) {
-        start_copy16(to + start_place + 512 * part, from + 16 * kColumns * part);
+        start_copy16(to + (start_place + d * kBytes + 512 * part), from + 16 * kColumns * part, there);
       }
-      if (has_part) start_copy16(to + start_place + kIntegers, from + factors);
+      start_copy16(to + (start_place + d * kBytes + kIntegers), from + factors, there && has_part);
+      from += apart;
     }
     close_copies();
     advance(start_place);
@@ -86,26 +91,27 @@ struct alignas(8) InputFactors {
   float scale;
   i32 sum;
 };
-constexpr int kInputStride = kQuantWarps + 2;
 
-// Dynamic shared memory (quant_bytes in plugins/cuda/engine_kernels.py): the products of the warps with a block of inputs
+// Dynamic shared memory (quant_bytes in plugins/cuda/engine_kernels.py): the products of the warps with kDeep blocks of inputs
 // each, and the scales and sums of these, up to sixteen rows twice, so that warps fill one half while the other is added
-// up; then weights on their way.
+// up; then what is on its way.
+template <int kDeep>
 struct QuantShared {
+  static constexpr int kBlocks = kDeep * kQuantWarps;       // of a turn
+  static constexpr int kStride = kBlocks * kColumns + 4;    // words from row to row, so that banks differ
+  static constexpr int kInputStride = kBlocks + 2;
+  static constexpr int kOfRow = kStride * 4 + kInputStride * static_cast<int>(sizeof(InputFactors));
   char* memory;
   int rows;
   OUTRIDER_DEVICE bool twice() const { return rows <= 16; }
-  OUTRIDER_DEVICE int half_bytes() const {
-    return rows * (kQuantStride * 4 + kInputStride * static_cast<int>(sizeof(InputFactors)));
+  OUTRIDER_DEVICE QuantShared other(bool second) const { return {memory + (second ? rows * kOfRow : 0), rows}; }
+  OUTRIDER_DEVICE i32* products(int row, int block) const {
+    return reinterpret_cast<i32*>(memory) + row * kStride + block * kColumns;
   }
-  OUTRIDER_DEVICE QuantShared other(bool second) const { return {memory + (second ? half_bytes() : 0), rows}; }
-  OUTRIDER_DEVICE i32* products(int row, int warp) const {
-    return reinterpret_cast<i32*>(memory) + row * kQuantStride + warp * kColumns;
+  OUTRIDER_DEVICE InputFactors* inputs(int row, int block) const {
+    return reinterpret_cast<InputFactors*>(products(rows, 0)) + row * kInputStride + block;
   }
-  OUTRIDER_DEVICE InputFactors* inputs(int row, int warp) const {
-    return reinterpret_cast<InputFactors*>(products(rows, 0)) + row * kInputStride + warp;
-  }
-  OUTRIDER_DEVICE char* ahead() const { return memory + (twice() ? 2 : 1) * half_bytes(); }
+  OUTRIDER_DEVICE char* ahead() const { return memory + (twice() ? 2 : 1) * rows * kOfRow; }
 };
 
 // What a product is of, beside its rows, and where it goes: see HalfProduct in half_product.cu.h.
@@ -117,17 +123,18 @@ struct QuantProduct {
   i64 group, outputs, unit;
 };
 
-// What a warp multiplies by: the words of its block of inputs, of rows g, 8 + g ... of lane 4 g + t; and what it adds up by:
+// What a warp multiplies by: the words of its blocks of inputs, of rows g, 8 + g ... of lane 4 g + t; and what it adds up by:
 // the scales and sums of its own rows' blocks. Both are loaded a turn ahead. A row that there is not repeats the last.
-template <int kRows>
+template <int kRows, int kBlocksOfWarp>
 struct LoadedInputs {
-  static constexpr int kMost = kRows;
+  static constexpr int kMost = kRows, kDeep = kBlocksOfWarp;
+  using Shared = QuantShared<kDeep>;
   const QuantRows& x;
   const u32* block;
-  u32 words[kRows / 8][2] = {};
+  u32 words[kDeep][kRows / 8][2] = {};
   int places[kRows / 8];
   InputFactors factors[kRows / kQuantWarps] = {};
-  QuantShared shared = {};  // of the turn
+  Shared shared = {};  // of the turn
 
   OUTRIDER_DEVICE LoadedInputs(const QuantRows& of, char*, int) : x(of) {
     block = x.integers + x.place(0, thread_index() / 32) * kQuads;
@@ -136,33 +143,36 @@ struct LoadedInputs {
       places[tile] = static_cast<int>((row < x.count ? row : x.count - 1) * x.blocks * kQuads + lane_index() % 4);
     }
   }
-  OUTRIDER_DEVICE void start(int, bool) {}
+  OUTRIDER_DEVICE void start(int, int) {}
   OUTRIDER_DEVICE void fetch(int first) {  // of the turn whose first block is `first`
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
-    if (lane < kQuantWarps && first + lane < x.blocks) {
+    if (lane < Shared::kBlocks && first + lane < x.blocks) {
       for (int i = 0; i < kRows / kQuantWarps; ++i) {
         const int row = warp + i * kQuantWarps;
         if (row >= x.count) break;
         factors[i] = {x.scales[x.place(row, first + lane)], x.sums[x.place(row, first + lane)]};
       }
     }
-    if (first + warp >= x.blocks) return;
-    for (int tile = 0; tile < kRows / 8; ++tile) {
-      if (8 * tile >= x.count) break;
-      words[tile][0] = block[first * kQuads + places[tile]];
-      words[tile][1] = block[first * kQuads + places[tile] + 4];
+    for (int d = 0; d < kDeep; ++d) {
+      if (first + d * kQuantWarps + warp >= x.blocks) break;
+      for (int tile = 0; tile < kRows / 8; ++tile) {
+        if (8 * tile >= x.count) break;
+        const u32* from = block + (first + d * kQuantWarps) * kQuads + places[tile];
+        words[d][tile][0] = from[0];
+        words[d][tile][1] = from[4];
+      }
     }
   }
-  OUTRIDER_DEVICE void arrive(const QuantShared& own) {
+  OUTRIDER_DEVICE void arrive(const Shared& own) {
     shared = own;
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
     for (int i = 0; i < kRows / kQuantWarps; ++i) {
       const int row = warp + i * kQuantWarps;
       if (row >= x.count) break;
-      if (lane < kQuantWarps) *own.inputs(row, lane) = factors[i];
+      if (lane < Shared::kBlocks) *own.inputs(row, lane) = factors[i];
     }
   }
-  OUTRIDER_DEVICE u32 word(int tile, int half) const { return words[tile][half]; }
+  OUTRIDER_DEVICE u32 word(int d, int tile, int half) const { return words[d][tile][half]; }
   OUTRIDER_DEVICE InputFactors factor(int row, int b) const { return *shared.inputs(row, b); }
   OUTRIDER_DEVICE void leave() {}
 };
@@ -170,50 +180,56 @@ struct LoadedInputs {
 // The same of up to eight rows, which come through shared memory beside the weights, as far ahead: a load would be waited for
 // in every turn.
 struct CopiedInputs {
-  static constexpr int kMost = kQuantFew;
-  static constexpr int kFactors = kQuantFew * kBlock, kBytes = kFactors + 2 * 4 * kQuantWarps;  // of a turn
+  static constexpr int kMost = kQuantFew, kDeep = kQuantDeep;
+  using Shared = QuantShared<kDeep>;
+  static constexpr int kWords = kQuantFew * kBlock;  // bytes of a block
+  static constexpr int kFactors = kDeep * kWords, kBytes = kFactors + 2 * 4 * Shared::kBlocks;  // of a turn
   const QuantRows& x;
-  const char *words, *factors;  // the lane's parts of the turn that is started next
+  const char *words, *factors;  // the lane's parts of the first turn
   SharedAddress to;
   const char* own;
-  int turns, start_place = 0, read_place = 0;
+  bool copies_words, copies_factors;
+  int end, start_place = 0, read_place = 0;
 
-  OUTRIDER_DEVICE CopiedInputs(const QuantRows& of, char* memory, int blocks) : x(of), turns(blocks) {
+  OUTRIDER_DEVICE CopiedInputs(const QuantRows& of, char* memory, int turns) : x(of), end((turns - 1) * kBytes) {
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
     own = memory + warp * turns * kBytes;
     to = shared_address(memory + warp * turns * kBytes);
-    const int row = lane / 2 < x.count ? lane / 2 : 0;
-    words = reinterpret_cast<const char*>(x.integers + x.place(row, warp) * kQuads) + lane % 2 * 16;
-    const i64 place = x.place(warp < x.count ? warp : 0, lane % kQuantWarps);
-    factors = lane < kQuantWarps ? reinterpret_cast<const char*>(x.scales + place)
-                                 : reinterpret_cast<const char*>(x.sums + place);
+    copies_words = lane < 2 * x.count;
+    copies_factors = warp < x.count;  // of a scale and a sum, a lane for each block
+    words = reinterpret_cast<const char*>(x.integers + x.place(copies_words ? lane / 2 : 0, warp) * kQuads) + lane % 2 * 16;
+    const i64 place = x.place(copies_factors ? warp : 0, lane % Shared::kBlocks);
+    factors = lane < Shared::kBlocks ? reinterpret_cast<const char*>(x.scales + place)
+                                     : reinterpret_cast<const char*>(x.sums + place);
   }
-  OUTRIDER_DEVICE void start(int first, bool there) {
-    const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
-    if (there && first + warp < x.blocks && lane < 2 * x.count) {
-      start_copy16(to + start_place + 16 * lane, words + first * kBlock);
+  OUTRIDER_DEVICE void start(int first, int left) {
+    const int lane = static_cast<int>(lane_index());
+    for (int d = 0; d < kDeep; ++d) {
+      start_copy16(to + (start_place + d * kWords + 16 * lane), words + (first + d * kQuantWarps) * kBlock,
+                   copies_words && d * kQuantWarps < left);
     }
-    if (there && warp < x.count && lane < 2 * kQuantWarps && first + lane % kQuantWarps < x.blocks) {
-      start_copy4(to + start_place + kFactors + 4 * lane, factors + first * 4);
-    }
-    start_place = start_place == (turns - 1) * kBytes ? 0 : start_place + kBytes;
+    start_copy4(to + (start_place + kFactors + 4 * lane), factors + first * 4,
+                copies_factors && lane % Shared::kBlocks < left + static_cast<int>(thread_index() / 32));
+    start_place = start_place == end ? 0 : start_place + kBytes;
   }
   OUTRIDER_DEVICE void fetch(int) {}
-  OUTRIDER_DEVICE void arrive(const QuantShared&) { warp_barrier(); }
-  OUTRIDER_DEVICE u32 word(int, int half) const {
+  OUTRIDER_DEVICE void arrive(const Shared&) { warp_barrier(); }
+  OUTRIDER_DEVICE u32 word(int d, int, int half) const {
     const int lane = static_cast<int>(lane_index());
-    return reinterpret_cast<const u32*>(own + read_place)[lane / 4 * kQuads + lane % 4 + 4 * half];
+    return reinterpret_cast<const u32*>(own + read_place + d * kWords)[lane / 4 * kQuads + lane % 4 + 4 * half];
   }
   OUTRIDER_DEVICE InputFactors factor(int, int b) const {
     const char* const of = own + read_place + kFactors;
-    return {reinterpret_cast<const float*>(of)[b], reinterpret_cast<const i32*>(of)[kQuantWarps + b]};
+    return {reinterpret_cast<const float*>(of)[b], reinterpret_cast<const i32*>(of)[Shared::kBlocks + b]};
   }
-  OUTRIDER_DEVICE void leave() { read_place = read_place == (turns - 1) * kBytes ? 0 : read_place + kBytes; }
+  OUTRIDER_DEVICE void leave() { read_place = read_place == end ? 0 : read_place + kBytes; }
 };
+static_assert(2 * CopiedInputs::Shared::kBlocks == 32, "a lane for each scale and sum of a turn");
 
-// A warp's integers of one block of inputs, by all rows. Of the matrices the weights are A, so that eight rows are one.
+// A warp's integers of one block of inputs, by all rows. Of the matrices the weights are A, so that eight rows are one. Of a
+// block that there is not, what lies in the memory is multiplied, and not used.
 template <int kBits, typename Inputs>
-OUTRIDER_DEVICE void multiply_block(const char* weights, const Inputs& inputs, int count, i32* products) {
+OUTRIDER_DEVICE void multiply_block(const char* weights, const Inputs& inputs, int d, int count, i32* products) {
   const int lane = static_cast<int>(lane_index());
   Bytes16 words[kBits / 4];
   for (int part = 0; part < kBits / 4; ++part) words[part] = load_bytes16(weights + 512 * part);
@@ -224,42 +240,42 @@ OUTRIDER_DEVICE void multiply_block(const char* weights, const Inputs& inputs, i
   }
   for (int tile = 0; tile < Inputs::kMost / 8; ++tile) {
     if (8 * tile >= count) break;
-    const u32 right[2] = {inputs.word(tile, 0), inputs.word(tile, 1)};
+    const u32 right[2] = {inputs.word(d, tile, 0), inputs.word(d, tile, 1)};
     i32 found[2][4] = {};
     for (int m = 0; m < 2; ++m) {
       multiply_unsigned_bytes(found[m], {low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]}, right);
     }
     for (int i = 0; i < 2; ++i) {  // outputs 4 g .. 4 g + 3 of rows 2 t and 2 t + 1
       const int row = 8 * tile + 2 * (lane % 4) + i;
-      if (row >= count) break;
       const i32 own[4] = {found[0][i], found[0][2 + i], found[1][i], found[1][2 + i]};
       Bytes16 four;
       for (int n = 0; n < 4; ++n) four.word[n] = static_cast<u32>(own[n]);
-      *reinterpret_cast<Bytes16*>(products + row * kQuantStride + lane / 4 * 4) = four;
+      if (row < count) *reinterpret_cast<Bytes16*>(products + row * Inputs::Shared::kStride + lane / 4 * 4) = four;
     }
   }
 }
 
 // The blocks of all warps are added to the outputs of a thread, in order: the first `count` of them. What there is of the
-// others is read and not used, so that no load waits for a branch. `factors` are the scales and minimums of the first
-// warp's block, and `apart` the bytes to the next one's.
-template <typename Inputs>
-OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const QuantShared& shared, const Inputs& inputs, int count,
-                                const char* factors, int apart, float (&totals)[Inputs::kMost / kQuantWarps]) {
+// others is read and not used, so that no load waits for a branch. `weights` has the blocks of the first warp.
+template <typename Ahead, typename Inputs>
+OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const typename Inputs::Shared& shared, const Inputs& inputs, int count,
+                                const char* weights, float (&totals)[Inputs::kMost / kQuantWarps]) {
+  constexpr int kBlocks = Inputs::Shared::kBlocks;
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
   if (warp >= shared.rows) return;
   const i32 offset = form.offset();
-  float scales[kQuantWarps], minimums[kQuantWarps];
-  for (int b = 0; b < kQuantWarps; ++b) {
-    const char* const own = factors + b * apart;
-    scales[b] = form.wide ? reinterpret_cast<const float*>(own)[lane]
-                          : number_of_half(reinterpret_cast<const unsigned short*>(own)[lane]);
+  float scales[kBlocks], minimums[kBlocks];
+  const auto factors_of = [&](int b) {
+    return weights + (b % kQuantWarps * Ahead::kOfWarp + b / kQuantWarps * Ahead::kBytes + Ahead::kIntegers);
+  };
+  for (int b = 0; b < kBlocks; ++b) {
+    scales[b] = form.wide ? reinterpret_cast<const float*>(factors_of(b))[lane]
+                          : number_of_half(reinterpret_cast<const unsigned short*>(factors_of(b))[lane]);
   }
   if (form.minimums) {
-    for (int b = 0; b < kQuantWarps; ++b) {
-      const char* const own = factors + b * apart;
-      minimums[b] = form.wide ? reinterpret_cast<const float*>(own)[kColumns + lane]
-                              : number_of_half(reinterpret_cast<const unsigned short*>(own)[kColumns + lane]);
+    for (int b = 0; b < kBlocks; ++b) {
+      minimums[b] = form.wide ? reinterpret_cast<const float*>(factors_of(b))[kColumns + lane]
+                              : number_of_half(reinterpret_cast<const unsigned short*>(factors_of(b))[kColumns + lane]);
     }
   }
   OUTRIDER_UNROLL(4)
@@ -267,7 +283,7 @@ OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const QuantShared& shared
     const int row = warp + i * kQuantWarps;
     if (row >= shared.rows) break;
     float total = totals[i];
-    for (int b = 0; b < kQuantWarps; ++b) {
+    for (int b = 0; b < kBlocks; ++b) {
       const InputFactors x = inputs.factor(row, b);
       const i32 sum = shared.products(row, b)[lane] - offset * x.sum;
       float with = fused(static_cast<float>(sum), scales[b] * x.scale, total);
@@ -278,35 +294,36 @@ OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const QuantShared& shared
   }
 }
 
-// A thread has output t % 32 of rows t / 32, t / 32 + 8 ... Each warp adds up the integers of one block of
-// inputs, on tensor cores, while its next blocks are on their way, and then each thread adds the blocks of its outputs, in
-// order. The blocks of a gated unit's other half follow without a pause. `prepare` is called while the first blocks are on
-// their way.
+// A thread has output t % 32 of rows t / 32, t / 32 + 8 ... Each warp adds up the integers of its blocks of inputs, on tensor
+// cores, while its next blocks are on their way, and then each thread adds the blocks of its outputs, in order. The blocks
+// of a gated unit's other half follow without a pause. `prepare` is called while the first blocks are on their way.
 template <int kBits, typename Inputs, typename Prepare>
-OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct& product, const QuantShared& shared,
-                                          const Prepare& prepare) {
-  using Ahead = QuantAhead<kBits>;
-  constexpr int kOwn = Inputs::kMost / kQuantWarps;
+OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct& product, char* dynamic, const Prepare& prepare) {
+  using Ahead = QuantAhead<kBits, Inputs::kDeep>;
+  using Shared = typename Inputs::Shared;
+  constexpr int kOwn = Inputs::kMost / kQuantWarps, kBlocks = Shared::kBlocks;
   const QuantForm& form = product.form;
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
-  const int bytes = static_cast<int>(form.block_bytes()), count = shared.rows;
-  const int turns = (x.blocks + kQuantWarps - 1) / kQuantWarps;  // of a group
+  const int bytes = static_cast<int>(form.block_bytes()), count = x.count;
+  const Shared shared = {dynamic, count};
+  const int turns = (x.blocks + kBlocks - 1) / kBlocks;  // of a group
   const int all = product.unit == kNoUnit ? turns : 2 * turns;
   const i64 group_bytes = static_cast<i64>(x.blocks) * bytes;
   char* const memory = shared.ahead();
   Ahead ahead(form, product.packed + product.group * group_bytes + warp * bytes, memory + warp * Ahead::kOfWarp);
   // From a group's last turn to the first one of the unit's other half.
-  const i64 jump = product.outputs / kColumns * group_bytes - static_cast<i64>(turns) * kQuantWarps * bytes;
-  Inputs inputs(x, memory + kQuantWarps * Ahead::kOfWarp, Ahead::kBlocks);
+  const i64 jump = product.outputs / kColumns * group_bytes - static_cast<i64>(turns) * kBlocks * bytes;
+  Inputs inputs(x, memory + kQuantWarps * Ahead::kOfWarp, Ahead::kTurns);
   int starting = 0, starting_first = 0;  // of the turn that is started next
   const auto start = [&] {
-    inputs.start(starting_first, starting < all);
-    ahead.start(starting < all && starting_first + warp < x.blocks);
-    ahead.from += kQuantWarps * bytes;
-    starting_first += kQuantWarps;
+    const int left = starting < all ? x.blocks - starting_first - warp : 0;
+    inputs.start(starting_first, left);
+    ahead.start(left);
+    starting_first += kBlocks;
     if (++starting == turns) ahead.from += jump, starting_first = 0;
   };
 
+  OUTRIDER_UNROLL(1)
   for (int a = 0; a < Ahead::kEarly; ++a) start();
   prepare();
   inputs.fetch(0);
@@ -319,15 +336,16 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
     }
     start();
     ahead.wait();
-    const QuantShared own = shared.other(shared.twice() && turn % 2 != 0);
+    const Shared own = shared.other(shared.twice() && turn % 2 != 0);
     inputs.arrive(own);
-    if (first + warp < x.blocks) {
-      multiply_block<kBits>(memory + warp * Ahead::kOfWarp + ahead.read_place + 16 * lane, inputs, count, own.products(0, warp));
+    for (int d = 0; d < Inputs::kDeep; ++d) {
+      multiply_block<kBits>(memory + (warp * Ahead::kOfWarp + d * Ahead::kBytes) + ahead.read_place + 16 * lane, inputs, d, count,
+                            own.products(0, d * kQuantWarps + warp));
     }
-    const int next = turn + 1 == turns ? 0 : first + kQuantWarps;
+    const int next = turn + 1 == turns ? 0 : first + kBlocks;
     if (turn + 1 < all) inputs.fetch(next);
     barrier();
-    add_blocks(form, own, inputs, x.blocks - first, memory + ahead.read_place + Ahead::kIntegers, Ahead::kOfWarp, totals);
+    add_blocks<Ahead>(form, own, inputs, x.blocks - first, memory + ahead.read_place, totals);
     Ahead::advance(ahead.read_place);
     inputs.leave();
     if (!shared.twice()) barrier();
@@ -343,12 +361,11 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
 }
 
 template <typename Inputs, typename Prepare>
-OUTRIDER_DEVICE void multiply_quantized(const QuantRows& x, const QuantProduct& product, const QuantShared& shared,
-                                        const Prepare& prepare) {
+OUTRIDER_DEVICE void multiply_quantized(const QuantRows& x, const QuantProduct& product, char* dynamic, const Prepare& prepare) {
   if (product.form.bits == 8) {
-    multiply_integers_of<8, Inputs>(x, product, shared, prepare);
+    multiply_integers_of<8, Inputs>(x, product, dynamic, prepare);
   } else {
-    multiply_integers_of<4, Inputs>(x, product, shared, prepare);
+    multiply_integers_of<4, Inputs>(x, product, dynamic, prepare);
   }
 }
 
@@ -361,13 +378,12 @@ outrider_quant_product(const u32* integers, const float* scales, const i32* sums
   const i64 first = block_index() % tiles * kQuantRows;
   const int count = rows - first < kQuantRows ? static_cast<int>(rows - first) : kQuantRows;
   const QuantRows x = {integers, scales, sums, static_cast<int>(inputs / kBlock), first, count};
-  const QuantShared shared = {dynamic_shared(), count};
   const QuantProduct product = {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
                                 block_index() / tiles, outputs, unit};
   if (rows <= kQuantFew) {
-    multiply_quantized<CopiedInputs>(x, product, shared, [] {});
+    multiply_quantized<CopiedInputs>(x, product, dynamic_shared(), [] {});
   } else {
-    multiply_quantized<LoadedInputs<kQuantRows>>(x, product, shared, [] {});
+    multiply_quantized<LoadedInputs<kQuantRows, 1>>(x, product, dynamic_shared(), [] {});
   }
 }
 
@@ -378,9 +394,10 @@ outrider_normed_quant_product(const float* x, const float* norm, const char* pac
                               i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 wide, i64 minimums, i64 unit,
                               i64 form, i64 epsilon) {
   const int blocks = static_cast<int>(inputs / kBlock);
-  const QuantShared shared = {dynamic_shared(), static_cast<int>(rows)};
-  char* const end = shared.ahead() + kQuantWarps * (bits == 8 ? QuantAhead<8>::kOfWarp : QuantAhead<4>::kOfWarp);
-  float* const row = reinterpret_cast<float*>(end);
+  using Inputs = LoadedInputs<kQuantFew, kQuantDeep>;
+  const Inputs::Shared shared = {dynamic_shared(), static_cast<int>(rows)};
+  const int of_warp = bits == 8 ? QuantAhead<8, kQuantDeep>::kOfWarp : QuantAhead<4, kQuantDeep>::kOfWarp;
+  float* const row = reinterpret_cast<float*>(shared.ahead() + kQuantWarps * of_warp);
   char* const integers = reinterpret_cast<char*>(row + inputs);
   float* const scales = reinterpret_cast<float*>(integers + rows * inputs);
   i32* const sums = reinterpret_cast<i32*>(scales + rows * blocks);
@@ -388,8 +405,8 @@ outrider_normed_quant_product(const float* x, const float* norm, const char* pac
     norm_rows(x, norm, rows, inputs, float_of(static_cast<i32>(epsilon)), row, {integers, scales, sums, kIntegers});
   };
   const QuantRows normed = {reinterpret_cast<const u32*>(integers), scales, sums, blocks, 0, static_cast<int>(rows)};
-  multiply_quantized<LoadedInputs<kQuantFew>>(normed, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
-                                         block_index(), outputs, unit}, shared, prepare);
+  multiply_quantized<Inputs>(normed, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
+                                      block_index(), outputs, unit}, dynamic_shared(), prepare);
 }
 
 // Rows of such weights, looked up by number: quant_row in onnxruntime/quant_gather.cc. A number out of range gives zeros.
