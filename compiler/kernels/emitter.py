@@ -20,7 +20,7 @@ from compiler.models.config import WeightType
 from plans import names
 from plans.errors import CheckpointError, PlanError
 from plans.kernel_engine import NO_TENSOR, KernelEngine, Launch, Loop, Place
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, INTEGERS, NORM_ROWS
+from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, INTEGERS
 from plugins.cuda.launches import THREADS
 from plugins.quant_layout import BLOCK
 
@@ -333,20 +333,6 @@ class Emitter:
 def spread(elements: Size, threads: int = THREADS) -> str:
     """Return the blocks of a launch whose threads go over `elements`, however many there are."""
     return f"min({quotient(elements, threads)}, {_MOST_SPREAD})"
-
-
-def few(rows: Size, blocks: Size | str) -> str:
-    """Return the blocks of a launch that a step of up to `NORM_ROWS` rows has: 0 for more."""
-    if rows.number is not None:
-        return str(blocks) if rows.number <= NORM_ROWS else "0"
-    return f"min(1, max(0, {NORM_ROWS + 1} - ({rows}))) * ({blocks})"
-
-
-def many(rows: Size, blocks: Size | str) -> str:
-    """Return the blocks of a launch that a step of more than `NORM_ROWS` rows has: 0 for fewer."""
-    if rows.number is not None:
-        return str(blocks) if rows.number > NORM_ROWS else "0"
-    return f"min(1, max(0, {rows} - {NORM_ROWS})) * ({blocks})"
 
 
 def shape_of(value: ir.Value) -> Shape:

@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from compiler.kernels.code import Word
 from compiler.kernels.elements import softcap
-from compiler.kernels.emitter import Emitter, Handler, many
-from compiler.kernels.products import Output, bytes_of, output_for, part_of, reader_that_norms, real
+from compiler.kernels.emitter import Emitter, Handler
+from compiler.kernels.products import Output, bytes_of, output_for, part_of, real
 from compiler.kernels.sizes import Size, product, quotient, size
-from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Weight
+from compiler.kernels.values import Ruled, Shape, Stored, Summed, Weight
 from plans import names
 from plans.formulas import formula
 from plans.kernel_engine import TURN, Launch
@@ -47,16 +47,12 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
     x, added = (summed, None) if summed is not None else (real(e, node.inputs[0]), _optional(e, node, 2))
     rows, width = product(x.shape[:-1]), x.shape[-1]
     normed = output_for(e, node.outputs[0], x.shape)
-    epsilon, blocks = as_number(float, node.attributes.get_float("epsilon", 1e-5)), str(rows)
+    epsilon = as_number(float, node.attributes.get_float("epsilon", 1e-5))
     total = None
     if added is not None:
         total = e.new("real", x.shape, node.outputs[1] if len(node.outputs) > 1 else None)
         if len(node.outputs) > 1:
             e.set(node.outputs[1], total)
-    formed, reader = e.value(node.outputs[0]), reader_that_norms(e, node.outputs[0])
-    if added is None and isinstance(formed, Formed) and reader is not None:
-        e.set(node.outputs[0], Normed(formed, x.name, e.stored(weight).name, epsilon))
-        blocks = many(rows, rows)
     e.launch(
         "outrider_rms_norm",
         {
@@ -64,9 +60,9 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
             "scales": normed.scales, "sums": normed.sums, "sum": _name_of(total),
         },
         {"size": width, "epsilon": epsilon, "form": normed.form},
-        blocks,
+        str(rows),
         shared=norm_bytes(width.number or 0),
-        part=part_of(weight.name) if reader is None else f"{reader}, norm",
+        part=part_of(weight.name),
         moves=rows * width * ((4 if added is None else 12) + bytes_of(normed)),
         operations=rows * width * 4,
     )  # fmt: skip

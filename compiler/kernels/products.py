@@ -14,18 +14,14 @@ from math import prod
 import onnx_ir as ir
 
 from compiler.kernels.elements import ELEMENTS
-from compiler.kernels.emitter import Emitter, Handler, few, many, spread
+from compiler.kernels.emitter import Emitter, Handler, spread
 from compiler.kernels.sizes import Size, product, quotient, size
-from compiler.kernels.values import Formed, Normed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
-from plans.formulas import formula
+from compiler.kernels.values import Formed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
 from plugins.cuda.engine_kernels import (
     FORMS,
     INTEGERS,
-    MOST_SHARED,
     UNITS,
     half_bytes,
-    normed_half_bytes,
-    normed_quant_bytes,
     quant_bytes,
 )
 from plugins.cuda.launches import THREADS
@@ -89,27 +85,6 @@ def _form_of_reader(e: Emitter, node: ir.Node, place: int) -> int:
     return 0
 
 
-def reader_that_norms(e: Emitter, output: ir.Value) -> str | None:
-    """Return the part of the product that alone reads a norm, and may norm few rows by itself; None if none does.
-
-    Each of its blocks norms the row again, and has room for it. A head of the model has thousands, one after another on
-    each multiprocessor: that takes longer than a norm.
-    """
-    uses = output.uses()
-    if len(uses) != 1 or wanted_form(e, output) == 0:
-        return None
-    node = next(iter(uses)).node
-    if node.op_type == "QuantMatMul":
-        outputs = _layout(node).outputs
-        shared = normed_quant_bytes(_layout(node).bits, _layout(node).inputs)
-    else:
-        weight, turned = _weight_of(e, node)
-        outputs, inputs = weight.shape if turned else weight.shape[::-1]
-        shared = normed_half_bytes(inputs)
-    fits = outputs <= _MOST_NORMING * _MATRIX and formula(shared).value({}) <= MOST_SHARED
-    return _part_of_product(e, node) if fits else None
-
-
 def _is_half(e: Emitter, weight: Weight, *, turned: bool) -> bool:
     """Return whether a product's weight is kept in halves."""
     return e.dtype != "float32" and len(weight.shape) == 2 and weight.shape[1 if turned else 0] % _MATRIX == 0
@@ -145,8 +120,6 @@ def bytes_of(output: Output) -> int:
 def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> Formed:
     """Return a product's input in the form that it reads; products that share an input share it in that form."""
     value = e.value(each)
-    if isinstance(value, Normed):
-        value = value.formed
     if isinstance(value, Formed):
         assert value.form == form
         return value
@@ -254,14 +227,14 @@ def _multiply_halves(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> 
     x = _input(e, node.inputs[0], element, part)
     of = _OnTensorCores(
         "half_product", {"weight": stored}, {"element": element}, part, inputs, of_weight,
-        2 * inputs * of_weight, half_bytes, normed_half_bytes(inputs),
+        2 * inputs * of_weight, half_bytes,
     )  # fmt: skip
     _multiply(e, of, node, output, unit, x, {"x": x.name})
 
 
 @dataclass(frozen=True)
 class _OnTensorCores:
-    """A product's `kernel`, and what it has as a kernel of its own and as one that norms its rows by itself."""
+    """A product's `kernel`, and what its launch depends on."""
 
     kernel: str
     weight: Mapping[str, str]
@@ -273,36 +246,22 @@ class _OnTensorCores:
     weight_bytes: int
     shared: Callable[[str], str]
     """Bytes of dynamic shared memory of a block, by the rows of a step."""
-    norm_shared: str
-    """The same of the kernel that norms its rows by itself."""
 
 
 def _multiply(
     e: Emitter, of: _OnTensorCores, node: ir.Node, output: ir.Value, unit: int, x: Formed, given: Mapping[str, str]
 ) -> None:
     """Launch a product whose rows were `given` in the form that it reads, and the gated `unit` behind it, which gives
-    `output`. Few rows whose norm nobody else reads are normed in it."""
+    `output`."""
     outputs = of.outputs // 2 if unit else of.outputs
-    rows, shape, value = product(x.shape[:-1]), (*x.shape[:-1], size(outputs)), e.value(node.inputs[0])
-    summed = None if unit or isinstance(value, Normed) else _with_residual(e, output, shape)
+    rows, shape = product(x.shape[:-1]), (*x.shape[:-1], size(outputs))
+    summed = None if unit else _with_residual(e, output, shape)
     to = output_for(e, output, shape) if summed is None else Output(0, summed[1].name)
     tensors = {**of.weight, "to": to.to, "to_scales": to.scales, "to_sums": to.sums}
     numbers: dict[str, Size | int | str] = {"rows": rows, "inputs": of.inputs, "outputs": outputs, **of.numbers}
     numbers |= {"unit": unit, "form": to.form}
     blocks = f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})"
     moves, operations = rows * (bytes_of(to) * outputs) + of.weight_bytes, rows * (2 * of.inputs * of.outputs)
-    if isinstance(value, Normed):
-        e.launch(
-            f"outrider_normed_{of.kernel}",
-            {"x": value.rows, "norm": value.weight, **tensors},
-            {**numbers, "epsilon": value.epsilon},
-            few(rows, blocks),
-            shared=of.norm_shared,
-            part=of.part,
-            moves=rows * (4 * of.inputs) + moves,
-            operations=operations,
-        )
-        blocks = many(rows, blocks)
     if summed is not None:
         moves += rows * (4 * outputs)
     e.launch(
@@ -350,7 +309,7 @@ def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -
     assert x.sums is not None
     of = _OnTensorCores(
         "quant_product", {"packed": packed}, _of_layout(layout), part, layout.inputs, layout.outputs, layout.size,
-        partial(quant_bytes, layout.bits), normed_quant_bytes(layout.bits, layout.inputs),
+        partial(quant_bytes, layout.bits),
     )  # fmt: skip
     _multiply(e, of, node, output, unit, x, {"integers": x.name, "scales": x.scales, "sums": x.sums})
 

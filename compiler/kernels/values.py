@@ -66,17 +66,6 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Normed:
-    """A norm that one product alone reads. Few rows it norms by itself, of many it reads `formed`: `rows` and `weight`
-    are tensors, `epsilon` is a float32 as bits."""
-
-    formed: Formed
-    rows: str
-    weight: str
-    epsilon: int
-
-
-@dataclass(frozen=True)
 class Summed:
     """A product that has been added to the residual stream, for the norm behind it: `total` has the sum."""
 
@@ -103,4 +92,4 @@ class Total:
     """A sum that an export multiplies by zero, only to have it computed first: launches are in order anyway."""
 
 
-Value = Stored | Ruled | Weight | Formed | Normed | Summed | Unmultiplied | Logs | Total
+Value = Stored | Ruled | Weight | Formed | Summed | Unmultiplied | Logs | Total

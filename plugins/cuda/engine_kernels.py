@@ -52,21 +52,12 @@ ENGINE_KERNELS = {
             "outrider_half_product", ("x", "weight", "residual", "to", "to_scales", "to_sums"),
             ("rows", "inputs", "outputs", "element", "unit", "form"), frozenset({"residual", "to_scales", "to_sums"}),
         ),
-        EngineKernel(
-            "outrider_normed_half_product", ("x", "norm", "weight", "to", "to_scales", "to_sums"),
-            ("rows", "inputs", "outputs", "element", "unit", "form", "epsilon"), frozenset({"to_scales", "to_sums"}),
-        ),
         EngineKernel("outrider_half_gather", ("ids", "weight", "to"), ("count", "inputs", "outputs", "element")),
         EngineKernel(
             "outrider_quant_product",
             ("integers", "scales", "sums", "packed", "residual", "to", "to_scales", "to_sums"),
             ("rows", "inputs", "outputs", "bits", "wide", "minimums", "unit", "form"),
             frozenset({"residual", "to_scales", "to_sums"}),
-        ),
-        EngineKernel(
-            "outrider_normed_quant_product", ("x", "norm", "packed", "to", "to_scales", "to_sums"),
-            ("rows", "inputs", "outputs", "bits", "wide", "minimums", "unit", "form", "epsilon"),
-            frozenset({"to_scales", "to_sums"}),
         ),
         EngineKernel(
             "outrider_quant_gather", ("ids", "packed", "to"), ("count", "inputs", "outputs", "bits", "wide", "minimums")
@@ -134,9 +125,6 @@ INTEGERS = FORMS.index("int8")
 UNITS = ("", "silu", "gelu_tanh")
 """Gated units behind a product, in the kernels' numbering (`engine/units.h`)."""
 
-NORM_ROWS = 1
-"""Rows that a product norms by itself, at most: normalizing more in each of its blocks takes longer than a launch."""
-
 CHUNK = 256
 """Keys that are summed by themselves (kChunk of `engine/attention.cu.h`)."""
 
@@ -179,12 +167,6 @@ def quant_bytes(bits: int, rows: object) -> str:
     return f"max({few} + {inputs}, ({many}) * min(1, max(0, {rows} - 8)))"
 
 
-def normed_quant_bytes(bits: int, inputs: int, rows: int = NORM_ROWS) -> str:
-    """Return the same of `outrider_normed_quant_product`: a row as floats and all rows as integers lie there too."""
-    own = 4 * inputs + rows * (inputs + inputs // 32 * 8)
-    return str(_ahead(bits, 2) + 2 * rows * _of_row(2) + own)
-
-
 _QUANT_TURNS = {4: (8, 5), 8: (5, 4)}  # QuantAhead::kTurns, by bits, of one block of a warp in a turn and of two
 
 
@@ -202,11 +184,6 @@ def half_bytes(rows: object) -> str:
     meet, for 8 rows or for 32 (`engine/half_product.cu.h`)."""
     few, many = (_WARPS * (_HALF_AHEAD + _COLUMNS * 4 * (most + 1)) for most in (8, 32))
     return f"{few} + {many - few} * min(1, max(0, {rows} - 8))"
-
-
-def normed_half_bytes(inputs: int, rows: int = NORM_ROWS) -> str:
-    """Return the same of `outrider_normed_half_product`: a row as floats and all rows as halves lie there too."""
-    return f"{half_bytes(rows)} + {4 * inputs + 2 * rows * inputs}"
 
 
 def norm_bytes(size: int) -> int:

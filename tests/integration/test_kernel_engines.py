@@ -222,7 +222,7 @@ def test_inspect_lists_kernels_by_part(quantised_plan: Path) -> None:
     engine = describe(quantised_plan)["backends"][CUDA]["engines"]["target"]
     parts = {part["part"]: part for part in engine["parts"]}
     product = parts["layers.0.q+k+v"]
-    assert product["kernels"] == ["normed_quant_product"]
+    assert product["kernels"] == ["quant_product"]
     assert product["operations"] == 2 * 32 * 128
     assert product["bytes_moved"] > 32 * 128 // 2
     assert parts["attention.3"]["kernels"] == ["attend"]

@@ -21,8 +21,6 @@ from plugins.cuda.engine_kernels import (
     UNITS,
     attention_bytes,
     half_bytes,
-    normed_half_bytes,
-    normed_quant_bytes,
     quant_bytes,
 )
 from plugins.cuda.launches import ELEMENTS
@@ -433,56 +431,6 @@ def test_a_half_product_with_a_gated_unit_behind_it(engine_kernels: Kernels) -> 
         {**numbers, "outputs": outputs, "unit": 1, "form": element}, 1, shared=half_bytes(rows),
     )  # fmt: skip
     np.testing.assert_array_equal(to, narrowed(gated_unit(whole[:, :outputs], whole[:, outputs:]), "bfloat16"))
-
-
-@pytest.mark.parametrize("form", ["float32", "int8"])
-@pytest.mark.parametrize("unit", [0, 1])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_a_quantised_product_norms_few_rows_by_itself(engine_kernels: Kernels, rows: int, unit: int, form: str) -> None:
-    """What the norm and the product behind it give, in whatever form, to the bit."""
-    rng = np.random.default_rng(rows)
-    inputs, outputs = 320, 64
-    integers, scales, least, packed = quantized(rng, (1 + unit) * outputs, inputs, 4, True, False)
-    x, weight = rng.normal(size=(rows, inputs)).astype(np.float32), rng.normal(size=inputs).astype(np.float32)
-    x[0, :64] = 0.0
-    expected = quant_matmul(norm(x[None], weight)[0][0], integers, scales, least)
-    if unit:
-        expected = gated_unit(expected[:, :outputs], expected[:, outputs:])
-    to = np.zeros((rows, outputs), np.int8 if form == "int8" else np.float32)
-    to_scales, to_sums = poisoned(rows, outputs // 32), np.zeros((rows, outputs // 32), np.int32)
-    launch(
-        engine_kernels, "outrider_normed_quant_product",
-        {"x": x, "norm": weight, "packed": packed, "to": to, "to_scales": to_scales, "to_sums": to_sums},
-        {
-            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": 4, "wide": 0, "minimums": 1, "unit": unit,
-            "form": FORMS.index(form), "epsilon": real(1e-6),
-        },
-        2, shared=normed_quant_bytes(4, inputs, rows),
-    )  # fmt: skip
-    check_form(form, expected, to, to_scales, to_sums)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("unit", [0, 1])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_a_half_product_norms_few_rows_by_itself(engine_kernels: Kernels, rows: int, unit: int, dtype: str) -> None:
-    """As the product of rows that a norm has left as halves, to the bit."""
-    rng = np.random.default_rng(rows)
-    inputs, outputs, element = 288, 64, FORMS.index(dtype)
-    x, weight = rng.normal(size=(rows, inputs)).astype(np.float32), rng.normal(size=inputs).astype(np.float32)
-    matrix = narrowed(rng.normal(size=((1 + unit) * outputs, inputs)).astype(np.float32), dtype)
-    numbers = {"rows": rows, "inputs": inputs, "outputs": outputs, "element": element, "unit": unit, "form": 0}
-    expected, to = poisoned(rows, outputs), poisoned(rows, outputs)
-    launch(
-        engine_kernels, "outrider_half_product",
-        {"x": narrowed(norm(x[None], weight)[0][0], dtype), "weight": matrix, "to": expected}, numbers, 2,
-        shared=half_bytes(rows),
-    )  # fmt: skip
-    launch(
-        engine_kernels, "outrider_normed_half_product", {"x": x, "norm": weight, "weight": matrix, "to": to},
-        {**numbers, "epsilon": real(1e-6)}, 2, shared=normed_half_bytes(inputs, rows),
-    )  # fmt: skip
-    np.testing.assert_array_equal(to, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 37])

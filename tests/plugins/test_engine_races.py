@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from plugins.cuda.compile import SOURCES
-from plugins.cuda.engine_kernels import FORMS, half_bytes, normed_quant_bytes, quant_bytes
+from plugins.cuda.engine_kernels import FORMS, half_bytes, quant_bytes
 from tests.plugins.emulator import Emulator
 from tests.plugins.engine_driver import launch, real
 from tests.plugins.test_engine_kernels import attend, poisoned, quantized
@@ -43,20 +43,6 @@ def multiply_integers(kernels: Emulator, rows: int) -> None:
         {**x, "sums": np.ones((rows, 20), np.int32), "packed": packed, "to": poisoned(rows, 32)},
         {"rows": rows, "inputs": 640, "outputs": 32, "bits": 4, "wide": 0, "minimums": 0, "unit": 0, "form": 0}, 1,
         shared=quant_bytes(4, rows),
-    )  # fmt: skip
-
-
-def multiply_normed_integers(kernels: Emulator) -> None:
-    _, _, _, packed = quantized(RNG, 32, 640, 4, False, False)
-    x = RNG.normal(size=(3, 640)).astype(np.float32)
-    launch(
-        kernels, "outrider_normed_quant_product",
-        {"x": x, "norm": np.ones(640, np.float32), "packed": packed, "to": poisoned(3, 32)},
-        {
-            "rows": 3, "inputs": 640, "outputs": 32, "bits": 4, "wide": 0, "minimums": 0, "unit": 0, "form": 0,
-            "epsilon": real(1e-6),
-        },
-        1, shared=normed_quant_bytes(4, 640, 3),
     )  # fmt: skip
 
 
@@ -106,14 +92,10 @@ RUNS: dict[str, tuple[Callable[[Emulator], None], ...]] = {
     "quant_product": (
         partial(multiply_integers, rows=3),
         partial(multiply_integers, rows=17),
-        multiply_normed_integers,
     ),
-    "rms_norm": (norm, multiply_normed_integers),
+    "rms_norm": (norm,),
 }
 """What runs the barriers of a header."""
-
-INCLUDED_BY = {"rms_norm": "quant_product"}
-"""Headers some of whose functions only kernels of another one call."""
 
 
 def run_all(header: str, kernels: Emulator) -> None:
@@ -139,7 +121,7 @@ def test_a_barrier_that_is_missing_is_found(tmp_path: Path, header: str, number:
     begin, end = list(BARRIER.finditer(text))[number].span()
     path.write_text(text[:begin] + text[end:], encoding="utf-8")
     library = tmp_path / "kernels.so"
-    source = f'#include "engine/{INCLUDED_BY.get(header, header)}.cu.h"\n'
+    source = f'#include "engine/{header}.cu.h"\n'
     compile_translated(library, source, tmp_path / "csrc", "-O0")
     with pytest.raises(AssertionError, match="a race in outrider_"):
         run_all(header, Emulator(library))

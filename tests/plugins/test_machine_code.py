@@ -14,7 +14,7 @@ from tests.plugins.machine_code import DEPBAR, IMMA, LDG, NAMES, Instruction, in
 
 pytest.importorskip("cuda.core")
 
-PRODUCTS = {"outrider_quant_product": (IMMA, 2), "outrider_normed_quant_product": (IMMA, 2)}
+PRODUCTS = {"outrider_quant_product": (IMMA, 2)}
 """Kernels: what they multiply by, and how many loops they have for few rows: one for each number of bits."""
 
 FEW = {IMMA: 4}
@@ -38,7 +38,7 @@ def test_no_turn_waits_for_memory_that_it_asks_for(cubin: bytes, kernel: str) ->
     for loop in few:
         (wait,) = (each for each in loop if each.operation == DEPBAR)
         assert wait.open_groups is not None
-        assert wait.open_groups >= 3
+        assert wait.open_groups >= 2, "turns of two blocks of a warp each"
         loads = [hex(each.place) for each in loop if each.operation == LDG]
         assert loads == [], f"{kernel} loads at {', '.join(loads)} what the next turn waits for"
 

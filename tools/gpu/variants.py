@@ -15,9 +15,9 @@ Change = tuple[str, str, str]
 _QUANT, _HALF = (f"engine/{name}.cu.h" for name in ("quant_product", "half_product"))
 
 VARIANTS: dict[str, Sequence[Change]] = {
-    "quant_shallow": [
-        (_QUANT, "kQuantDeep = 2;", "kQuantDeep = 1;"),
-        (_QUANT, "static_assert(2 * CopiedInputs", "static_assert(4 * CopiedInputs"),
+    "quant_shorter_ring": [(_QUANT, "kBits == 4 ? 5 : 4;", "kBits == 4 ? 4 : 3;")],
+    "quant_three_blocks": [
+        (_QUANT, "OUTRIDER_FIT(kQuantWarps * 32, 2)", "OUTRIDER_FIT(kQuantWarps * 32, 3)"),
     ],
     "half_short_ring": [(_HALF, "kHalfAhead = 4;", "kHalfAhead = 3;")],
 }

@@ -79,9 +79,9 @@ struct HalfInputs {
 };
 
 // 32 outputs of up to kRows rows: thread t has output t % 32 of rows t / 32, t / 32 + 8 ... `memory` has room for the tiles on
-// their way of all warps, and for the parts of the outputs. `prepare` is called while the first tiles are on their way.
-template <int kRows, typename Prepare>
-OUTRIDER_DEVICE void multiply_halves_of(const HalfRows& x, const HalfProduct& product, char* memory, const Prepare& prepare) {
+// their way of all warps, and for the parts of the outputs.
+template <int kRows>
+OUTRIDER_DEVICE void multiply_halves_of(const HalfRows& x, const HalfProduct& product, char* memory) {
   constexpr int kOwn = kRows / kHalfWarps, kTiles = kRows / 8;
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
   const bool unit = product.unit != kNoUnit;
@@ -103,7 +103,6 @@ OUTRIDER_DEVICE void multiply_halves_of(const HalfRows& x, const HalfProduct& pr
   };
 
   for (int a = 0; a < kHalfAhead - 1; ++a) start();
-  prepare();
   HalfInputs<kRows> inputs = {};
   if (warp * kHalfInputs < x.inputs) inputs.fetch(x, warp * kHalfInputs);
   float totals[kOwn] = {}, gate[kOwn] = {}, sums[2][kTiles][4] = {};
@@ -172,28 +171,10 @@ outrider_half_product(const unsigned short* x, const unsigned short* weight, con
   const HalfRows given = {x, inputs, first, count};
   const HalfProduct product = {weight, residual, {to, to_scales, to_sums, form}, block_index() / tiles, outputs, element, unit};
   if (rows <= kHalfFew) {
-    multiply_halves_of<kHalfFew>(given, product, dynamic_shared(), [] {});
+    multiply_halves_of<kHalfFew>(given, product, dynamic_shared());
   } else {
-    multiply_halves_of<kHalfRows>(given, product, dynamic_shared(), [] {});
+    multiply_halves_of<kHalfRows>(given, product, dynamic_shared());
   }
-}
-
-// The same of rows that are not normed yet, up to eight: a block norms them in shared memory, while its first weights are on
-// their way.
-OUTRIDER_KERNEL OUTRIDER_FIT(kHalfWarps * 32, 2)
-outrider_normed_half_product(const float* x, const float* norm, const unsigned short* weight, char* to, float* to_scales,
-                             i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 element, i64 unit, i64 form,
-                             i64 epsilon) {
-  char* const memory = dynamic_shared();
-  char* const end = memory + kHalfWarps * (kHalfAhead * HalfAhead::kBytes + kHalfOutputs * (kHalfFew + 1) * 4);
-  float* const row = reinterpret_cast<float*>(end);
-  char* const halves = reinterpret_cast<char*>(row + inputs);
-  const auto prepare = [&] {
-    norm_rows(x, norm, rows, inputs, float_of(static_cast<i32>(epsilon)), row, {halves, nullptr, nullptr, element});
-  };
-  const HalfRows normed = {reinterpret_cast<const unsigned short*>(halves), inputs, 0, static_cast<int>(rows)};
-  multiply_halves_of<kHalfFew>(
-      normed, {weight, nullptr, {to, to_scales, to_sums, form}, block_index(), outputs, element, unit}, memory, prepare);
 }
 
 // Rows of such weights, looked up by number. A number out of range gives zeros.

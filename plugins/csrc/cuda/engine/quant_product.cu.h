@@ -44,9 +44,10 @@ struct QuantRows {
   OUTRIDER_DEVICE i64 place(i64 row, i64 block) const { return (first + row) * blocks + block; }
 };
 
-// The blocks of weights of a warp that are on their way through shared memory, one after another, kDeep of them a turn. A lane
-// copies the integers that it alone reads: lane 4 g + t the inputs 4 t .. 4 t + 3 and 16 + 4 t .. 19 + 4 t of outputs
-// 4 g .. 4 g + 3. Scales and minimums lie there as in memory, for all warps, until the next turn but one.
+// The blocks of weights of a warp that are on their way through shared memory, one after another, kDeep of them a turn. Lanes
+// copy integers as they lie, and lane 4 g + t reads the inputs 4 t .. 4 t + 3 and 16 + 4 t .. 19 + 4 t of outputs
+// 4 g .. 4 g + 3: 16 bytes that another lane has copied to its place. Scales and minimums lie there as in memory, for all
+// warps, until the next turn but one.
 template <int kBits, int kDeep>
 struct QuantAhead {
   static constexpr int kTurns = kDeep == 1 ? (kBits == 4 ? 8 : 5) : kBits == 4 ? 5 : 4;
@@ -58,17 +59,17 @@ struct QuantAhead {
 
   const char* from;  // the lane's integers of the first block of the turn that is started next
   SharedAddress to;
+  SharedAddress to_factors;
   int apart;      // bytes from block to block of a warp
-  int factors;    // bytes from the lane's integers to its part of scales and minimums
-  bool has_part;  // of these
+  bool has_part;  // of scales and minimums
   int start_place = 0, read_place = 0;
 
   OUTRIDER_DEVICE QuantAhead(const QuantForm& form, const char* block, char* shared) {
-    const int lane = static_cast<int>(lane_index()), own = 4 * ((lane % 4) * kColumns + lane / 4 * 4);
-    from = block + own;
+    const int lane = static_cast<int>(lane_index());
+    from = block + 16 * lane;
     apart = kQuantWarps * static_cast<int>(form.block_bytes());
-    to = shared_address(shared) + 16 * lane;
-    factors = kIntegers + 16 * lane - own;
+    to = shared_address(shared) + 16 * (lane % 8 * 4 + lane / 8);
+    to_factors = shared_address(shared) + (kIntegers + 16 * lane);
     has_part = lane < (form.wide ? 8 : 4) * (form.minimums ? 2 : 1);
   }
   OUTRIDER_DEVICE static void advance(int& place) { place = place == kOfWarp - kOfTurn ? 0 : place + kOfTurn; }
@@ -78,13 +79,16 @@ struct QuantAhead {
       for (int part = 0; part < kParts; ++part) {
         start_copy16(to + (start_place + d * kBytes + 512 * part), from + 16 * kColumns * part, there);
       }
-      start_copy16(to + (start_place + d * kBytes + kIntegers), from + factors, there && has_part);
+      start_copy16(to_factors + (start_place + d * kBytes), from + kIntegers, there && has_part);
       from += apart;
     }
     close_copies();
     advance(start_place);
   }
-  OUTRIDER_DEVICE void wait() const { wait_for_copies<kEarly>(); }
+  OUTRIDER_DEVICE void wait() const {
+    wait_for_copies<kEarly>();
+    warp_barrier();
+  }
 };
 
 struct alignas(8) InputFactors {
@@ -123,22 +127,21 @@ struct QuantProduct {
   i64 group, outputs, unit;
 };
 
-// What a warp multiplies by: the words of its blocks of inputs, of rows g, 8 + g ... of lane 4 g + t; and what it adds up by:
-// the scales and sums of its own rows' blocks. Both are loaded a turn ahead. A row that there is not repeats the last.
-template <int kRows, int kBlocksOfWarp>
+// What a warp multiplies by: the words of its block of inputs, of rows g, 8 + g ... of lane 4 g + t; and what it adds up by: the
+// scales and sums of its own rows' blocks. Both are loaded a turn ahead. A row that there is not repeats the last.
 struct LoadedInputs {
-  static constexpr int kMost = kRows, kDeep = kBlocksOfWarp;
+  static constexpr int kMost = kQuantRows, kDeep = 1, kTiles = kMost / 8, kOwn = kMost / kQuantWarps;
   using Shared = QuantShared<kDeep>;
   const QuantRows& x;
   const u32* block;
-  u32 words[kDeep][kRows / 8][2] = {};
-  int places[kRows / 8];
-  InputFactors factors[kRows / kQuantWarps] = {};
+  u32 words[kTiles][2] = {};
+  int places[kTiles];
+  InputFactors factors[kOwn] = {};
   Shared shared = {};  // of the turn
 
   OUTRIDER_DEVICE LoadedInputs(const QuantRows& of, char*, int) : x(of) {
     block = x.integers + x.place(0, thread_index() / 32) * kQuads;
-    for (int tile = 0; tile < kRows / 8; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
       const int row = 8 * tile + static_cast<int>(lane_index()) / 4;
       places[tile] = static_cast<int>((row < x.count ? row : x.count - 1) * x.blocks * kQuads + lane_index() % 4);
     }
@@ -147,32 +150,29 @@ struct LoadedInputs {
   OUTRIDER_DEVICE void fetch(int first) {  // of the turn whose first block is `first`
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
     if (lane < Shared::kBlocks && first + lane < x.blocks) {
-      for (int i = 0; i < kRows / kQuantWarps; ++i) {
+      for (int i = 0; i < kOwn; ++i) {
         const int row = warp + i * kQuantWarps;
         if (row >= x.count) break;
         factors[i] = {x.scales[x.place(row, first + lane)], x.sums[x.place(row, first + lane)]};
       }
     }
-    for (int d = 0; d < kDeep; ++d) {
-      if (first + d * kQuantWarps + warp >= x.blocks) break;
-      for (int tile = 0; tile < kRows / 8; ++tile) {
-        if (8 * tile >= x.count) break;
-        const u32* from = block + (first + d * kQuantWarps) * kQuads + places[tile];
-        words[d][tile][0] = from[0];
-        words[d][tile][1] = from[4];
-      }
+    if (first + warp >= x.blocks) return;
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (8 * tile >= x.count) break;
+      words[tile][0] = block[first * kQuads + places[tile]];
+      words[tile][1] = block[first * kQuads + places[tile] + 4];
     }
   }
   OUTRIDER_DEVICE void arrive(const Shared& own) {
     shared = own;
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
-    for (int i = 0; i < kRows / kQuantWarps; ++i) {
+    for (int i = 0; i < kOwn; ++i) {
       const int row = warp + i * kQuantWarps;
       if (row >= x.count) break;
       if (lane < Shared::kBlocks) *own.inputs(row, lane) = factors[i];
     }
   }
-  OUTRIDER_DEVICE u32 word(int d, int tile, int half) const { return words[d][tile][half]; }
+  OUTRIDER_DEVICE u32 word(int, int tile, int half) const { return words[tile][half]; }
   OUTRIDER_DEVICE InputFactors factor(int row, int b) const { return *shared.inputs(row, b); }
   OUTRIDER_DEVICE void leave() {}
 };
@@ -213,7 +213,7 @@ struct CopiedInputs {
     start_place = start_place == end ? 0 : start_place + kBytes;
   }
   OUTRIDER_DEVICE void fetch(int) {}
-  OUTRIDER_DEVICE void arrive(const Shared&) { warp_barrier(); }
+  OUTRIDER_DEVICE void arrive(const Shared&) {}
   OUTRIDER_DEVICE u32 word(int d, int, int half) const {
     const int lane = static_cast<int>(lane_index());
     return reinterpret_cast<const u32*>(own + read_place + d * kWords)[lane / 4 * kQuads + lane % 4 + 4 * half];
@@ -296,9 +296,9 @@ OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const typename Inputs::Sh
 
 // A thread has output t % 32 of rows t / 32, t / 32 + 8 ... Each warp adds up the integers of its blocks of inputs, on tensor
 // cores, while its next blocks are on their way, and then each thread adds the blocks of its outputs, in order. The blocks
-// of a gated unit's other half follow without a pause. `prepare` is called while the first blocks are on their way.
-template <int kBits, typename Inputs, typename Prepare>
-OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct& product, char* dynamic, const Prepare& prepare) {
+// of a gated unit's other half follow without a pause.
+template <int kBits, typename Inputs>
+OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct& product, char* dynamic) {
   using Ahead = QuantAhead<kBits, Inputs::kDeep>;
   using Shared = typename Inputs::Shared;
   constexpr int kOwn = Inputs::kMost / kQuantWarps, kBlocks = Shared::kBlocks;
@@ -325,7 +325,6 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
 
   OUTRIDER_UNROLL(1)
   for (int a = 0; a < Ahead::kEarly; ++a) start();
-  prepare();
   inputs.fetch(0);
   float totals[kOwn] = {}, gate[kOwn] = {};
   int first = 0;  // block of this turn
@@ -360,12 +359,12 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
   }
 }
 
-template <typename Inputs, typename Prepare>
-OUTRIDER_DEVICE void multiply_quantized(const QuantRows& x, const QuantProduct& product, char* dynamic, const Prepare& prepare) {
+template <typename Inputs>
+OUTRIDER_DEVICE void multiply_quantized(const QuantRows& x, const QuantProduct& product, char* dynamic) {
   if (product.form.bits == 8) {
-    multiply_integers_of<8, Inputs>(x, product, dynamic, prepare);
+    multiply_integers_of<8, Inputs>(x, product, dynamic);
   } else {
-    multiply_integers_of<4, Inputs>(x, product, dynamic, prepare);
+    multiply_integers_of<4, Inputs>(x, product, dynamic);
   }
 }
 
@@ -381,32 +380,10 @@ outrider_quant_product(const u32* integers, const float* scales, const i32* sums
   const QuantProduct product = {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
                                 block_index() / tiles, outputs, unit};
   if (rows <= kQuantFew) {
-    multiply_quantized<CopiedInputs>(x, product, dynamic_shared(), [] {});
+    multiply_quantized<CopiedInputs>(x, product, dynamic_shared());
   } else {
-    multiply_quantized<LoadedInputs<kQuantRows, 1>>(x, product, dynamic_shared(), [] {});
+    multiply_quantized<LoadedInputs>(x, product, dynamic_shared());
   }
-}
-
-// The same of rows that are not normed yet, up to eight: a block norms them in shared memory, while its first weights are on
-// their way.
-OUTRIDER_KERNEL OUTRIDER_FIT(kQuantWarps * 32, 2)
-outrider_normed_quant_product(const float* x, const float* norm, const char* packed, char* to, float* to_scales,
-                              i32* to_sums, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 wide, i64 minimums, i64 unit,
-                              i64 form, i64 epsilon) {
-  const int blocks = static_cast<int>(inputs / kBlock);
-  using Inputs = LoadedInputs<kQuantFew, kQuantDeep>;
-  const Inputs::Shared shared = {dynamic_shared(), static_cast<int>(rows)};
-  const int of_warp = bits == 8 ? QuantAhead<8, kQuantDeep>::kOfWarp : QuantAhead<4, kQuantDeep>::kOfWarp;
-  float* const row = reinterpret_cast<float*>(shared.ahead() + kQuantWarps * of_warp);
-  char* const integers = reinterpret_cast<char*>(row + inputs);
-  float* const scales = reinterpret_cast<float*>(integers + rows * inputs);
-  i32* const sums = reinterpret_cast<i32*>(scales + rows * blocks);
-  const auto prepare = [&] {
-    norm_rows(x, norm, rows, inputs, float_of(static_cast<i32>(epsilon)), row, {integers, scales, sums, kIntegers});
-  };
-  const QuantRows normed = {reinterpret_cast<const u32*>(integers), scales, sums, blocks, 0, static_cast<int>(rows)};
-  multiply_quantized<Inputs>(normed, {{bits, wide != 0, minimums != 0}, packed, nullptr, {to, to_scales, to_sums, form},
-                                      block_index(), outputs, unit}, dynamic_shared(), prepare);
 }
 
 // Rows of such weights, looked up by number: quant_row in onnxruntime/quant_gather.cc. A number out of range gives zeros.

@@ -1,4 +1,4 @@
-// RmsNorm: a block norms one row, with the residual sum before it, or a product norms a row by itself. row_squares in
+// RmsNorm: a block norms one row, with the residual sum before it. row_squares in
 // onnxruntime/row_kernel.h has the order.
 #pragma once
 
@@ -88,17 +88,6 @@ OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, float ep
       }
       keep_four(to, index * size + first, first < size, values);
     }
-  }
-}
-
-// Norms `count` rows for a product of the same block, which reads them in shared memory. `row` has room for one.
-OUTRIDER_DEVICE void norm_rows(const float* x, const float* weight, i64 count, i64 size, float epsilon, float* row,
-                               const Formed& to) {
-  for (i64 r = 0; r < count; ++r) {
-    stage_row(x + r * size, nullptr, nullptr, size, row);
-    barrier();
-    keep_normed(row, weight, epsilon, size, r, to);
-    barrier();
   }
 }
 
