@@ -158,20 +158,19 @@ def quant_bytes(bits: int, rows: object) -> str:
     rows: a number, or a formula.
 
     Blocks of weights are on their way there, and those of inputs where there are up to 8 rows; up to 32 rows have the
-    products of each warp, and their scales and sums, and up to 16 of them twice (`engine/quant_product.cu.h`).
+    products of each warp, and their scales and sums, and few of them twice (`engine/quant_product.cu.h`).
     """
-    inputs = _WARPS * _QUANT_TURNS[bits][1] * 2 * (8 * 32 + 8 * _WARPS)  # CopiedInputs::kBytes
-    few, many = (f"{_ahead(bits, deep)} + {_of_row(deep)} * {kept}" for deep, kept in (
-        (2, f"2 * min({rows}, 8)"), (1, f"max(2 * min({rows}, 16), min({rows}, 32))")
-    ))  # fmt: skip
-    return f"max({few} + {inputs}, ({many}) * min(1, max(0, {rows} - 8)))"
+    deep = 8 // bits  # blocks of a warp in a turn of few rows
+    inputs = _WARPS * 4 * deep * (8 * 32 + 8 * _WARPS)  # CopiedInputs::kBytes
+    twice = f"max(2 * min({rows}, {8 // deep}), min({rows}, 8))"
+    few = f"{_ahead(bits, 4 * deep) + inputs} + {_of_row(deep)} * {twice}"
+    many = f"{_ahead(bits, 5 if bits == 4 else 4)} + {_of_row(1)} * min({rows}, 32)"
+    return f"max({few}, ({many}) * min(1, max(0, {rows} - 8)))"
 
 
-_QUANT_TURNS = {4: (8, 5), 8: (5, 4)}  # QuantAhead::kTurns, by bits, of one block of a warp in a turn and of two
-
-
-def _ahead(bits: int, deep: int) -> int:
-    return _WARPS * _QUANT_TURNS[bits][deep - 1] * deep * _COLUMNS * (4 * bits + 8)
+def _ahead(bits: int, blocks: int) -> int:
+    """Return QuantAhead::kOfWarp of all warps, of `blocks` blocks."""
+    return _WARPS * blocks * (bits // 4 * 640 + 256)
 
 
 def _of_row(deep: int) -> int:

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from plugins.cuda.compile import compile_kernels
-from tests.plugins.machine_code import DEPBAR, IMMA, LDG, NAMES, Instruction, instructions, loops_with
+from tests.plugins.machine_code import DEPBAR, IMMA, LDG, NAMES, instructions, loops_with
 
 pytest.importorskip("cuda.core")
 
-PRODUCTS = {"outrider_quant_product": (IMMA, 2)}
-"""Kernels: what they multiply by, and how many loops they have for few rows: one for each number of bits."""
-
-FEW = {IMMA: 4}
-"""Matrix products of a turn, of up to eight rows."""
+KERNEL = "outrider_quant_product"
+FEW = (2, 4)
+"""Matrix products of a turn of up to eight rows: of one block of 8 bits, and of two blocks of 4. More rows have 8."""
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +26,18 @@ def cubin(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return compile_kernels("sm_90", str(source))
 
 
-@pytest.mark.parametrize("kernel", PRODUCTS)
-def test_no_turn_waits_for_memory_that_it_asks_for(cubin: bytes, kernel: str) -> None:
+def test_no_turn_waits_for_memory_that_it_asks_for(cubin: bytes) -> None:
     """Of up to eight rows. All that a turn of the loop reads comes by copies that were started turns before: it has no
     load of global memory, and its one wait leaves the newest groups of copies open."""
-    code, (multiplies, loops) = instructions(cubin, kernel), PRODUCTS[kernel]
-    few = [loop for loop in loops_with(code, multiplies, DEPBAR) if count(loop, multiplies) == FEW[multiplies]]
-    assert len(few) == loops
+    loops = loops_with(instructions(cubin, KERNEL), IMMA, DEPBAR)
+    few = [loop for loop in loops if sum(each.operation == IMMA for each in loop) in FEW]
+    assert len(few) == 2
     for loop in few:
         (wait,) = (each for each in loop if each.operation == DEPBAR)
         assert wait.open_groups is not None
-        assert wait.open_groups >= 2, "turns of two blocks of a warp each"
+        assert wait.open_groups >= 2, "of 8 to 9 KiB each"
         loads = [hex(each.place) for each in loop if each.operation == LDG]
-        assert loads == [], f"{kernel} loads at {', '.join(loads)} what the next turn waits for"
-
-
-def count(loop: list[Instruction], operation: int) -> int:
-    return sum(each.operation == operation for each in loop)
+        assert loads == [], f"{KERNEL} loads at {', '.join(loads)} what the next turn waits for"
 
 
 def test_the_decoder_agrees_with_nvdisasm(cubin: bytes, tmp_path: Path) -> None:
@@ -54,11 +47,11 @@ def test_the_decoder_agrees_with_nvdisasm(cubin: bytes, tmp_path: Path) -> None:
     file = tmp_path / "kernels.cubin"
     file.write_bytes(cubin)
     text = subprocess.run([disassembler, "-c", str(file)], capture_output=True, text=True, check=True).stdout
-    body = text.split(f".text.{next(iter(PRODUCTS))}:")[1].split("\n.text.")[0]
+    body = text.split(f".text.{KERNEL}:")[1].split("\n.text.")[0]
     listed = {
         int(place, 16): name for place, name in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?(\w+)", body)
     }
-    code = instructions(cubin, next(iter(PRODUCTS)))
+    code = instructions(cubin, KERNEL)
     for operation, name in NAMES.items():
         found = {each.place for each in code if each.operation == operation}
         assert found

@@ -15,7 +15,6 @@ Change = tuple[str, str, str]
 _QUANT, _HALF = (f"engine/{name}.cu.h" for name in ("quant_product", "half_product"))
 
 VARIANTS: dict[str, Sequence[Change]] = {
-    "quant_shorter_ring": [(_QUANT, "kBits == 4 ? 5 : 4;", "kBits == 4 ? 4 : 3;")],
     "quant_three_blocks": [
         (_QUANT, "OUTRIDER_FIT(kQuantWarps * 32, 2)", "OUTRIDER_FIT(kQuantWarps * 32, 3)"),
     ],

@@ -31,7 +31,6 @@ struct QuantForm {
 constexpr int kQuantWarps = 8;  // of a block: each has one block of inputs at a time
 constexpr int kQuantRows = 32;  // of a block, at most: four matrices of eight
 constexpr int kQuantFew = 8;    // rows for which there is code of its own
-constexpr int kQuantDeep = 2;   // blocks of a warp in a turn, of few rows
 
 // Rows that were quantised (form.h), as words of four integers.
 struct QuantRows {
@@ -45,15 +44,15 @@ struct QuantRows {
 };
 
 // The blocks of weights of a warp that are on their way through shared memory, one after another, kDeep of them a turn. Lanes
-// copy integers as they lie, and lane 4 g + t reads the inputs 4 t .. 4 t + 3 and 16 + 4 t .. 19 + 4 t of outputs
-// 4 g .. 4 g + 3: 16 bytes that another lane has copied to its place. Scales and minimums lie there as in memory, for all
-// warps, until the next turn but one.
+// copy integers as they lie: a GPU asks for each 16 bytes by themselves if neighbours are not neighbours in both memories. Then
+// lane 4 g + t reads the inputs 4 t .. 4 t + 3 and 16 + 4 t .. 19 + 4 t of outputs 4 g .. 4 g + 3, in lines of 128 bytes that
+// are apart so that banks differ. Scales and minimums follow, for all warps, until the next turn but one.
 template <int kBits, int kDeep>
 struct QuantAhead {
-  static constexpr int kTurns = kDeep == 1 ? (kBits == 4 ? 8 : 5) : kBits == 4 ? 5 : 4;
+  static constexpr int kTurns = kBits == 4 && kDeep == 1 ? 5 : 4;
   static constexpr int kEarly = kTurns - 2;
   static constexpr int kParts = kBits / 4;  // of 16 bytes of a lane
-  static constexpr int kIntegers = kBlock * kColumns * kBits / 8;
+  static constexpr int kLine = 128 + 32, kPart = 4 * kLine, kIntegers = kParts * kPart;
   static constexpr int kBytes = kIntegers + 2 * 4 * kColumns;  // of a block
   static constexpr int kOfTurn = kDeep * kBytes, kOfWarp = kTurns * kOfTurn;
 
@@ -68,7 +67,7 @@ struct QuantAhead {
     const int lane = static_cast<int>(lane_index());
     from = block + 16 * lane;
     apart = kQuantWarps * static_cast<int>(form.block_bytes());
-    to = shared_address(shared) + 16 * (lane % 8 * 4 + lane / 8);
+    to = shared_address(shared) + (lane / 8 * kLine + lane % 8 * 16);
     to_factors = shared_address(shared) + (kIntegers + 16 * lane);
     has_part = lane < (form.wide ? 8 : 4) * (form.minimums ? 2 : 1);
   }
@@ -77,9 +76,9 @@ struct QuantAhead {
     for (int d = 0; d < kDeep; ++d) {
       const bool there = d * kQuantWarps < left;
       for (int part = 0; part < kParts; ++part) {
-        start_copy16(to + (start_place + d * kBytes + 512 * part), from + 16 * kColumns * part, there);
+        start_copy16(to + (start_place + d * kBytes + kPart * part), from + 512 * part, there);
       }
-      start_copy16(to_factors + (start_place + d * kBytes), from + kIntegers, there && has_part);
+      start_copy16(to_factors + (start_place + d * kBytes), from + 512 * kParts, there && has_part);
       from += apart;
     }
     close_copies();
@@ -97,8 +96,8 @@ struct alignas(8) InputFactors {
 };
 
 // Dynamic shared memory (quant_bytes in plugins/cuda/engine_kernels.py): the products of the warps with kDeep blocks of inputs
-// each, and the scales and sums of these, up to sixteen rows twice, so that warps fill one half while the other is added
-// up; then what is on its way.
+// each, and the scales and sums of these, of few rows twice, so that warps fill one half while the other is added up; then
+// what is on its way.
 template <int kDeep>
 struct QuantShared {
   static constexpr int kBlocks = kDeep * kQuantWarps;       // of a turn
@@ -107,7 +106,7 @@ struct QuantShared {
   static constexpr int kOfRow = kStride * 4 + kInputStride * static_cast<int>(sizeof(InputFactors));
   char* memory;
   int rows;
-  OUTRIDER_DEVICE bool twice() const { return rows <= 16; }
+  OUTRIDER_DEVICE bool twice() const { return rows <= kQuantFew / (kDeep == 1 ? 1 : 2); }
   OUTRIDER_DEVICE QuantShared other(bool second) const { return {memory + (second ? rows * kOfRow : 0), rows}; }
   OUTRIDER_DEVICE i32* products(int row, int block) const {
     return reinterpret_cast<i32*>(memory) + row * kStride + block * kColumns;
@@ -179,8 +178,9 @@ struct LoadedInputs {
 
 // The same of up to eight rows, which come through shared memory beside the weights, as far ahead: a load would be waited for
 // in every turn.
+template <int kBlocksOfWarp>
 struct CopiedInputs {
-  static constexpr int kMost = kQuantFew, kDeep = kQuantDeep;
+  static constexpr int kMost = kQuantFew, kDeep = kBlocksOfWarp;
   using Shared = QuantShared<kDeep>;
   static constexpr int kWords = kQuantFew * kBlock;  // bytes of a block
   static constexpr int kFactors = kDeep * kWords, kBytes = kFactors + 2 * 4 * Shared::kBlocks;  // of a turn
@@ -196,7 +196,7 @@ struct CopiedInputs {
     own = memory + warp * turns * kBytes;
     to = shared_address(memory + warp * turns * kBytes);
     copies_words = lane < 2 * x.count;
-    copies_factors = warp < x.count;  // of a scale and a sum, a lane for each block
+    copies_factors = warp < x.count && lane < 2 * Shared::kBlocks;  // a lane for each scale and sum
     words = reinterpret_cast<const char*>(x.integers + x.place(copies_words ? lane / 2 : 0, warp) * kQuads) + lane % 2 * 16;
     const i64 place = x.place(copies_factors ? warp : 0, lane % Shared::kBlocks);
     factors = lane < Shared::kBlocks ? reinterpret_cast<const char*>(x.scales + place)
@@ -224,15 +224,15 @@ struct CopiedInputs {
   }
   OUTRIDER_DEVICE void leave() { read_place = read_place == end ? 0 : read_place + kBytes; }
 };
-static_assert(2 * CopiedInputs::Shared::kBlocks == 32, "a lane for each scale and sum of a turn");
 
 // A warp's integers of one block of inputs, by all rows. Of the matrices the weights are A, so that eight rows are one. Of a
 // block that there is not, what lies in the memory is multiplied, and not used.
 template <int kBits, typename Inputs>
 OUTRIDER_DEVICE void multiply_block(const char* weights, const Inputs& inputs, int d, int count, i32* products) {
+  using Ahead = QuantAhead<kBits, Inputs::kDeep>;
   const int lane = static_cast<int>(lane_index());
   Bytes16 words[kBits / 4];
-  for (int part = 0; part < kBits / 4; ++part) words[part] = load_bytes16(weights + 512 * part);
+  for (int part = 0; part < kBits / 4; ++part) words[part] = load_bytes16(weights + Ahead::kPart * part);
   u32 low[4], high[4];
   for (int n = 0; n < 4; ++n) {
     low[n] = kBits == 8 ? words[0].word[n] : words[0].word[n] & 0x0f0f0f0fu;
@@ -328,6 +328,7 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
   inputs.fetch(0);
   float totals[kOwn] = {}, gate[kOwn] = {};
   int first = 0;  // block of this turn
+  const char* const own_weights = memory + (warp * Ahead::kOfWarp + lane % 4 * Ahead::kLine + lane / 4 * 16);
   OUTRIDER_UNROLL(1)
   for (int turn = 0; turn < all; ++turn) {
     if (turn == turns) {
@@ -338,7 +339,7 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
     const Shared own = shared.other(shared.twice() && turn % 2 != 0);
     inputs.arrive(own);
     for (int d = 0; d < Inputs::kDeep; ++d) {
-      multiply_block<kBits>(memory + (warp * Ahead::kOfWarp + d * Ahead::kBytes) + ahead.read_place + 16 * lane, inputs, d, count,
+      multiply_block<kBits>(own_weights + (d * Ahead::kBytes + ahead.read_place), inputs, d, count,
                             own.products(0, d * kQuantWarps + warp));
     }
     const int next = turn + 1 == turns ? 0 : first + kBlocks;
@@ -359,12 +360,13 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
   }
 }
 
-template <typename Inputs>
-OUTRIDER_DEVICE void multiply_quantized(const QuantRows& x, const QuantProduct& product, char* dynamic) {
-  if (product.form.bits == 8) {
-    multiply_integers_of<8, Inputs>(x, product, dynamic);
+// Of few rows a warp has as many bytes a turn with integers of 4 bits as with 8.
+template <int kBits>
+OUTRIDER_DEVICE void multiply_quantized(const QuantRows& x, const QuantProduct& product, bool few, char* dynamic) {
+  if (few) {
+    multiply_integers_of<kBits, CopiedInputs<8 / kBits>>(x, product, dynamic);
   } else {
-    multiply_integers_of<4, Inputs>(x, product, dynamic);
+    multiply_integers_of<kBits, LoadedInputs>(x, product, dynamic);
   }
 }
 
@@ -379,10 +381,10 @@ outrider_quant_product(const u32* integers, const float* scales, const i32* sums
   const QuantRows x = {integers, scales, sums, static_cast<int>(inputs / kBlock), first, count};
   const QuantProduct product = {{bits, wide != 0, minimums != 0}, packed, residual, {to, to_scales, to_sums, form},
                                 block_index() / tiles, outputs, unit};
-  if (rows <= kQuantFew) {
-    multiply_quantized<CopiedInputs>(x, product, dynamic_shared());
+  if (bits == 8) {
+    multiply_quantized<8>(x, product, rows <= kQuantFew, dynamic_shared());
   } else {
-    multiply_quantized<LoadedInputs>(x, product, dynamic_shared());
+    multiply_quantized<4>(x, product, rows <= kQuantFew, dynamic_shared());
   }
 }
 
