@@ -35,6 +35,7 @@ from compiler.build import build
 from compiler.export import tracing
 from compiler.recipe import load_recipe
 from plans.plan import Plan, open_plan
+from plugins.cuda.compile import CUBINS
 from runtime import Runtime
 from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.kv.partial_policy import Interval
@@ -179,6 +180,13 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(root / name)
             made.touch()
     return root / name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No kernels are compiled twice, by whatever process."""
+    root = tmp_path_factory.getbasetemp()
+    os.environ.setdefault(CUBINS, str((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cubins"))
 
 
 @pytest.fixture(scope="session", autouse=True)

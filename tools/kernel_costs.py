@@ -2,11 +2,11 @@
 
 Models of the shapes of `tools.gpu` are exported and lowered as for a plan, without their weights, which nothing
 reads here. Ops around the engine are left out: a plain step also launches set_numbers, take_tokens, bim_mask, sample
-and keep_tokens. The times are computed, not measured: the bytes at the speed of copies, and for each launch the pause
-that others have measured between two kernels of one CUDA graph. A GPU reaches neither exactly. Attention's own time is
-not modelled: keys are counted once, and its kernel reads them again for each token, so that behind long contexts a step
-takes longer than this says. With `--architecture` the kernels are compiled, and a second table says what each takes of
-a multiprocessor, and how many of its blocks run there.
+and keep_tokens. Two kinds of computed times: a bound, the bytes at the speed of copies and an empty kernel for each
+launch; and for one token on an H200 an estimate, from what each kernel took there by its bytes (`tools/gpu` measures
+it). Attention's own time is not modelled: keys are counted once, and its kernel reads them again for each token, so
+that after long contexts a step takes longer than this says. With `--architecture` the kernels are compiled, and a
+second table has what each takes of a multiprocessor, and how many of its blocks run there.
 """
 
 from __future__ import annotations
@@ -30,21 +30,31 @@ from plans import names
 from plans.formulas import formula
 from plans.kernel_costs import LaunchCost, launch_costs
 from plugins.cuda.compile import compile_kernels
+from plugins.cuda.launches import THREADS
 from plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
 from tools.gpu.models import CAPACITY, SHAPES, TYPES, engine_of
 
-GAP = 1.3e-6
-"""Seconds between two kernels of one CUDA graph on an H100, as the authors of a megakernel for Llama-1B measured it
-(hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles)."""
+GAP = 0.5e-6
+"""Seconds of an empty kernel of a CUDA graph on an H200 (tools/results/gpu-2026-11-27-sm_90.md)."""
 
 GPUS = {"H200": 4263e9, "RTX 4090": 0.92 * 1008e9}
 """Bytes a second that copies move: measured on an H200 (tools/results), 92 % of the data sheet's on the other."""
 
+MEASURED = {
+    "outrider_half_product": (4.7e-6, 3.93e12), "outrider_quant_product": (4.8e-6, 2.64e12),
+    "outrider_attend": (13e-6, GPUS["H200"]), "outrider_rms_norm": (3.6e-6, GPUS["H200"]),
+    "outrider_append": (3.1e-6, GPUS["H200"]), "outrider_visible": (7e-6, GPUS["H200"]),
+    "outrider_evaluate": (9.2e-6, GPUS["H200"]), "outrider_half_gather": (4.8e-6, GPUS["H200"]),
+    "outrider_quant_gather": (4.8e-6, GPUS["H200"]),
+}  # fmt: skip
+"""Seconds of a launch for one token on an H200, and bytes a second beyond: fitted to the kernels of 1B and 8B there
+(tools/results/gpu-2026-11-27-sm_90.md)."""
+
 _SIZES = dict.fromkeys(names.SYMBOLS, 1) | {names.ROW_EDGES: 2, names.CAPACITY: CAPACITY}
 
 
-def figures(costs: list[LaunchCost]) -> dict[str, Any]:
-    """Return launches and bytes of a step, and the seconds that they come to on each of `GPUS`."""
+def figures(costs: list[LaunchCost], tokens: int) -> dict[str, Any]:
+    """Return launches and bytes of a step, their bound on each of `GPUS`, and for one token an estimate."""
     moved, launches = sum(cost.moved for cost in costs), len(costs)
     times = {}
     for gpu, speed in GPUS.items():
@@ -56,7 +66,13 @@ def figures(costs: list[LaunchCost]) -> dict[str, Any]:
         "operations": sum(cost.operations for cost in costs),
         "kernels": dict(Counter(cost.launch.kernel for cost in costs).most_common()),
         "gpus": times,
+        "h200_estimate_ms": 1e3 * sum(_estimate(cost) for cost in costs) if tokens == 1 else None,
     }
+
+
+def _estimate(cost: LaunchCost) -> float:
+    start, speed = MEASURED[cost.launch.kernel]
+    return start + cost.moved / speed
 
 
 def measure(shapes: list[str], kinds: list[str], keys: int, rows: list[int]) -> list[dict[str, Any]]:
@@ -69,13 +85,14 @@ def measure(shapes: list[str], kinds: list[str], keys: int, rows: list[int]) -> 
                     (names.NEW, names.LOGITS, names.PLACES, names.FEATURED), row
                 )
                 found.append(
-                    {"model": name, "weights": kind, "tokens": row, "keys": keys} | figures(launch_costs(engine, own))
+                    {"model": name, "weights": kind, "tokens": row, "keys": keys}
+                    | figures(launch_costs(engine, own), row)
                 )
     return found
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    heads = [f"{gpu}, ms (share of copies)" for gpu in GPUS]
+    heads = [*(f"{gpu}, bound, ms (share of copies)" for gpu in GPUS), "H200, estimate, ms"]
     lines = [
         f"| {' | '.join(('model', 'weights', 'tokens', 'keys', 'launches', 'GB moved', *heads))} |",
         f"|{' --- |' * (6 + len(heads))}",
@@ -84,22 +101,28 @@ def markdown(found: list[dict[str, Any]]) -> str:
         cells = [row["model"], row["weights"], row["tokens"], row["keys"], row["launches"]]
         cells.append(f"{row['moved_bytes'] / 1e9:.2f}")
         cells += [f"{gpu['ms']:.2f} ({gpu['share_of_copies']:.0%})" for gpu in row["gpus"].values()]
+        cells.append("" if row["h200_estimate_ms"] is None else f"{row['h200_estimate_ms']:.2f}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
 def occupancy(architecture: str, costs: list[LaunchCost]) -> list[dict[str, Any]]:
-    """Return what each kernel of a step takes of a multiprocessor, compiled for `architecture`."""
-    on = MULTIPROCESSORS[architecture]
-    resources = kernel_resources(compile_kernels(architecture, "engine.cu"))
+    """Return what every kernel takes of a multiprocessor, compiled for `architecture`.
+
+    Those of a step have the shared memory of its launches, others none beside their own.
+    """
+    on, launched = MULTIPROCESSORS[architecture], {cost.launch.kernel: cost.launch for cost in costs}
     found = []
-    for launch in {cost.launch.kernel: cost.launch for cost in costs}.values():
-        own, dynamic = resources[launch.kernel], formula(launch.shared).value(_SIZES)
-        blocks = own.blocks(on, launch.threads, dynamic)
+    for kernel, own in sorted(kernel_resources(compile_kernels(architecture, "engine.cu")).items()):
+        launch = launched.get(kernel)
+        threads = THREADS if launch is None else launch.threads
+        dynamic = 0 if launch is None else formula(launch.shared).value(_SIZES)
+        blocks = own.blocks(on, threads, dynamic)
         found.append(
             {
-                "kernel": launch.kernel, "threads": launch.threads, "registers": own.registers, "stack": own.stack,
-                "shared": own.shared + dynamic, "blocks": blocks, "warps": blocks * -(-launch.threads // 32),
+                "kernel": kernel.removeprefix("outrider_"), "threads": threads, "registers": own.registers,
+                "stack": own.stack, "shared": own.shared + dynamic, "blocks": blocks,
+                "warps": blocks * -(-threads // 32),
             }
         )  # fmt: skip
     return found
