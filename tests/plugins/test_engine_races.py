@@ -120,6 +120,8 @@ def test_a_barrier_that_is_missing_is_found(tmp_path: Path, header: str, number:
     text = path.read_text(encoding="utf-8")
     begin, end = list(BARRIER.finditer(text))[number].span()
     path.write_text(text[:begin] + text[end:], encoding="utf-8")
+    block = tmp_path / "csrc" / "cuda" / "block.h"  # loops are not unrolled: half of the code to translate
+    block.write_text(block.read_text().replace("OUTRIDER_PRAGMA(unroll times)", "OUTRIDER_PRAGMA(unroll 1)"))
     library = tmp_path / "kernels.so"
     source = f'#include "engine/{header}.cu.h"\n'
     compile_translated(library, source, tmp_path / "csrc", "-O0")

@@ -172,7 +172,8 @@ def test_stages_that_hang_and_crash_leave_the_others_alone(
         "env": "complete", "ncu": "killed after 6 s", "sanitizer": "crashed, SIGSEGV", "smoke": "complete",
     }  # fmt: skip
     assert "sanitizer: crashed, SIGSEGV" in (out / "faults.txt").read_text()
-    assert not Path(f"/proc/{(tmp_path / 'ncu.pid').read_text().strip()}").exists()
+    status = Path(f"/proc/{(tmp_path / 'ncu.pid').read_text().strip()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text(), "killed; where nobody waits for it, a zombie"
 
     tool("compute-sanitizer", "exit 3")
     again, said = run(prepared, tmp_path / "again", "--stages", "env,sanitizer", "--resume", str(out / "report.json"))
