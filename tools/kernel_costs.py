@@ -71,7 +71,7 @@ def figures(costs: list[LaunchCost], tokens: int) -> dict[str, Any]:
 
 
 def _estimate(cost: LaunchCost) -> float:
-    start, speed = MEASURED[cost.launch.kernel]
+    start, speed = MEASURED.get(cost.launch.kernel, (5e-6, GPUS["H200"]))
     return start + cost.moved / speed
 
 
@@ -109,9 +109,11 @@ def markdown(found: list[dict[str, Any]]) -> str:
 def occupancy(architecture: str, costs: list[LaunchCost]) -> list[dict[str, Any]]:
     """Return what every kernel takes of a multiprocessor, compiled for `architecture`.
 
-    Those of a step have the shared memory of its launches, others none beside their own.
+    Those of a step have the most shared memory of its launches, others none beside their own.
     """
-    on, launched = MULTIPROCESSORS[architecture], {cost.launch.kernel: cost.launch for cost in costs}
+    on = MULTIPROCESSORS[architecture]
+    by_shared = sorted((cost.launch for cost in costs), key=lambda launch: formula(launch.shared).value(_SIZES))
+    launched = {launch.kernel: launch for launch in by_shared}
     found = []
     for kernel, own in sorted(kernel_resources(compile_kernels(architecture, "engine.cu")).items()):
         launch = launched.get(kernel)

@@ -46,6 +46,8 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
     summed = next((each.total for each in sums if isinstance(each, Summed)), None)
     x, added = (summed, None) if summed is not None else (real(e, node.inputs[0]), _optional(e, node, 2))
     rows, width = product(x.shape[:-1]), x.shape[-1]
+    if width.number is None or norm_bytes(width.number) > MOST_SHARED:
+        raise e.refusal(f"a norm of {width} numbers; rows of up to {MOST_SHARED // norm_bytes(1)} fit into every GPU")
     normed = output_for(e, node.outputs[0], x.shape)
     epsilon = as_number(float, node.attributes.get_float("epsilon", 1e-5))
     total = None
@@ -61,7 +63,7 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
         },
         {"size": width, "epsilon": epsilon, "form": normed.form},
         str(rows),
-        shared=norm_bytes(width.number or 0),
+        shared=norm_bytes(width.number),
         part=part_of(weight.name),
         moves=rows * width * ((4 if added is None else 12) + bytes_of(normed)),
         operations=rows * width * 4,

@@ -30,7 +30,6 @@ from plugins.schema import CPU_DOMAIN
 
 _ROWS_AT_ONCE = 8  # of a float32 product's block (kRowsAtOnce)
 _MATRIX = 32  # rows, and outputs, of a block on tensor cores; inputs of a step (kQuantRows, kHalfRows ...)
-_MOST_NORMING = 1024  # blocks of a product that norms its rows by itself
 _WARPS = THREADS // 32
 _BYTES = (4, 2, 2, 1)  # of a number, by form
 

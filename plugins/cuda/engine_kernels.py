@@ -165,7 +165,8 @@ def quant_bytes(bits: int, rows: object) -> str:
     twice = f"max(2 * min({rows}, {8 // deep}), min({rows}, 8))"
     few = f"{_ahead(bits, 4 * deep) + inputs} + {_of_row(deep)} * {twice}"
     many = f"{_ahead(bits, 5 if bits == 4 else 4)} + {_of_row(1)} * min({rows}, 32)"
-    return f"max({few}, ({many}) * min(1, max(0, {rows} - 8)))"
+    past = f"min(1, max(0, {rows} - 8))"
+    return f"({few}) * (1 - {past}) + ({many}) * {past}"
 
 
 def _ahead(bits: int, blocks: int) -> int:

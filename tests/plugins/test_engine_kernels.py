@@ -75,7 +75,7 @@ def test_products_have_the_bits_of_the_reference_whatever_the_rows(
     np.testing.assert_array_equal(to, ordered_matmul(x, weight))
 
 
-@pytest.mark.parametrize("size", [16, 24, 64, 200])
+@pytest.mark.parametrize("size", [16, 24, 64, 200, 4160])
 @pytest.mark.parametrize("added", [False, True])
 def test_norms_have_the_bits_of_the_cpu(engine_kernels: Kernels, size: int, added: bool) -> None:
     rng = np.random.default_rng(size)
@@ -152,6 +152,32 @@ def test_quantised_products_have_the_bits_of_the_reference(
         2 * -(-rows // 32), shared=quant_bytes(bits, rows),
     )  # fmt: skip
     np.testing.assert_array_equal(to, quant_matmul(x, integers, scales, least))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [3, 6, 9])
+def test_quantised_products_of_more_turns_than_are_on_their_way(engine_kernels: Kernels, rows: int, bits: int) -> None:
+    """Places in shared memory are used again, also from one half of a gated unit to the other."""
+    rng = np.random.default_rng(rows)
+    inputs, outputs = 1312, 32
+    integers, scales, least, packed = quantized(rng, 2 * outputs, inputs, bits, True, False)
+    x = rng.normal(size=(rows, inputs)).astype(np.float32)
+    words, factors = quantize_rows(x)
+    to = poisoned(rows, outputs)
+    launch(
+        engine_kernels, "outrider_quant_product",
+        {
+            "integers": words.astype(np.int8), "scales": factors, "sums": words.sum(-1).astype(np.int32),
+            "packed": packed, "to": to,
+        },
+        {
+            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": bits, "wide": 0, "minimums": 1, "unit": 1,
+            "form": 0,
+        },
+        1, shared=quant_bytes(bits, rows),
+    )  # fmt: skip
+    both = quant_matmul(x, integers, scales, least)
+    np.testing.assert_array_equal(to, gated_unit(both[:, :outputs], both[:, outputs:]))
 
 
 def narrowed(x: NDArray[np.float32], dtype: str) -> NDArray[np.uint16]:

@@ -166,7 +166,8 @@ def test_stages_that_hang_and_crash_leave_the_others_alone(
     )
     out = tmp_path / "out"
     options = ["--prepared", str(prepared), "--out", str(out), "--stages", "env,ncu,sanitizer,smoke"]
-    subprocess.run([sys.executable, "-c", program, *options], cwd=REPOSITORY, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", program, *options], cwd=REPOSITORY, timeout=120, check=False)
+    assert done.returncode == 1
     stages = json.loads((out / "report.json").read_text())["stages"]
     assert {name: stage["status"] for name, stage in stages.items()} == {
         "env": "complete", "ncu": "killed after 6 s", "sanitizer": "crashed, SIGSEGV", "smoke": "complete",
@@ -202,7 +203,7 @@ def test_other_bits_are_told_apart(prepared: Path) -> None:
         verdict = compare(case, found)
         assert (verdict.passed, verdict.differ > 0, verdict.error > 0) == (passed, True, True)
         apart = replace(case, name="apart")
-        assert [v.passed for v in compare_company([case, apart], [case.after, found])] == [True, False]
+        assert [v.passed for v in compare_company([case, apart], [case.after, found])] == [False]
 
 
 def test_golden_launches_have_every_kernel(engine_emulator: Emulator) -> None:

@@ -37,6 +37,8 @@ from tools.gpu.table import table
 _LAST_LINES = 12  # of what a stage said, in the report where it failed
 _LEAST_SECONDS = 5  # for which no stage begins
 
+_COUNTS = ("bits_equal", "runs"), ("equal", "cases")  # of a row: those that are as they should be, and all
+
 Report = dict[str, Any]
 
 
@@ -90,8 +92,10 @@ class Run:
                     self.write()
             _kill_group(child)  # tools that the stage has started too
             entry["rows"] = _rows(part)
-        told = [f"{stage.name}: {row}" for row in entry["rows"] if row.get("passed") is False]
-        if entry["status"] != "complete":
+        told = [f"{stage.name}: {row}" for row in entry["rows"] if failed(row)]
+        if entry["status"] == "complete" and told:
+            entry["status"] = f"failed in {len(told)} of {len(entry['rows'])} rows"
+        elif entry["status"] != "complete":
             said = (self._out / "log.txt").read_bytes()[start:].decode(errors="replace")
             entry["last"] = said.splitlines()[-_LAST_LINES:]
             told += [f"{stage.name}: {entry['status']}", *entry["last"]]
@@ -121,6 +125,12 @@ class Run:
         part.replace(self._out / name)
 
 
+def failed(row: Row) -> bool:
+    """Return whether a row says that something is not as it should be."""
+    of_runs, of_cases = (row.get(name, row.get(all_of)) != row.get(all_of) for name, all_of in _COUNTS)
+    return row.get("passed") is False or of_runs or of_cases
+
+
 def _rows(part: Path) -> list[Row]:
     lines = part.read_text(encoding="utf-8").split("\n")[:-1] if part.exists() else []  # the last may not be whole
     return [json.loads(line) for line in lines]
@@ -137,8 +147,8 @@ def _kill_group(child: subprocess.Popen[bytes]) -> None:
         child.wait(timeout=10)
 
 
-def measure(prepared: Path, out: Path, budget: float, stages: Sequence[str], resumed: Path | None) -> None:
-    """Run stages in order, each for its own limit or what is left of `budget` seconds."""
+def measure(prepared: Path, out: Path, budget: float, stages: Sequence[str], resumed: Path | None) -> bool:
+    """Run stages in order, each for its own limit or what is left of `budget` seconds. Return whether all passed."""
     began, run = monotonic(), Run(prepared, out, resumed)
     for name in stages:
         if name in run.report["stages"]:
@@ -154,6 +164,7 @@ def measure(prepared: Path, out: Path, budget: float, stages: Sequence[str], res
         stdout.print(f"{name}: {entry['status']}, {entry['seconds']} s, {len(entry['rows'])} rows", markup=False)
     run.write()
     stdout.print("\n".join(table(run.report)), markup=False, soft_wrap=True)
+    return all(run.report["stages"][name]["status"] == "complete" for name in stages)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -188,8 +199,7 @@ def _run(given: list[str]) -> int:
     if not (arguments.prepared / "settings.json").exists():
         raise OutriderError(f"{arguments.prepared} was not prepared; run python -m tools.gpu.prepare first")
     prepared, out = arguments.prepared.absolute(), arguments.out.absolute()
-    measure(prepared, out, arguments.budget, stages, arguments.resume)
-    return 0
+    return 0 if measure(prepared, out, arguments.budget, stages, arguments.resume) else 1
 
 
 if __name__ == "__main__":

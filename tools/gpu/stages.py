@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from plans import names
+from plugins.cuda.engine_kernels import ENGINE_KERNELS
 from runtime.backends.cuda_driver import CudaDevice, call, device_name, driver_version
 from tools.gpu.bench import Bench, LoadedModel, Row, Step, enqueue_all, launch, run_golden, times
 from tools.gpu.golden import Golden, compare, compare_company, read_golden
@@ -37,7 +38,6 @@ _PROFILED = (  # of the model, its tokens, and a part of a kernel's name and of 
     ("8b.bfloat16", 32, "product", "gate+up"),
 )  # fmt: skip
 _METRICS = ("Duration", "DRAM Throughput", "L2 Hit Rate", "Achieved Occupancy", "Registers Per Thread", "No Eligible")
-_MOST_SANITIZED = 12
 _VARIED = ("product", "attend")  # parts of the names of kernels that variants are compared by
 
 
@@ -303,14 +303,21 @@ def sanitizer(bench: Bench) -> None:
             status, said = _run_tool(bench, ["compute-sanitizer", "--tool", tool], "sanitizer-target")
             file.write("\n".join([f"{tool}: {status}", *said[:2000], ""]))
             file.flush()
-            told = [line.strip("= ") for line in said if "SUMMARY" in line] or said[-1:]
-            bench.keep({"what": tool, "text": "; ".join([status, *told])})
+            summary = [line.strip("= ") for line in said if "SUMMARY" in line]
+            row: Row = {"what": tool, "text": "; ".join([status, *(summary or said[-1:])])}
+            if summary:
+                row["passed"] = all(re.search(r"SUMMARY: 0 (errors|hazards)", line) is not None for line in summary)
+            bench.keep(row)
 
 
 def sanitizer_target(bench: Bench) -> None:
-    chosen: dict[str, Golden] = {case.kernel: case for case in read_golden(bench.prepared / "golden.npz")}
-    large = sorted(chosen.values(), key=lambda case: "product" not in case.kernel and "attend" not in case.kernel)
-    for case in large[:_MOST_SANITIZED]:
+    """One launch of each kernel and, of products, of few rows and of many."""
+    chosen: dict[tuple[str, bool], Golden] = {}
+    for case in read_golden(bench.prepared / "golden.npz"):
+        numbers = ENGINE_KERNELS[case.kernel].numbers if case.kernel in ENGINE_KERNELS else ()
+        rows = dict(zip(numbers, case.numbers, strict=False)).get("rows", 0)
+        chosen.setdefault((case.kernel, "product" in case.kernel and 1 < rows <= 8), case)
+    for case in chosen.values():
         run_golden(bench.engine, case)
 
 

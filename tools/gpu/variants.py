@@ -12,13 +12,9 @@ from plugins.cuda.compile import SOURCES
 Change = tuple[str, str, str]
 """A file, the text in it, which is there once, and the text in its place."""
 
-_QUANT, _HALF = (f"engine/{name}.cu.h" for name in ("quant_product", "half_product"))
 
 VARIANTS: dict[str, Sequence[Change]] = {
-    "quant_three_blocks": [
-        (_QUANT, "OUTRIDER_FIT(kQuantWarps * 32, 2)", "OUTRIDER_FIT(kQuantWarps * 32, 3)"),
-    ],
-    "half_short_ring": [(_HALF, "kHalfAhead = 4;", "kHalfAhead = 3;")],
+    "half_short_ring": [("engine/half_product.cu.h", "kHalfAhead = 4;", "kHalfAhead = 3;")],
 }
 """Each answers a question that only a GPU can: what it changes stands in the file that it names."""
 

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "form.h"
-#include "rms_norm.cu.h"
 #include "units.h"
 
 namespace outrider {

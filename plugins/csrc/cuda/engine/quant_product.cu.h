@@ -4,7 +4,6 @@
 #pragma once
 
 #include "form.h"
-#include "rms_norm.cu.h"
 #include "units.h"
 
 namespace outrider {
@@ -316,7 +315,7 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
   Inputs inputs(x, memory + kQuantWarps * Ahead::kOfWarp, Ahead::kTurns);
   int starting = 0, starting_first = 0;  // of the turn that is started next
   const auto start = [&] {
-    const int left = starting < all ? x.blocks - starting_first - warp : 0;
+    const int left = starting < all ? x.blocks - starting_first - warp : -warp;  // of blocks from the warp's on
     inputs.start(starting_first, left);
     ahead.start(left);
     starting_first += kBlocks;
