@@ -106,7 +106,7 @@ constexpr int kOwnPieces = kTileBytes / 16 / kAttending;  // of a tile, 16 bytes
 
 OUTRIDER_DEVICE int thread() { return static_cast<int>(thread_index()); }
 
-// The chunk of keys that a block attends to, with the query heads of one key/value head of one token.
+// The chunk of keys that a block attends to, with `group` query heads of one key/value head of one token.
 struct Chunk {
   const char *keys, *values;  // those of the row and key/value head
   const i32* slots;           // [count], shared
@@ -330,9 +330,9 @@ struct Together {
   }
 };
 
-// A block attends with `at_once` query heads of one key/value head of one token, a divisor of those that it has, over one chunk
-// of keys, and leaves what it finds in partial[token - first_token, head, chunk]. The last block of these heads to finish, as
-// counters[token - first_token, head / at_once] tells, puts the chunks together. Blocks of 256 threads; heads have a multiple of 8 numbers, and of
+// A block attends with `at_once` query heads of one key/value head of one token, a divisor of those that it has, over one
+// chunk of keys, and leaves what it finds in partial[token - first_token, head, chunk]. The last block of these heads to
+// finish, as counters[token - first_token, head / at_once] tells, puts the chunks together. Blocks of 256 threads; heads have a multiple of 8 numbers, and of
 // 32 where they are left in another form than float32. `sinks` may be null.
 OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 1)
 outrider_attend(const float* queries, const char* keys, const char* values, const i64* row_splits, const i32* lists,
