@@ -37,7 +37,7 @@ from tools.gpu.table import table
 _LAST_LINES = 12  # of what a stage said, in the report where it failed
 _LEAST_SECONDS = 5  # for which no stage begins
 
-_COUNTS = ("bits_equal", "runs"), ("equal", "cases")  # of a row: those that are as they should be, and all
+_COUNTS = ("bits_equal", "runs"), ("equal", "cases")  # of a row: the count that passed, and all
 
 Report = dict[str, Any]
 

@@ -332,8 +332,8 @@ struct Together {
 
 // A block attends with `at_once` query heads of one key/value head of one token, a divisor of those that it has, over one
 // chunk of keys, and leaves what it finds in partial[token - first_token, head, chunk]. The last block of these heads to
-// finish, as counters[token - first_token, head / at_once] tells, puts the chunks together. Blocks of 256 threads; heads have a multiple of 8 numbers, and of
-// 32 where they are left in another form than float32. `sinks` may be null.
+// finish, by counters[token - first_token, head / at_once], combines the chunks. Blocks of 256 threads; heads have a multiple
+// of 8 numbers, and of 32 where they are left in another form than float32. `sinks` may be null.
 OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 1)
 outrider_attend(const float* queries, const char* keys, const char* values, const i64* row_splits, const i32* lists,
                 const i32* counts, const float* sinks, float* partial, u32* counters, char* out, float* out_scales,
