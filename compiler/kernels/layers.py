@@ -18,7 +18,15 @@ from plans import names
 from plans.formulas import formula
 from plans.kernel_engine import TURN, Launch
 from plugins.cuda import LAUNCHES
-from plugins.cuda.engine_kernels import CHUNK, HEAD_STEP, MOST_HEAD, MOST_SHARED, attention_bytes, norm_bytes
+from plugins.cuda.engine_kernels import (
+    CHUNK,
+    HEAD_STEP,
+    MOST_HEAD,
+    MOST_SHARED,
+    attention_bytes,
+    attention_room,
+    norm_bytes,
+)
 from plugins.cuda.launches import ELEMENTS as CACHE_TYPES
 from plugins.cuda.launches import THREADS, as_number
 from plugins.onnx_ops import DOMAIN
@@ -88,7 +96,7 @@ def unfit_heads(group: int, size: int) -> str | None:
     """Say why heads of `size` numbers, `group` query heads of which share keys, cannot attend; None where they can."""
     if not 0 < size <= MOST_HEAD or size % HEAD_STEP:
         return f"heads have {size} numbers; it takes multiples of {HEAD_STEP} up to {MOST_HEAD}"
-    shared = formula(attention_bytes(group, size)).value({})
+    shared = formula(attention_bytes(group, size, attention_room(group, size, 4))).value({})
     if shared > MOST_SHARED:
         return (
             f"{group} query heads of {size} numbers share keys: that takes {shared} bytes of shared memory, and some "
@@ -244,6 +252,7 @@ def _attend(
     first = f"{TURN} * {at_once}"
     tokens = f"min({h.tokens} - {first}, {at_once})"
     itemsize = 4 if element == 0 else 2
+    room = attention_room(group, h.size, itemsize)
     # Few tokens are shared out to more blocks, which read keys again for each head.
     heads = f"1 + {group - 1} * min(1, max(0, {h.tokens} - {_FEW_TOKENS}))"
     parts = f"({h.heads} // ({heads}))"
@@ -258,10 +267,10 @@ def _attend(
             {
                 "rows": h.rows, "heads": h.heads, "kv_heads": h.kv_heads, "size": h.size, "capacity": h.capacity,
                 "view": h.view, "chunks": chunks, "first_token": first, "window": window, "element": element,
-                "scale": scale, "softcap": softcap, "form": out.form, "at_once": heads,
+                "scale": scale, "softcap": softcap, "form": out.form, "at_once": heads, "room": room,
             },
             f"{tokens} * {parts} * ({chunks})",
-            shared=attention_bytes(heads, h.size),
+            shared=attention_bytes(heads, h.size, room),
             part=part,
             moves=f"({view}) * {2 * h.kv_heads * h.size * itemsize}",
             operations=f"{tokens} * ({view}) * {4 * h.heads * h.size}",

@@ -87,7 +87,7 @@ ENGINE_KERNELS = {
             ),
             (
                 "rows", "heads", "kv_heads", "size", "capacity", "view", "chunks", "first_token", "window", "element",
-                "scale", "softcap", "form", "at_once",
+                "scale", "softcap", "form", "at_once", "room",
             ),
             frozenset({"sinks", "out_scales", "out_sums"}),
         ),
@@ -137,16 +137,22 @@ MOST_SHARED = 98 * 1024
 HEAD_STEP = 8
 """Heads that attend have a multiple of so many numbers (`load_eight` of `engine/attention.cu.h`)."""
 
-_TILE_BYTES = 16384  # kTileBytes of engine/attention.cu.h
+
+def attention_room(group: int, size: int, itemsize: int) -> int:
+    """Return the bytes of shared memory for keys, and then values, of heads of `size` numbers: for all of a chunk where
+    that fits beside what `group` query heads need, and for four at least (`Staged` of `engine/attention.cu.h`)."""
+    stride = (size * itemsize // 16 | 1) * 16
+    left = MOST_SHARED - 4 * (CHUNK + (CHUNK + size + 1) * group)
+    return stride * max(4, min(CHUNK, left // stride // 4 * 4))
 
 
-def attention_bytes(at_once: object, size: int) -> str:
+def attention_bytes(at_once: object, size: int, room: int) -> str:
     """Return a formula of the bytes of shared memory that a block of `outrider_attend` is launched with.
 
-    They hold a tile of values, and for each of `at_once` query heads, a number or a formula, of `size` numbers weights,
-    query and highest score; and the slots.
+    They hold `room`; for each of `at_once` query heads, a number or a formula, of `size` numbers weights, query and
+    highest score; and the slots.
     """
-    return f"{_TILE_BYTES + 4 * CHUNK} + {4 * (CHUNK + size + 1)} * ({at_once})"
+    return f"{room + 4 * CHUNK} + {4 * (CHUNK + size + 1)} * ({at_once})"
 
 
 _WARPS, _COLUMNS = 8, 32  # of a product's block: warps (kQuantWarps, kHalfWarps), and outputs

@@ -20,6 +20,9 @@ from numpy.typing import DTypeLike, NDArray
 from plans.errors import PlanError
 from plans.extras import install
 
+_OVERLAPPING = 90  # the least compute capability whose kernels may begin while the one before still runs
+_FREELY = 48 << 10  # bytes of shared memory that a kernel may have without leave; products and attention ask for more
+
 
 @cache
 def driver() -> Any:
@@ -55,13 +58,13 @@ def call(function: str, *arguments: Any) -> Any:
 
 def architecture(ordinal: int = 0) -> str:
     """The device's compute capability, such as sm_90. Raises `PlanError` where there is no device."""
-    cuda, device = driver(), call("cuDeviceGet", ordinal)
-    attribute = cuda.CUdevice_attribute
-    major, minor = (
-        call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), device)
-        for part in ("MAJOR", "MINOR")
-    )
+    major, minor = (_attribute(f"COMPUTE_CAPABILITY_{part}", ordinal) for part in ("MAJOR", "MINOR"))
     return f"sm_{major}{minor}"
+
+
+def _attribute(name: str, ordinal: int) -> int:
+    own = getattr(driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(call("cuDeviceGetAttribute", own, call("cuDeviceGet", ordinal)))
 
 
 def device_name(ordinal: int = 0) -> str:
@@ -282,6 +285,12 @@ class CudaDevice:
             self._modules.append(call("cuModuleLoadData", cubin.read_bytes()))
         self._functions: dict[str, Any] = {}
         self._shared: dict[str, int] = {}  # the most of a launch that a kernel may have so far
+        self._launch = _launch_on(self.stream, self.ordinal)
+        self._multiprocessors = _attribute("MULTIPROCESSOR_COUNT", self.ordinal)
+        # Of a kernel that begins early, blocks go to where there is room, two to one multiprocessor, none to another,
+        # unless each asks for more than half of its shared memory.
+        shared = _attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", self.ordinal)
+        self._apart = shared // 2 + 1 if self._launch.numAttrs else 0
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any], shared: int = 0) -> None:
         """Enqueue `kernel`; `values` are ctypes numbers, in the order of its parameters.
@@ -290,15 +299,34 @@ class CudaDevice:
         """
         if kernel not in self._functions:
             self._functions[kernel] = call("cuModuleGetFunction", self._modules[-1], kernel.encode())
+        if shared > _FREELY and blocks <= self._multiprocessors:
+            shared = max(shared, self._apart)
         if shared > self._shared.get(kernel, 0):  # more than 48 KiB, the kernel's own included, need leave
-            attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            call("cuFuncSetAttribute", self._functions[kernel], attribute, shared)
+            most = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call("cuFuncSetAttribute", self._functions[kernel], most, shared)
             self._shared[kernel] = shared
         parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        call(
-            "cuLaunchKernel", self._functions[kernel], blocks, 1, 1, threads, 1, 1, shared, self.stream,
-            ctypes.addressof(parameters), 0,
-        )  # fmt: skip
+        self._launch.gridDimX, self._launch.blockDimX, self._launch.sharedMemBytes = blocks, threads, shared
+        call("cuLaunchKernelEx", self._launch, self._functions[kernel], ctypes.addressof(parameters), 0)
+
+
+def _launch_on(stream: Any, ordinal: int) -> Any:
+    """What kernels on `stream` are launched with, but for their sizes.
+
+    They may begin while the one before still runs, where the device can do that: `follow` of `csrc/cuda/block.h` waits.
+    """
+    cuda = driver()
+    launch = cuda.CUlaunchConfig()
+    launch.hStream = stream
+    launch.gridDimY = launch.gridDimZ = launch.blockDimY = launch.blockDimZ = 1
+    if int(architecture(ordinal).removeprefix("sm_")) >= _OVERLAPPING:
+        early = cuda.CUlaunchAttribute()
+        early.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        allowed = cuda.CUlaunchAttributeValue()
+        allowed.programmaticStreamSerializationAllowed = 1
+        early.value = allowed
+        launch.attrs, launch.numAttrs = [early], 1
+    return launch
 
 
 def _drain(dropped: deque[tuple[str, Any]]) -> None:

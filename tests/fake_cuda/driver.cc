@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <map>
+#include <tuple>
 
 #include "device.h"
 #include "kernels.h"
@@ -18,6 +20,7 @@ namespace {
 enum Result { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kCaptureUnsupported = 900 };
 enum Attribute { kMajor = 75, kMinor = 76 };
 enum FunctionAttribute { kMostDynamicShared = 8 };
+enum LaunchAttributeId { kMayBeginEarly = 6 };  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 constexpr int kVersion = 13000;  // of a driver 580
 char context;                    // whose address is the primary context
@@ -26,6 +29,19 @@ constexpr unsigned kFreelyShared = 48 << 10;  // bytes of dynamic shared memory 
 std::map<void*, unsigned> most_shared;        // that a function has leave for
 
 constexpr int kUnified = 4;  // a kind of memory: the address says which
+
+// CUlaunchConfig.
+struct LaunchAttribute {
+  LaunchAttributeId id;
+  char value[68];
+};
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned count;
+};
 
 // CUDA_MEMCPY3D.
 struct Side {
@@ -198,13 +214,16 @@ Result cuFuncSetAttribute(void* function, FunctionAttribute attribute, int value
   most_shared[function] = static_cast<unsigned>(value);
   return kSuccess;
 }
-Result cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
-                      unsigned shared, void* stream, void** parameters, void**) {
+Result cuLaunchKernelEx(const LaunchConfig* how, void* function, void** parameters, void**) {
+  const auto [blocks, threads, shared] = std::make_tuple(how->grid[0], how->block[0], how->shared);
+  const unsigned others[] = {how->grid[1], how->grid[2], how->block[1], how->block[2]};
+  if (std::any_of(std::begin(others), std::end(others), [](unsigned size) { return size != 1; })) return kInvalidValue;
+  if (how->count > 1 || (how->count == 1 && how->attributes->id != kMayBeginEarly)) return kInvalidValue;
   if (blocks == 0 || threads == 0 || threads > 1024 || shared > std::max(kFreelyShared, most_shared[function])) {
     fake::fault(std::string(static_cast<char*>(function)) + " is launched with a size that no GPU takes");
     return kInvalidValue;
   }
-  fake::launch_kernel(static_cast<char*>(function), blocks, threads, shared, parameters, fake::stream_of(stream));
+  fake::launch_kernel(static_cast<char*>(function), blocks, threads, shared, parameters, fake::stream_of(how->stream));
   return kSuccess;
 }
 

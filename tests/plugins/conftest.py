@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugins.reference import SamplingSlots
 from tests.conftest import made_once
-from tests.plugins.emulator import OF_ENGINES, Emulator
+from tests.plugins.emulator import KERNELS, OF_ENGINES, Emulator
 from tests.plugins.gpu import Gpu
 from tests.plugins.ptx import compile_translated
 
@@ -66,13 +66,23 @@ def logits_rows():
     return _logits
 
 
-@pytest.fixture(scope="session")
-def translated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """The CUDA kernels as NVRTC compiles them, translated for the CPU, once."""
+def _translated(factory: pytest.TempPathFactory, name: str, source: str) -> Emulator:
     pytest.importorskip("cuda.bindings")
     if shutil.which("g++") is None:
         pytest.skip("translated PTX is compiled with g++")
-    return Emulator(made_once(tmp_path_factory, "translated.so", compile_translated))
+    return Emulator(made_once(factory, name, lambda out: compile_translated(out, source)))
+
+
+@pytest.fixture(scope="session")
+def translated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """The CUDA kernels of our ops as NVRTC compiles them, translated for the CPU, once."""
+    return _translated(tmp_path_factory, "translated.so", KERNELS)
+
+
+@pytest.fixture(scope="session")
+def translated_engines(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """The same of those that engines of the backend `cuda` are made of."""
+    return _translated(tmp_path_factory, "engines-translated.so", OF_ENGINES)
 
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -96,11 +106,7 @@ def engine_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     """As `kernels`, those of engines of the backend `cuda` among them."""
     if request.param == "gpu":
         return Gpu(tmp_path_factory.mktemp("gpu"), "engine.cu")
-    if request.param == "ptx":
-        pytest.importorskip("cuda.bindings")
-        made = made_once(tmp_path_factory, "engines-translated.so", lambda out: compile_translated(out, OF_ENGINES))
-        return Emulator(made)
-    found: Emulator = request.getfixturevalue("engine_emulator")
+    found: Emulator = request.getfixturevalue("translated_engines" if request.param == "ptx" else "engine_emulator")
     return found
 
 

@@ -14,6 +14,9 @@ from plugins.cuda.engine_kernels import ENGINE_KERNELS
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu
 
+WEIGHTS = ("weight", "packed")
+"""Tensors that a kernel may read while the one before it still runs: no kernel writes them."""
+
 Arrays = Mapping[str, "NDArray[Any] | None"]
 
 
@@ -47,3 +50,10 @@ def launch(
     values: list[Any] = [ctypes.c_uint64(0 if array is None else array.ctypes.data) for array in given]
     values += [ctypes.c_int64(number) for number in own]
     kernels.launch(name, blocks, threads, values, shared)
+    least, most = kernels.early()
+    weights = [
+        (array.ctypes.data, array.nbytes) for each, array in tensors.items() if each in WEIGHTS and array is not None
+    ]
+    assert least == most or any(first <= least and most <= first + size for first, size in weights), (
+        f"{name} reads what other kernels may write before it has waited for them"
+    )

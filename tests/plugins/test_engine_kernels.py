@@ -20,6 +20,7 @@ from plugins.cuda.engine_kernels import (
     FORMS,
     UNITS,
     attention_bytes,
+    attention_room,
     half_bytes,
     quant_bytes,
 )
@@ -256,6 +257,7 @@ def attend(
     at_once: int = 64,
     heads_at_once: int = 0,
     form: int = 0,
+    keys_at_once: int = CHUNK,
 ) -> NDArray[np.generic]:
     """Attention of queries `[N, heads, D]` over KV caches `[2, R, kv_heads, C, D]`, as an engine launches it.
 
@@ -275,6 +277,7 @@ def attend(
     for first in range(0, tokens, at_once):
         count = min(at_once, tokens - first)
         own = heads_at_once or group
+        room = attention_room(group, size, caches.dtype.itemsize) // CHUNK * keys_at_once
         partial, counters = poisoned(count, heads, chunks, 2 + size), np.zeros((count, heads // own), np.uint32)
         launch(
             kernels, "outrider_attend",
@@ -286,9 +289,9 @@ def attend(
             {
                 "rows": rows, "heads": heads, "kv_heads": kv_heads, "size": size, "capacity": capacity, "view": view,
                 "chunks": chunks, "first_token": first, "window": window, "element": ELEMENTS.index(caches.dtype.name),
-                "scale": real(scale), "softcap": real(softcap), "form": form, "at_once": own,
+                "scale": real(scale), "softcap": real(softcap), "form": form, "at_once": own, "room": room,
             },
-            count * heads // own * chunks, shared=attention_bytes(own, size),
+            count * heads // own * chunks, shared=attention_bytes(own, size, room),
         )  # fmt: skip
         assert not counters.any()
     if form != INTEGERS:
@@ -378,8 +381,9 @@ def test_a_token_attends_the_same_in_any_company(engine_kernels: Kernels) -> Non
         near[..., : len(slots)] = 0
         elsewhere = attend(engine_kernels, queries[token : token + 1].copy(), dense, near, np.array([0, 1]), scale=0.25)
         np.testing.assert_array_equal(elsewhere[0], whole[token])
-    apart = attend(engine_kernels, queries, caches, bias, np.array([0, 9]), scale=0.25, heads_at_once=1)
-    np.testing.assert_array_equal(apart, whole)
+    for ways in ({"heads_at_once": 1}, {"keys_at_once": 24}):
+        again = attend(engine_kernels, queries, caches, bias, np.array([0, 9]), scale=0.25, **ways)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(again, whole)
 
 
 def check_form(

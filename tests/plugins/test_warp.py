@@ -108,7 +108,7 @@ def test_shuffles(kernels: Kernels, mask: int) -> None:
 
 def test_products_of_bytes(kernels: Kernels) -> None:
     rng = np.random.default_rng(1)
-    a = rng.integers(0, 256, (WARPS, 16, 32)).astype(np.uint8)
+    a = rng.integers(-128, 128, (WARPS, 16, 32)).astype(np.int8)
     b = rng.integers(-128, 128, (WARPS, 8, 32)).astype(np.int8)
     c = rng.integers(-(2**31), 2**31, (WARPS, 16, 8)).astype(np.int32)
     expected = (c + a.astype(np.int64) @ b.astype(np.int64).transpose(0, 2, 1)).astype(np.int32)

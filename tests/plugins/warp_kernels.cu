@@ -10,6 +10,7 @@ OUTRIDER_DEVICE i64 own_place() { return block_index() * thread_count() + thread
 OUTRIDER_KERNEL shuffles(const u32* words, const i32* integers, const float* floats, const i32* lanes, const i32* mask,
                          i64* own, u32* words_of, i32* integers_of, float* floats_of, u32* words_across,
                          i32* integers_across, float* floats_across) {
+  follow();
   const i64 i = own_place();
   own[i] = lane_index();
   words_of[i] = shuffle(words[i], lanes[i]);
@@ -38,30 +39,38 @@ OUTRIDER_DEVICE void products(const u32* a, const u32* b, T* c, const Multiply& 
 }
 
 OUTRIDER_KERNEL products_of_bytes(const u32* a, const u32* b, i32* c) {
+  follow();
   products<8>(a, b, c, [](i32(&sums)[4], const u32(&left)[4], const u32(&right)[2]) {
-    multiply_unsigned_bytes(sums, left, right);
+    i32 found[4];
+    multiply_bytes(found, sums[0], left, right);
+    const u32 from = static_cast<u32>(sums[0]);
+    for (int i = 0; i < 4; ++i) sums[i] = static_cast<i32>(static_cast<u32>(found[i]) - from + static_cast<u32>(sums[i]));
   });
 }
 
 OUTRIDER_KERNEL products_of_halves(const u32* a, const u32* b, float* c) {
+  follow();
   products<8>(a, b, c, [](float(&sums)[4], const u32(&left)[4], const u32(&right)[2]) {
     multiply_halves(sums, left, right);
   });
 }
 
 OUTRIDER_KERNEL products_of_bfloats(const u32* a, const u32* b, float* c) {
+  follow();
   products<8>(a, b, c, [](float(&sums)[4], const u32(&left)[4], const u32(&right)[2]) {
     multiply_bfloats(sums, left, right);
   });
 }
 
 OUTRIDER_KERNEL widened(const unsigned short* bits, float* halves, float* bfloats) {
+  follow();
   const i64 i = own_place();
   halves[i] = float_of_half(bits[i]);
   bfloats[i] = float_of_bfloat(bits[i]);
 }
 
 OUTRIDER_KERNEL narrowed(const float* values, unsigned short* halves, unsigned short* bfloats) {
+  follow();
   const i64 i = own_place();
   halves[i] = static_cast<unsigned short>(half_of(values[i]));
   bfloats[i] = static_cast<unsigned short>(bfloat_of(values[i]));
@@ -84,24 +93,31 @@ OUTRIDER_DEVICE void hand_on(const char* from, u32* to, const Wait& wait) {
 }
 
 OUTRIDER_KERNEL bytes_without_barrier(const char* from, u32* to) {
+  follow();
   hand_on<unsigned char>(from, to, [] {});
 }
 OUTRIDER_KERNEL bytes_behind_shuffle(const char* from, u32* to) {
+  follow();
   hand_on<unsigned char>(from, to, [&] { to[4 * own_place()] = shuffle(1u, 0); });
 }
 OUTRIDER_KERNEL bytes_behind_warp_barrier(const char* from, u32* to) {
+  follow();
   hand_on<unsigned char>(from, to, [] { warp_barrier(); });
 }
 OUTRIDER_KERNEL bytes_behind_barrier(const char* from, u32* to) {
+  follow();
   hand_on<unsigned char>(from, to, [] { barrier(); });
 }
 OUTRIDER_KERNEL shorts_behind_warp_barrier(const char* from, u32* to) {
+  follow();
   hand_on<unsigned short>(from, to, [] { warp_barrier(); });
 }
 OUTRIDER_KERNEL words_without_barrier(const char* from, u32* to) {
+  follow();
   hand_on<u32>(from, to, [] {});
 }
 OUTRIDER_KERNEL words_behind_warp_barrier(const char* from, u32* to) {
+  follow();
   hand_on<u32>(from, to, [] { warp_barrier(); });
 }
 
@@ -120,18 +136,22 @@ OUTRIDER_DEVICE void write_again(u32* to, const Wait& wait) {
 }
 
 OUTRIDER_KERNEL again_behind_warp_barrier(u32* to) {
+  follow();
   write_again(to, [] { warp_barrier(); });
 }
 OUTRIDER_KERNEL again_without_barrier(u32* to) {
+  follow();
   write_again(to, [] {});
 }
 
 OUTRIDER_KERNEL half_of_a_warp_waits(u32* to) {
+  follow();
   if (lane_index() < 16) warp_barrier();
   to[own_place()] = 1;
 }
 
 OUTRIDER_KERNEL halves_of_a_warp_wait_for_others(u32* to) {
+  follow();
   if (lane_index() < 16) {
     warp_barrier();
     to[own_place()] = 1;
@@ -141,6 +161,7 @@ OUTRIDER_KERNEL halves_of_a_warp_wait_for_others(u32* to) {
 }
 
 OUTRIDER_KERNEL one_waits_for_its_warp_and_one_for_its_block(u32* to) {
+  follow();
   if (thread_index() < 32) {
     warp_barrier();
   } else {
@@ -151,6 +172,7 @@ OUTRIDER_KERNEL one_waits_for_its_warp_and_one_for_its_block(u32* to) {
 
 // What blocks find in dynamic shared memory, and a byte that may lie behind it.
 OUTRIDER_KERNEL found_there(u32* to, const i64* place) {
+  follow();
   const u32* kept = reinterpret_cast<const u32*>(dynamic_shared());
   to[own_place()] = kept[thread_index()];
   barrier();

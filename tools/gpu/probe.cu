@@ -20,10 +20,11 @@ OUTRIDER_DEVICE float probe_uniform(u64 place, u64 seed) {
 OUTRIDER_DEVICE i64 probe_first() { return block_index() * thread_count() + thread_index(); }
 OUTRIDER_DEVICE i64 probe_step() { return block_count() * thread_count(); }
 
-OUTRIDER_KERNEL probe_empty() {}
+OUTRIDER_KERNEL probe_empty() { follow(); }
 
 // Reads `count` times 16 bytes of `from`; `to` is there so that the loads are.
 OUTRIDER_KERNEL probe_read(const Bytes16* from, u32* to, i64 count) {
+  follow();
   u32 all = 0;
   i64 i = probe_first();
   for (; i + (kProbeLoads - 1) * probe_step() < count; i += kProbeLoads * probe_step()) {
@@ -39,11 +40,13 @@ OUTRIDER_KERNEL probe_read(const Bytes16* from, u32* to, i64 count) {
 
 // Uniform numbers from 0.5 to 1.
 OUTRIDER_KERNEL probe_fill_reals(float* to, i64 bytes, i64 seed) {
+  follow();
   for (i64 i = probe_first(); i < bytes / 4; i += probe_step()) to[i] = 0.5f + 0.5f * probe_uniform(i, seed);
 }
 
 // Numbers of type `element` (element.h), uniform in +-0.03.
 OUTRIDER_KERNEL probe_fill_halves(char* to, i64 bytes, i64 seed, i64 element) {
+  follow();
   for (i64 i = probe_first(); i < bytes / 2; i += probe_step()) {
     keep_element(to, i, element, 0.06f * (probe_uniform(i, seed) - 0.5f));
   }
@@ -51,6 +54,7 @@ OUTRIDER_KERNEL probe_fill_halves(char* to, i64 bytes, i64 seed, i64 element) {
 
 // Blocks of `integers` random bytes, and `scales` numbers of about 0.01: float32 where they are `wide`, else float16.
 OUTRIDER_KERNEL probe_fill_packed(u32* to, i64 bytes, i64 seed, i64 integers, i64 scales, i64 wide) {
+  follow();
   const i64 words = integers / 4, block = words + (wide ? scales : scales / 2);
   for (i64 i = probe_first(); i < bytes / 4; i += probe_step()) {
     const u32 random = probe_random(i, seed);

@@ -112,6 +112,7 @@ OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_indices, c
                                 const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
                                 u64* shares, u64* candidates, i64* status, u32* arrived, i64 vocabulary, i64 branches,
                                 i64 purpose) {
+  follow();
   const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Part part = own_part(vocabulary);
@@ -202,6 +203,7 @@ OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_indic
                                      i64* accepted_count, i64* kept_indices, i64* kept_count, u64* shares,
                                      u64* candidates, i64* status, i64* chosen, i64* next, u32* arrived, u32* counter,
                                      i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens, i64 purpose) {
+  follow();
   const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Trees trees = {logit_indices, rows_of_launch(vocabulary), parent, token_ids};
@@ -317,6 +319,7 @@ OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indi
                                       i64* kept_count, double* trials, u64* shares, u64* candidates, i64* status,
                                       i64* chosen, i64* next, double* weighed, u32* arrived, u32* counter,
                                       i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens) {
+  follow();
   const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Trees trees = {logit_indices, rows_of_launch(vocabulary), parent, token_ids};

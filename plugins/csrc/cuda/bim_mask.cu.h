@@ -18,6 +18,7 @@ OUTRIDER_DEVICE bool descends_to(const i64* parent, i64 query, i64 key) {
 
 OUTRIDER_KERNEL outrider_bim_mask(const i64* bim, const i64* past_length, const i64* row_splits, const i64* branch,
                                   const i64* parent, float* attn_bias, i64 capacity, i64 view, i64 rows, i64 places) {
+  follow();
   const i64 r = block_index() / places;
   const i64 s = block_index() % places;
   if (r >= rows) return;

@@ -23,6 +23,21 @@ OUTRIDER_DEVICE i64 thread_count() { return blockDim.x; }
 OUTRIDER_DEVICE i64 block_index() { return blockIdx.x; }
 OUTRIDER_DEVICE i64 block_count() { return gridDim.x; }
 OUTRIDER_DEVICE void barrier() { __syncthreads(); }
+
+// A kernel may begin while the one before it in the stream still runs (PTX ISA, "griddepcontrol"; launches allow it from compute
+// capability 9.0 on). It lets the next one begin at once, and touches nothing that a kernel writes until all before it have
+// ended, which all of its threads wait for. Weights it may read before.
+OUTRIDER_DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+OUTRIDER_DEVICE void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 OUTRIDER_DEVICE void publish() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 OUTRIDER_DEVICE void add(u64* to, u64 value) { atomicAdd(to, value); }
 OUTRIDER_DEVICE void add(u32* to, u32 value) { atomicAdd(to, value); }
@@ -89,6 +104,11 @@ OUTRIDER_DEVICE void wait_for_copies() {
 namespace outrider {
 
 constexpr int kMostThreads = 512;
+
+OUTRIDER_DEVICE void follow() {
+  let_next_begin();
+  wait_for_earlier();
+}
 
 // Whether this block is the last of `blocks` that come here with this counter, which is zero before the first one; what
 // the others wrote before is visible to it then.

@@ -75,6 +75,7 @@ OUTRIDER_KERNEL outrider_block_select(const float* queries, const i64* kept_indi
                                       const i64* budget, i64* selected, float* scores, i64 rows, i64 layers, i64 heads, i64 head_dim, i64 blocks, i64 retrieval,
                                       i64 new_tokens, i64 width, i64 block_size, i64 sink_blocks, i64 window_blocks,
                                       i64 reduction, i64 most_queries) {
+  follow();
   const PartialLayout layout = {block_size, sink_blocks, window_blocks};
   const i64 of = block_index();
   const i64 candidates = layout.candidates(covered[0]);

@@ -10,6 +10,7 @@ namespace outrider {
 OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* layer_windows, const i64* row, const i64* covered, const i64* summarised,
                                        float* key_max, float* key_min, i64 rows, i64 layers, i64 heads, i64 capacity, i64 head_dim, i64 blocks,
                                        i64 element, i64 block_size, i64 sink_blocks, i64 window_blocks) {
+  follow();
   const PartialLayout layout = {block_size, sink_blocks, window_blocks};
   const i64 of = block_index() % (layers * heads);
   const i64 share = block_index() / (layers * heads);

@@ -8,6 +8,7 @@ namespace outrider {
 OUTRIDER_KERNEL outrider_draft_sample(const float* logits, const float* noise, const float* temperature,
                                       const i64* top_k_filter, const float* top_p, const float* min_p, i64* token,
                                       float* probability, i64 nodes, i64 vocabulary) {
+  follow();
   OUTRIDER_SHARED u64 best[kMostBest];
   const i64 node = block_index();
   const i64 tree = node / nodes;

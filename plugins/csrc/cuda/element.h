@@ -23,6 +23,12 @@ OUTRIDER_DEVICE float element_of_bits(u32 bits) {
   return kType == kFloat16 ? number_of_half(bits) : float_of_bfloat(bits);
 }
 
+template <int kType>
+OUTRIDER_DEVICE float number_at(const char* from) {
+  if (kType == kFloat32) return *reinterpret_cast<const float*>(from);
+  return element_of_bits<kType>(*reinterpret_cast<const unsigned short*>(from));
+}
+
 // Four elements from a multiple of four on: one load.
 template <int kType>
 OUTRIDER_DEVICE void load_four(const char* from, float* to) {

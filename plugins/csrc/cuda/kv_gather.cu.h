@@ -13,6 +13,7 @@ namespace outrider {
 OUTRIDER_KERNEL outrider_kv_gather(char* kv, const i64* source, const i64* source_count, const i64* row_splits,
                                    const i64* source_base, const i64* destination, i64 rows, i64 cache_rows,
                                    i64 heads, i64 capacity, i64 units, i64 unit) {
+  follow();
   const i64 r = block_index() / heads % rows;
   const i64 plane = block_index() / heads / rows;
   const i64 new_tokens = row_splits[rows];

@@ -11,6 +11,7 @@ namespace outrider {
 OUTRIDER_KERNEL outrider_partial_kv_gather(const char* kv, const i64* row, const i64* covered, const i64* selected,
                                            char* partial_kv, i64* resident, i64 rows, i64 layers, i64 heads, i64 capacity, i64 room, i64 retrieval,
                                            i64 block_size, i64 sink_blocks, i64 window_blocks, i64 units, i64 unit) {
+  follow();
   const PartialLayout layout = {block_size, sink_blocks, window_blocks};
   const i64 of = block_index();
   if (row[0] < 0 || row[0] >= rows) return;

@@ -10,6 +10,7 @@ OUTRIDER_KERNEL outrider_race_noise(const i64* tip_position, const u64* seed, co
                                     const double* temperature, const double* top_p, const double* min_p, float* noise,
                                     float* draft_temperature, float* draft_top_p, float* draft_min_p, i64 branches,
                                     i64 depths, i64 vocabulary, i64 purpose) {
+  follow();
   const i64 step = block_count() * thread_count();
   const i64 self = block_index() * thread_count() + thread_index();
   const i64 quads = (vocabulary + kRacers - 1) / kRacers;

@@ -12,6 +12,7 @@ OUTRIDER_DEVICE i64 pool_row(i64 branch, i64 rows) { return branch >= 0 && branc
 // pool: i64 [rows, length]. Puts a token of the pool at each of count places where the host has none (-1).
 OUTRIDER_KERNEL outrider_take_tokens(const i64* pool, const i64* positions, const i64* branch, i64* token_ids, i64 count,
                                      i64 rows, i64 length) {
+  follow();
   for (i64 i = thread_index(); i < count; i += thread_count()) {
     const i64 position = positions[i];
     if (token_ids[i] >= 0 || position < 0 || position >= length) continue;
@@ -22,6 +23,7 @@ OUTRIDER_KERNEL outrider_take_tokens(const i64* pool, const i64* positions, cons
 // Keeps the count tokens that were committed in the pool, each behind the token that it was chosen by.
 OUTRIDER_KERNEL outrider_keep_tokens(i64* pool, const i64* committed, const i64* logit_indices, const i64* positions,
                                      const i64* branch, i64 count, i64 rows, i64 length) {
+  follow();
   for (i64 m = thread_index(); m < count; m += thread_count()) {
     const i64 token = logit_indices[m];
     const i64 position = positions[token] + 1;

@@ -41,6 +41,7 @@ OUTRIDER_KERNEL outrider_tree_expand(const float* logits, const float* score, co
                                      const float* temperature, const i64* top_k_filter, const float* top_p,
                                      const float* min_p, i64* token, float* candidate_score, i64* frontier,
                                      u32* counter, i64 nodes, i64 vocabulary, i64 top_k, i64 doubt) {
+  follow();
   OUTRIDER_SHARED u64 best[kMostBest];
   const i64 node = block_index();
   const i64 tree = node / nodes;

@@ -9,6 +9,7 @@ namespace outrider {
 OUTRIDER_KERNEL outrider_tree_rerank(const i64* candidate_token, const float* candidate_score,
                                      const i64* candidate_parent, const i64* candidate_depth, i64* candidate,
                                      i64* token, i64* parent, i64* depth, float* score, i64 candidates, i64 nodes) {
+  follow();
   const i64 tree = block_index();
   const i64 drafted = nodes - 1;
   const float* scores = candidate_score + tree * candidates;

@@ -46,13 +46,13 @@ OUTRIDER_DEVICE T shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
-// Unsigned bytes by signed ones.
-OUTRIDER_DEVICE void multiply_unsigned_bytes(i32 (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+// Signed bytes: each sum begins with `from`.
+OUTRIDER_DEVICE void multiply_bytes(i32 (&sums)[4], i32 from, const u32 (&a)[4], const u32 (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=r"(sums[0]), "=r"(sums[1]), "=r"(sums[2]), "=r"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(from));
 }
 
 // float16 by float16.

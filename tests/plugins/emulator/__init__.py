@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ class Emulator:
         ]  # fmt: skip
         if hasattr(self._library, "race"):  # kernels as PTX, of which every access is watched
             self._library.race.restype = ctypes.c_char_p
+            self._library.early.restype = ctypes.c_void_p
         self._launches = 0
 
     @contextmanager
@@ -120,6 +122,27 @@ class Emulator:
             return int(spaces[STATUS].view(np.int64)[0]) if STATUS in spaces else 0
 
         return call
+
+    def barriers(self) -> list[int]:
+        """The sites of barriers that launches have come to since the last call: of PTX alone."""
+        found = list(iter(map(self._library.reached, count()).__next__, -1))
+        return [site for site, reached in enumerate(found) if reached]
+
+    @contextmanager
+    def barrier_left_out(self, site: int) -> Iterator[None]:
+        """Launches within go on past the barrier of a site, or past a wait for earlier kernels: of PTX alone."""
+        self._library.leave_out(site)
+        try:
+            yield
+        finally:
+            self._library.leave_out(-1)
+
+    def early(self) -> tuple[int, int]:
+        """The addresses between which the last launch read before it waited for those before it: of PTX alone."""
+        if not hasattr(self._library, "early"):
+            return 0, 0
+        least, most = (self._library.early(end) or 0 for end in (0, 1))
+        return least, most
 
     def launch(self, kernel: str, blocks: int, threads: int, values: Sequence[Any], shared: int = 0) -> None:
         parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

@@ -26,6 +26,8 @@ inline i64 thread_count() { return grid.place().threads; }
 inline i64 block_index() { return grid.place().block; }
 inline i64 block_count() { return grid.place().blocks; }
 inline void barrier() { grid.wait(); }
+inline void let_next_begin() {}
+inline void wait_for_earlier() {}
 inline void publish() {}
 inline void add(u64* to, u64 value) { *to += value; }
 inline void add(u32* to, u32 value) { *to += value; }

@@ -32,7 +32,8 @@ void multiply(Collective collective, T (&sums)[4], const u32 (&a)[4], const u32 
   emulator::add_products<Kind>(sums, shown, lane_index());
 }
 
-inline void multiply_unsigned_bytes(i32 (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+inline void multiply_bytes(i32 (&sums)[4], i32 from, const u32 (&a)[4], const u32 (&b)[2]) {
+  for (i32& sum : sums) sum = from;
   multiply<emulator::Bytes>(kMultiplyBytes, sums, a, b);
 }
 

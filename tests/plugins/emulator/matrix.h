@@ -13,7 +13,7 @@ namespace emulator {
 // A product's kinds of elements: how many a register has, their values, and how a product is added.
 struct Bytes {
   static constexpr int kPacked = 4;
-  static std::int32_t a(std::uint32_t word, int i) { return static_cast<std::uint8_t>(word >> 8 * i); }
+  static std::int32_t a(std::uint32_t word, int i) { return static_cast<std::int8_t>(word >> 8 * i); }
   static std::int32_t b(std::uint32_t word, int i) { return static_cast<std::int8_t>(word >> 8 * i); }
   static std::int32_t sum(std::int32_t a, std::int32_t b, std::int32_t sum) {
     return static_cast<std::int32_t>(static_cast<std::uint32_t>(sum) + static_cast<std::uint32_t>(a * b));

@@ -36,7 +36,7 @@ def compile_translated(
     `headers` is the folder of what `source` includes. `-O0` compiles in half the time of `-O1`. Raises UnknownPtxError.
     """
     code = library.with_suffix(".cc")
-    code.write_text(translate(parse(compile_ptx(source, "translated", headers=headers))), encoding="utf-8")
+    code.write_text(translate(parse(compile_ptx(source, "translated", "compute_90", headers))), encoding="utf-8")
     flags = ["-std=c++17", optimization, "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     flags.append("-fno-gnu-unique")  # libraries of several kernels in one process have a machine each
     includes = [f"-I{path}" for path in (HERE, EMULATOR, SOURCES)]

@@ -84,6 +84,11 @@ class Races {
     counter[place.block] = released_[place.block].size();
   }
 
+  // A store or a count before the kernels before have ended.
+  void too_early(const Place& place) {
+    if (found_.empty()) found_ = kernel_ + ": thread " + std::to_string(place.thread) + " writes before it has waited for the kernels before";
+  }
+
   __attribute__((noinline)) void fences(const Place& place) {
     Fences& own = fences_[place.thread];
     ++own.count;

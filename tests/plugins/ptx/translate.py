@@ -32,12 +32,12 @@ _CONVERSIONS = {  # opcode: the type of the operand, and what converts it
 }
 _OTHER_ROUNDING = {"rz", "rm", "rp", "rni", "rmi", "rpi", "sat", "ftz"}
 _MATRICES = {
-    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32": "Bytes",
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32": "Bytes",
     "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "Halves",
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "Bfloats",
 }
 _OTHER_LANES = {"shfl.sync.idx.b32": "{}", "shfl.sync.bfly.b32": "machine.place().lane() ^ {}"}
-_SITE = "__COUNTER__"  # of a collective: all lanes of a warp come to the same
+_SITE = "__COUNTER__"  # of a collective, to the same of which all lanes of a warp come, and of a barrier
 
 
 def translate(module: Module) -> str:
@@ -218,10 +218,13 @@ class _Body:
 
     _fence = _membar
 
+    def _griddepcontrol(self, i: Instruction) -> str:
+        return "" if "launch_dependents" in i.opcode else f"machine.wait_for_earlier({_SITE});"
+
     def _bar(self, i: Instruction) -> str | None:
         if i.opcode == ("bar", "warp", "sync"):
             return f"machine.wait_for_warp({_SITE}, {self._value(i.operands[0], 'b32')});"
-        return "machine.grid.wait();" if (i.opcode, i.operands) == (("bar", "sync"), ("0",)) else None
+        return f"machine.wait_for_block({_SITE});" if (i.opcode, i.operands) == (("bar", "sync"), ("0",)) else None
 
     # Of a warp.
 

@@ -17,6 +17,7 @@ constexpr int kChunk = 256;  // keys whose weights and values are summed by them
 // A block lists the slots that one token sees, ascending: lists[token, view], counts[token].
 OUTRIDER_KERNEL outrider_visible(const float* bias, const i64* row_splits, i32* lists, i32* counts, i64 rows, i64 places,
                                  i64 view) {
+  follow();
   const i64 token = block_index();
   const i64 row = row_of(row_splits, rows, token);
   const float* line = bias + (row * places + token - row_splits[row]) * view;
@@ -71,6 +72,7 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
                                 i64 rows, i64 heads, i64 kv_heads, i64 size, i64 rotated, i64 capacity, i64 query_stride,
                                 i64 kv_stride, i64 query_place, i64 key_place, i64 value_place, i64 element,
                                 i64 epsilon, i64 limit) {
+  follow();
   OUTRIDER_SHARED float ready[1024];
   const i64 token = block_index() / (heads + kv_heads);
   const i64 head = block_index() % (heads + kv_heads);
@@ -100,9 +102,7 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
 // The first rank of a token's list that counts: the last `window` keys do; 0: all.
 OUTRIDER_DEVICE i64 window_begin(i64 count, i64 window) { return window != 0 && window < count ? count - window : 0; }
 
-constexpr int kTileBytes = 16384;  // of values that a block has in shared memory at once: in attention_bytes, too
-constexpr int kAttending = 256;    // threads of a block
-constexpr int kOwnPieces = kTileBytes / 16 / kAttending;  // of a tile, 16 bytes each, that a thread loads
+constexpr int kAttending = 256;  // threads of a block, one for each key of a chunk
 
 OUTRIDER_DEVICE int thread() { return static_cast<int>(thread_index()); }
 
@@ -116,96 +116,96 @@ struct Chunk {
   float scale, softcap;
 };
 
-// Scores of kHeads neighbouring heads with one key: sixteen lanes each.
-template <int kType, int kHeads>
-OUTRIDER_DEVICE void score_heads(const Chunk& chunk, int first_head, int j) {
-  const float* query = chunk.query + first_head * chunk.size;
-  const char* key = chunk.keys + i64{chunk.slots[j]} * chunk.size * kElementBytes<kType>;
-  float lanes[kHeads][kLanes] = {};
-  const auto add_eight = [&](int d, int lane) {  // numbers d to d + 7, of which the first is the lane's
-    float numbers[8];
-    load_eight<kType>(key + d * kElementBytes<kType>, numbers);
-    for (int h = 0; h < kHeads; ++h) {
-      for (int l = 0; l < 8; l += 4) {
-        const Quad asked = load_quad(query + h * chunk.size + d + l);
-        for (int i = 0; i < 4; ++i) {
-          float& own = lanes[h][lane + l + i];
-          own = fused(asked.value[i], numbers[l + i], own);
-        }
-      }
-    }
-  };
-  OUTRIDER_UNROLL(4)
-  for (int d = 0; d + kLanes <= chunk.size; d += kLanes) {
-    add_eight(d, 0);
-    add_eight(d + 8, 8);
-  }
-  if (chunk.size % kLanes != 0) add_eight(chunk.size / kLanes * kLanes, 0);
-  for (int h = 0; h < kHeads; ++h) {
-    const float score = sum_of_lanes(lanes[h]) * chunk.scale;
-    chunk.weights[(first_head + h) * kChunk + j] = chunk.softcap != 0.0f ? lane_capped(score, chunk.softcap) : score;
-  }
-}
-
-// Scores of all heads, a thread for each key: four heads at a time, so that a key is read once for four.
+// Room in shared memory for the keys of a chunk, or for its values, as many of them at a time as fit. A key's numbers are an
+// odd number of 16 bytes apart from the next one's, so that banks differ where each thread reads a key.
 template <int kType>
-OUTRIDER_DEVICE void score(const Chunk& chunk) {
-  for (int j = thread(); j < kChunk; j += kAttending) {
-    int g = 0;
-    if (j >= chunk.count) {
-      for (; g < chunk.group; ++g) chunk.weights[g * kChunk + j] = float_of(kLeast);
-    }
-    for (; g + 4 <= chunk.group; g += 4) score_heads<kType, 4>(chunk, g, j);
-    for (; g + 2 <= chunk.group; g += 2) score_heads<kType, 2>(chunk, g, j);
-    for (; g < chunk.group; ++g) score_heads<kType, 1>(chunk, g, j);
-  }
-}
-
-// Values of a chunk, which come to shared memory in tiles of some keys: while one is added up, the next is on its way.
-template <int kType>
-struct Values {
+struct Staged {
   const Chunk& chunk;
-  char* tile;  // kTileBytes of shared memory
-  int pieces;  // of 16 bytes, of a key's values
-  int keys;    // of a tile: a multiple of four, and four at least, of heads of up to 1024 numbers
-  Bytes16 coming[kOwnPieces] = {};
+  char* room;
+  int pieces, stride, keys;  // of a key: times 16 bytes, bytes; keys at a time: a multiple of four
 
-  OUTRIDER_DEVICE Values(const Chunk& of, char* shared)
-      : chunk(of), tile(shared), pieces(of.size * kElementBytes<kType> / 16), keys(kTileBytes / 16 / pieces / 4 * 4) {}
+  OUTRIDER_DEVICE Staged(const Chunk& of, char* shared, int bytes)
+      : chunk(of), room(shared), pieces(of.size * kElementBytes<kType> / 16), stride((pieces | 1) * 16), keys(bytes / stride / 4 * 4) {}
 
-  // Begin to load the tile whose first key is `start`.
-  OUTRIDER_DEVICE void fetch(int start) {
-    for (int own = 0; own < kOwnPieces; ++own) {
-      const int piece = thread() + own * kAttending, key = piece / pieces;
-      if (key >= keys || start + key >= chunk.count) break;
-      coming[own] = load_bytes16(chunk.values + (i64{chunk.slots[start + key]} * pieces + piece % pieces) * 16);
+  OUTRIDER_DEVICE bool whole() const { return chunk.count <= keys; }
+  OUTRIDER_DEVICE int there(int first) const { return chunk.count - first < keys ? chunk.count - first : keys; }
+
+  // Begin to copy what `from` has of the keys from the `first` one on.
+  OUTRIDER_DEVICE void start(const char* from, int first) const {
+    const int here = there(first);
+    int key = thread() / pieces, piece = thread() % pieces;
+    const SharedAddress to = shared_address(room);
+    OUTRIDER_UNROLL(4)
+    while (key < here) {
+      start_copy16(to + (key * stride + piece * 16), from + (i64{chunk.slots[first + key]} * pieces + piece) * 16, true);
+      key += kAttending / pieces, piece += kAttending % pieces;
+      if (piece >= pieces) piece -= pieces, ++key;
     }
+    close_copies();
   }
 
   OUTRIDER_DEVICE void arrive() const {
-    barrier();  // before anyone writes again
-    for (int own = 0; own < kOwnPieces; ++own) {
-      const int piece = thread() + own * kAttending;
-      if (piece < keys * pieces) reinterpret_cast<Bytes16*>(tile)[piece] = coming[own];
-    }
+    wait_for_copies<0>();
     barrier();
   }
 
-  // Adds to kNumbers neighbouring numbers of a head, four or one, what the keys of the tile give, which begins with the key
-  // `start`.
+  // Scores of kHeads neighbouring heads with the key of a thread: sixteen lanes each.
+  template <int kHeads>
+  OUTRIDER_DEVICE void score_heads(int first_head, int first) const {
+    const float* query = chunk.query + first_head * chunk.size;
+    const char* key = room + thread() * stride;
+    float lanes[kHeads][kLanes] = {};
+    const auto add_eight = [&](int d, int lane) {  // numbers d to d + 7, of which the first is the lane's
+      float numbers[8];
+      load_eight<kType>(key + d * kElementBytes<kType>, numbers);
+      for (int h = 0; h < kHeads; ++h) {
+        for (int l = 0; l < 8; l += 4) {
+          const Quad asked = load_quad(query + h * chunk.size + d + l);
+          for (int i = 0; i < 4; ++i) {
+            float& own = lanes[h][lane + l + i];
+            own = fused(asked.value[i], numbers[l + i], own);
+          }
+        }
+      }
+    };
+    OUTRIDER_UNROLL(1)  // else registers do not suffice for two blocks a multiprocessor
+    for (int d = 0; d + kLanes <= chunk.size; d += kLanes) {
+      add_eight(d, 0);
+      add_eight(d + 8, 8);
+    }
+    if (chunk.size % kLanes != 0) add_eight(chunk.size / kLanes * kLanes, 0);
+    for (int h = 0; h < kHeads; ++h) {
+      const float score = sum_of_lanes(lanes[h]) * chunk.scale;
+      float& kept = chunk.weights[(first_head + h) * kChunk + first + thread()];
+      kept = chunk.softcap != 0.0f ? lane_capped(score, chunk.softcap) : score;
+    }
+  }
+
+  // Scores of all heads with the keys that are there, a thread for each: four heads at a time, so that a key is read once for
+  // four.
+  OUTRIDER_DEVICE void score(int first) const {
+    if (thread() >= there(first)) return;
+    int g = 0;
+    for (; g + 4 <= chunk.group; g += 4) score_heads<4>(g, first);
+    for (; g + 2 <= chunk.group; g += 2) score_heads<2>(g, first);
+    for (; g < chunk.group; ++g) score_heads<1>(g, first);
+  }
+
+  // Adds to kNumbers neighbouring numbers of a head, four or one, what the values of the keys from `first` on give.
   template <int kNumbers>
-  OUTRIDER_DEVICE void add_keys(int head, int d, int start, float (&sums)[kNumbers]) const {
-    const float* weights = chunk.weights + head * kChunk + start;
-    const int here = chunk.count - start < keys ? chunk.count - start : keys;
+  OUTRIDER_DEVICE void add_values(int head, int d, int first, float (&sums)[kNumbers]) const {
+    const float* weights = chunk.weights + head * kChunk + first;
+    const char* const own = room + d * kElementBytes<kType>;
     const auto add = [&](float weight, int key) {
       float numbers[kNumbers];
       if constexpr (kNumbers == 4) {
-        load_four<kType>(tile + (key * chunk.size + d) * kElementBytes<kType>, numbers);
+        load_four<kType>(own + key * stride, numbers);
       } else {
-        numbers[0] = element_at(tile, key * chunk.size + d, kType);
+        numbers[0] = number_at<kType>(own + key * stride);
       }
       for (int i = 0; i < kNumbers; ++i) sums[i] = fused(weight, numbers[i], sums[i]);
     };
+    const int here = there(first);
     int key = 0;
     OUTRIDER_UNROLL(4)
     for (; key + 4 <= here; key += 4) {
@@ -231,31 +231,41 @@ struct Partial {
   OUTRIDER_DEVICE float* of(i64 head, i64 chunk) const { return first + (head * chunks + chunk) * (2 + size); }
 };
 
-// Weighted values of a chunk, which is the token's `own`th: a thread has kNumbers neighbouring ones of a head.
+// Weighted values of a chunk, which is the token's `own`th: a thread has kNumbers neighbouring ones of a head. The first of
+// them are on their way.
 template <int kType, int kNumbers>
-OUTRIDER_DEVICE void add_values(const Chunk& chunk, Values<kType>& values, const Partial& partial, i64 own) {
+OUTRIDER_DEVICE void add_values(const Staged<kType>& staged, const Partial& partial, i64 own) {
+  const Chunk& chunk = staged.chunk;
   const int of_head = chunk.size / kNumbers;
   for (int round = 0; round < chunk.group * of_head; round += kAttending) {
     const int head = (round + thread()) / of_head, d = (round + thread()) % of_head * kNumbers;
     const bool has = head < chunk.group;
     float sums[kNumbers] = {};
-    if (round > 0) values.fetch(0);
-    for (int start = 0; start < chunk.count; start += values.keys) {
-      values.arrive();
-      if (start + values.keys < chunk.count) values.fetch(start + values.keys);
-      if (has) values.template add_keys<kNumbers>(head, d, start, sums);
+    for (int first = 0; first < chunk.count; first += staged.keys) {
+      if (first > 0 || (round > 0 && !staged.whole())) {
+        barrier();  // before anyone writes again
+        staged.start(chunk.values, first);
+      }
+      staged.arrive();
+      if (has) staged.template add_values<kNumbers>(head, d, first, sums);
     }
     for (int i = 0; has && i < kNumbers; ++i) partial.of(head, own)[2 + d + i] = sums[i];
   }
 }
 
-// Scores, weights and their sums, and weighted values of a chunk, which is the token's `own`th.
+// Scores, weights and their sums, and weighted values of a chunk, which is the token's `own`th. `room` has as many `bytes`.
 template <int kType>
-OUTRIDER_DEVICE void attend_to(const Chunk& chunk, float* highest, char* tile, const Partial& partial, i64 own) {
-  score<kType>(chunk);
+OUTRIDER_DEVICE void attend_to(const Chunk& chunk, float* highest, char* room, int bytes, const Partial& partial, i64 own) {
+  const Staged<kType> staged(chunk, room, bytes);
+  for (int g = 0; thread() >= chunk.count && g < chunk.group; ++g) chunk.weights[g * kChunk + thread()] = float_of(kLeast);
+  for (int first = 0; first < chunk.count; first += staged.keys) {
+    if (first > 0) barrier();  // before anyone writes again
+    staged.start(chunk.keys, first);
+    staged.arrive();
+    staged.score(first);
+  }
   barrier();
-  Values<kType> values(chunk, tile);
-  values.fetch(0);
+  staged.start(chunk.values, 0);
   const int warp = thread() / 32, lane = thread() % 32;
   for (int g = warp; g < chunk.group; g += kAttending / 32) {
     const float* scores = chunk.weights + g * kChunk;
@@ -283,23 +293,37 @@ OUTRIDER_DEVICE void attend_to(const Chunk& chunk, float* highest, char* tile, c
     }
   }
   if (chunk.group * chunk.size <= kAttending) {
-    add_values<kType, 1>(chunk, values, partial, own);
+    add_values<kType, 1>(staged, partial, own);
   } else {
-    add_values<kType, 4>(chunk, values, partial, own);
+    add_values<kType, 4>(staged, partial, own);
   }
 }
 
-// Puts the chunks of the heads of one key/value head together: what each is multiplied by takes the place of its highest
-// score. `sinks`, the scores of a key without a value, may be null.
+// Puts the chunks of the heads of one key/value head together: each is multiplied by its factor, which comes into shared
+// memory, or where these are too many, into the place of its highest score. `sinks`, the scores of a key without a value, may be
+// null.
 struct Together {
   Partial partial;
   i64 chunks;  // that have keys
   const float* sinks;
   float* sink;  // [group], shared: its weight
+  float* factors;  // [group, chunks], shared, where they fit
+  bool fits;
+
+  OUTRIDER_DEVICE void keep_factor(i64 head, i64 chunk, float by) const {
+    if (fits) {
+      factors[head * chunks + chunk] = by;
+    } else {
+      *partial.of(head, chunk) = by;
+    }
+  }
+  OUTRIDER_DEVICE float factor(i64 head, i64 chunk) const {
+    if (fits) return factors[head * chunks + chunk];
+    return *partial.of(head, chunk);
+  }
 
   OUTRIDER_DEVICE void weigh(i64 group) const {
     for (i64 g = thread_index() / 32; g < group; g += thread_count() / 32) {
-      if (chunks == 0) break;
       float most = float_of(kLeast);
       for (i64 c = lane_index(); c < chunks; c += 32) {
         const float other = *partial.of(g, c);
@@ -307,24 +331,41 @@ struct Together {
       }
       most = of_warp_highest(most);
       if (sinks != nullptr && sinks[g] > most) most = sinks[g];
-      for (i64 c = lane_index(); c < chunks; c += 32) {
-        float* const highest = partial.of(g, c);
-        *highest = lane_exp(*highest - most);
-      }
+      for (i64 c = lane_index(); c < chunks; c += 32) keep_factor(g, c, lane_exp(*partial.of(g, c) - most));
       if (lane_index() == 0) sink[g] = sinks == nullptr ? 0.0f : lane_exp(sinks[g] - most);
     }
-    barrier();
   }
 
-  OUTRIDER_DEVICE float number(i64 g, i64 d) const {
+  // What a chunk left of a number of a head.
+  struct Left {
+    float weights, values;
+  };
+  OUTRIDER_DEVICE Left left(i64 g, i64 d, i64 c) const {
+    const float* of_chunk = partial.of(g, c);
+    return {of_chunk[1], of_chunk[2 + d]};
+  }
+
+  // `first` has what kAhead chunks left, if there are as many.
+  static constexpr int kAhead = 4;
+  OUTRIDER_DEVICE void load(i64 g, i64 d, Left (&first)[kAhead]) const {
+    for (int c = 0; c < kAhead; ++c) {
+      if (c < chunks) first[c] = left(g, d, c);
+    }
+  }
+
+  OUTRIDER_DEVICE float number(i64 g, i64 d, const Left (&first)[kAhead]) const {
     if (chunks == 0) return 0.0f;
     float total = 0.0f, sum = 0.0f;
-    OUTRIDER_UNROLL(8)
-    for (i64 c = 0; c < chunks; ++c) {
-      const float *of_chunk = partial.of(g, c), factor = of_chunk[0];
-      total = fused(of_chunk[1], factor, total);
-      sum = fused(of_chunk[2 + d], factor, sum);
+    const auto add = [&](const Left& own, i64 c) {
+      const float by = factor(g, c);
+      total = fused(own.weights, by, total);
+      sum = fused(own.values, by, sum);
+    };
+    for (int c = 0; c < kAhead; ++c) {
+      if (c < chunks) add(first[c], c);
     }
+    OUTRIDER_UNROLL(8)
+    for (i64 c = kAhead; c < chunks; ++c) add(left(g, d, c), c);
     if (sinks != nullptr) total = total + sink[g];
     return sum / total;
   }
@@ -334,49 +375,60 @@ struct Together {
 // chunk of keys, and leaves what it finds in partial[token - first_token, head, chunk]. The last block of these heads to
 // finish, by counters[token - first_token, head / at_once], combines the chunks. Blocks of 256 threads; heads have a multiple
 // of 8 numbers, and of 32 where they are left in another form than float32. `sinks` may be null.
-OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 1)
+OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 2)
 outrider_attend(const float* queries, const char* keys, const char* values, const i64* row_splits, const i32* lists,
                 const i32* counts, const float* sinks, float* partial, u32* counters, char* out, float* out_scales,
                 i32* out_sums, i64 rows, i64 heads, i64 kv_heads, i64 size, i64 capacity, i64 view, i64 chunks,
-                i64 first_token, i64 window, i64 element, i64 scale, i64 softcap, i64 form, i64 at_once) {
+                i64 first_token, i64 window, i64 element, i64 scale, i64 softcap, i64 form, i64 at_once, i64 room) {
+  follow();
   // Divided as 32 bits, which a GPU does several times faster.
   const u32 block = static_cast<u32>(block_index()), of_head = static_cast<u32>(chunks);
   const u32 parts = static_cast<u32>(heads) / static_cast<u32>(at_once), of_kv_head = parts / static_cast<u32>(kv_heads);
   const u32 part = block / of_head % parts;
   const i64 own = block % of_head, kv_head = part / of_kv_head, token = first_token + block / of_head / parts;
-  const i64 all = counts[token];
+  const int group = static_cast<int>(at_once);
+  const i64 first_head = token * heads + part * group;
+  char* staged = dynamic_shared();                            // [room]
+  float* weights = reinterpret_cast<float*>(staged + room);  // [group, kChunk]
+  float* query = weights + group * kChunk;                    // [group, size]
+  float* highest = query + group * size;                      // [group]
+  i32* slots = reinterpret_cast<i32*>(highest + group);       // [kChunk]
+  const i32* list = lists + token * view;
+  i32 slot = 0;  // of the thread's key: without a window it is known where it stands before `counts` is
+  if (window == 0 && own * kChunk + thread() < view) slot = list[own * kChunk + thread()];
+  for (i64 i = thread_index(); i < group * size; i += thread_count()) query[i] = queries[first_head * size + i];
+  const i64 all = counts[token], row = row_of(row_splits, rows, token);
   const i64 begin = window_begin(all, window) + own * kChunk;
   if (begin >= all && own > 0) return;
   const i64 seen = all - window_begin(all, window), own_chunks = (seen + kChunk - 1) / kChunk;
   const int count = static_cast<int>(all - begin < kChunk ? all - begin : kChunk);
-  const int group = static_cast<int>(at_once);
-  const i64 first_head = token * heads + part * group;
-  char* tile = dynamic_shared();
-  float* weights = reinterpret_cast<float*>(tile + kTileBytes);  // [group, kChunk]
-  float* query = weights + group * kChunk;                       // [group, size]
-  float* highest = query + group * size;                         // [group]
-  i32* slots = reinterpret_cast<i32*>(highest + group);          // [kChunk]
-  for (i64 i = thread_index(); i < group * size; i += thread_count()) query[i] = queries[first_head * size + i];
-  for (i64 j = thread_index(); j < count; j += thread_count()) slots[j] = lists[token * view + begin + j];
+  if (window != 0 && thread() < count) slot = list[begin + thread()];
+  if (thread() < count) slots[thread()] = slot;
   barrier();
   const i64 bytes = size * (element == kFloat32 ? 4 : 2);
-  const i64 cache = (row_of(row_splits, rows, token) * kv_heads + kv_head) * capacity * bytes;
+  const i64 cache = (row * kv_heads + kv_head) * capacity * bytes;
   const Chunk chunk = {keys + cache, values + cache, slots, query, weights, count,
                        group, static_cast<int>(size),
                        float_of(static_cast<i32>(scale)), float_of(static_cast<i32>(softcap))};
   const Partial left = {partial + (first_head - first_token * heads) * chunks * (2 + size), chunks, size};
   if (element == kFloat32) {
-    attend_to<kFloat32>(chunk, highest, tile, left, own);
+    attend_to<kFloat32>(chunk, highest, staged, static_cast<int>(room), left, own);
   } else if (element == kFloat16) {
-    attend_to<kFloat16>(chunk, highest, tile, left, own);
+    attend_to<kFloat16>(chunk, highest, staged, static_cast<int>(room), left, own);
   } else {
-    attend_to<kBFloat16>(chunk, highest, tile, left, own);
+    attend_to<kBFloat16>(chunk, highest, staged, static_cast<int>(room), left, own);
   }
   if (!last_to_finish(counters + (token - first_token) * parts + part, own_chunks > 0 ? own_chunks : 1)) return;
-  const Together together = {left, own_chunks, sinks == nullptr ? nullptr : sinks + part * group, highest};
+  const Together together = {left, own_chunks, sinks == nullptr ? nullptr : sinks + part * group, highest,
+                             reinterpret_cast<float*>(staged), group * own_chunks * 4 <= room};
+  Together::Left first[Together::kAhead] = {};
+  if (thread() < group * chunk.size) together.load(thread() / chunk.size, thread() % chunk.size, first);  // before they are needed
   together.weigh(group);
+  barrier();
   for (int i = thread(); i < group * chunk.size; i += kAttending) {
-    const float found = together.number(i / chunk.size, i % chunk.size);
+    const int head = i / chunk.size, d = i % chunk.size;
+    if (i != thread()) together.load(head, d, first);
+    const float found = together.number(head, d, first);
     const i64 at = first_head * size + i;
     if (form == kFloat32) {
       reinterpret_cast<float*>(out)[at] = found;

@@ -20,6 +20,7 @@ OUTRIDER_DEVICE double ordered_sum(double own) {
 }
 
 OUTRIDER_KERNEL outrider_entropy(const float* logits, float* to, i64 vocabulary) {
+  follow();
   OUTRIDER_SHARED float tops[kEntropyThreads];
   const float* row = logits + block_index() * vocabulary;
   float own = float_of(static_cast<i32>(0xff800000u));

@@ -92,6 +92,7 @@ OUTRIDER_DEVICE i64 run_code(const i64* code, i64 length, i64 index, const Sourc
 OUTRIDER_KERNEL outrider_evaluate(void* to, const i64* code, const void* s0, const void* s1, const void* s2, const void* s3,
                                   const void* s4, const void* s5, const void* s6, const void* s7, i64 elements, i64 length,
                                   i64 real, i64 z0, i64 z1, i64 z2, i64 z3, i64 z4, i64 z5, i64 z6, i64 z7, i64 z8) {
+  follow();
   const Sources sources = {{s0, s1, s2, s3, s4, s5, s6, s7}};
   const i64 sizes[] = {z0, z1, z2, z3, z4, z5, z6, z7, z8};
   for (i64 i = block_index() * thread_count() + thread_index(); i < elements; i += block_count() * thread_count()) {
@@ -108,6 +109,7 @@ OUTRIDER_KERNEL outrider_evaluate(void* to, const i64* code, const void* s0, con
 // `value`. Elements are float32, or int64 where not `real`. Places out of range are passed over.
 OUTRIDER_KERNEL outrider_scatter(void* to, const i64* places, const void* given, i64 rows, i64 width, i64 count, i64 value,
                                  i64 real) {
+  follow();
   for (i64 i = block_index() * thread_count() + thread_index(); i < rows * count; i += block_count() * thread_count()) {
     if (places[i] < 0 || places[i] >= width) continue;
     const i64 at = i / count * width + places[i];

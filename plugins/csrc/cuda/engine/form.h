@@ -108,6 +108,7 @@ OUTRIDER_DEVICE void keep_output(const Formed& formed, const float* residual, i6
 
 // Rows of float32 in another form: a warp has a block of 32 at a time.
 OUTRIDER_KERNEL outrider_form(const float* x, char* to, float* scales, i32* sums, i64 blocks, i64 form) {
+  follow();
   const Formed formed = {to, scales, sums, form};
   const i64 warps = thread_count() / 32;
   for (i64 b = block_index() * warps + thread_index() / 32; b < blocks; b += block_count() * warps) {

@@ -102,6 +102,7 @@ OUTRIDER_DEVICE void multiply_halves_of(const HalfRows& x, const HalfProduct& pr
   };
 
   for (int a = 0; a < kHalfAhead - 1; ++a) start();
+  wait_for_earlier();
   HalfInputs<kRows> inputs = {};
   if (warp * kHalfInputs < x.inputs) inputs.fetch(x, warp * kHalfInputs);
   float totals[kOwn] = {}, gate[kOwn] = {}, sums[2][kTiles][4] = {};
@@ -110,6 +111,7 @@ OUTRIDER_DEVICE void multiply_halves_of(const HalfRows& x, const HalfProduct& pr
     const int own_turn = turn < turns ? turn : turn - turns;
     const i64 input = own_turn * kHalfTurn + warp * kHalfInputs;
     start();
+    if (turn + kHalfAhead == all) let_next_begin();  // the warp asks for no more
     ahead.wait();
     if (input < x.inputs) {
       Bytes16 w[4];
@@ -179,6 +181,7 @@ outrider_half_product(const unsigned short* x, const unsigned short* weight, con
 // Rows of such weights, looked up by number. A number out of range gives zeros.
 OUTRIDER_KERNEL outrider_half_gather(const i64* ids, const char* weight, float* to, i64 count, i64 inputs, i64 outputs,
                                      i64 element) {
+  follow();
   for (i64 i = block_index() * thread_count() + thread_index(); i < count * inputs; i += block_count() * thread_count()) {
     const i64 id = ids[i / inputs];
     to[i] = id < 0 || id >= outputs ? 0.0f : element_at(weight, id * inputs + i % inputs, element);

@@ -11,6 +11,7 @@ constexpr int kRowsAtOnce = 8;
 // Weights are [inputs, outputs], or `turned` [outputs, inputs]. A block has as many outputs as threads, of eight rows.
 OUTRIDER_KERNEL outrider_product(const float* x, const float* weight, float* to, i64 rows, i64 inputs, i64 outputs,
                                  i64 turned) {
+  follow();
   const i64 tiles = (outputs + thread_count() - 1) / thread_count();
   const i64 output = block_index() % tiles * thread_count() + thread_index();
   const i64 first = block_index() / tiles * kRowsAtOnce;

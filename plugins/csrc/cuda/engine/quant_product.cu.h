@@ -15,7 +15,8 @@ constexpr int kQuads = kBlock / kQuad;
 struct QuantForm {
   i64 bits;
   bool wide, minimums;
-  OUTRIDER_DEVICE i32 offset() const { return minimums ? 0 : 1 << (bits - 1); }  // what was added to the integers
+  OUTRIDER_DEVICE i32 half() const { return 1 << (bits - 1); }            // of the range
+  OUTRIDER_DEVICE i32 offset() const { return minimums ? 0 : half(); }  // what was added to the integers
   OUTRIDER_DEVICE i64 integer_bytes() const { return kBlock * kColumns * bits / 8; }
   OUTRIDER_DEVICE i64 scale_bytes() const { return kColumns * (wide ? 4 : 2); }
   OUTRIDER_DEVICE i64 block_bytes() const { return integer_bytes() + scale_bytes() * (minimums ? 2 : 1); }
@@ -45,15 +46,16 @@ struct QuantRows {
 // The blocks of weights of a warp that are on their way through shared memory, one after another, kDeep of them a turn. Lanes
 // copy integers as they lie: a GPU asks for each 16 bytes by themselves if neighbours are not neighbours in both memories. Then
 // lane 4 g + t reads the inputs 4 t .. 4 t + 3 and 16 + 4 t .. 19 + 4 t of outputs 4 g .. 4 g + 3, in lines of 128 bytes that
-// are apart so that banks differ. Scales and minimums follow, for all warps, until the next turn but one.
-template <int kBits, int kDeep>
+// are apart so that banks differ. Scales and minimums follow, for all warps, until the next turn but one; scales of 16 bits once
+// more as float32, by the warp that multiplies. kInputs bytes of a turn are for the inputs.
+template <int kBits, int kDeep, int kInputs>
 struct QuantAhead {
   static constexpr int kTurns = kBits == 4 && kDeep == 1 ? 5 : 4;
   static constexpr int kEarly = kTurns - 2;
   static constexpr int kParts = kBits / 4;  // of 16 bytes of a lane
   static constexpr int kLine = 128 + 32, kPart = 4 * kLine, kIntegers = kParts * kPart;
   static constexpr int kBytes = kIntegers + 2 * 4 * kColumns;  // of a block
-  static constexpr int kOfTurn = kDeep * kBytes, kOfWarp = kTurns * kOfTurn;
+  static constexpr int kWeights = kDeep * kBytes, kOfTurn = kWeights + kInputs, kOfWarp = kTurns * kOfTurn;
 
   const char* from;  // the lane's integers of the first block of the turn that is started next
   SharedAddress to;
@@ -80,12 +82,21 @@ struct QuantAhead {
       start_copy16(to_factors + (start_place + d * kBytes), from + 512 * kParts, there && has_part);
       from += apart;
     }
-    close_copies();
     advance(start_place);
   }
   OUTRIDER_DEVICE void wait() const {
     wait_for_copies<kEarly>();
     warp_barrier();
+  }
+  // The scales of a block as float32: those that are there, or those that `widen` makes.
+  OUTRIDER_DEVICE static const float* scales(const QuantForm& form, const char* block) {
+    return reinterpret_cast<const float*>(block + kIntegers + (form.wide ? 0 : 4 * kColumns));
+  }
+  OUTRIDER_DEVICE static u32 half(const char* block) {
+    return reinterpret_cast<const unsigned short*>(block + kIntegers)[lane_index()];
+  }
+  OUTRIDER_DEVICE static void widen(const QuantForm& form, char* block, u32 half) {
+    if (!form.wide) reinterpret_cast<float*>(block + kIntegers + 4 * kColumns)[lane_index()] = number_of_half(half);
   }
 };
 
@@ -107,8 +118,8 @@ struct QuantShared {
   int rows;
   OUTRIDER_DEVICE bool twice() const { return rows <= kQuantFew / (kDeep == 1 ? 1 : 2); }
   OUTRIDER_DEVICE QuantShared other(bool second) const { return {memory + (second ? rows * kOfRow : 0), rows}; }
-  OUTRIDER_DEVICE i32* products(int row, int block) const {
-    return reinterpret_cast<i32*>(memory) + row * kStride + block * kColumns;
+  OUTRIDER_DEVICE float* products(int row, int block) const {
+    return reinterpret_cast<float*>(memory) + row * kStride + block * kColumns;
   }
   OUTRIDER_DEVICE InputFactors* inputs(int row, int block) const {
     return reinterpret_cast<InputFactors*>(products(rows, 0)) + row * kInputStride + block;
@@ -128,7 +139,7 @@ struct QuantProduct {
 // What a warp multiplies by: the words of its block of inputs, of rows g, 8 + g ... of lane 4 g + t; and what it adds up by: the
 // scales and sums of its own rows' blocks. Both are loaded a turn ahead. A row that there is not repeats the last.
 struct LoadedInputs {
-  static constexpr int kMost = kQuantRows, kDeep = 1, kTiles = kMost / 8, kOwn = kMost / kQuantWarps;
+  static constexpr int kMost = kQuantRows, kDeep = 1, kTiles = kMost / 8, kOwn = kMost / kQuantWarps, kBytes = 0;
   using Shared = QuantShared<kDeep>;
   const QuantRows& x;
   const u32* block;
@@ -137,7 +148,7 @@ struct LoadedInputs {
   InputFactors factors[kOwn] = {};
   Shared shared = {};  // of the turn
 
-  OUTRIDER_DEVICE LoadedInputs(const QuantRows& of, char*, int) : x(of) {
+  OUTRIDER_DEVICE LoadedInputs(const QuantRows& of, char*) : x(of) {
     block = x.integers + x.place(0, thread_index() / 32) * kQuads;
     for (int tile = 0; tile < kTiles; ++tile) {
       const int row = 8 * tile + static_cast<int>(lane_index()) / 4;
@@ -145,6 +156,7 @@ struct LoadedInputs {
     }
   }
   OUTRIDER_DEVICE void start(int, int) {}
+  OUTRIDER_DEVICE void again(int) {}
   OUTRIDER_DEVICE void fetch(int first) {  // of the turn whose first block is `first`
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
     if (lane < Shared::kBlocks && first + lane < x.blocks) {
@@ -161,7 +173,7 @@ struct LoadedInputs {
       words[tile][1] = block[first * kQuads + places[tile] + 4];
     }
   }
-  OUTRIDER_DEVICE void arrive(const Shared& own) {
+  OUTRIDER_DEVICE void arrive(const Shared& own, int) {
     shared = own;
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
     for (int i = 0; i < kOwn; ++i) {
@@ -172,28 +184,23 @@ struct LoadedInputs {
   }
   OUTRIDER_DEVICE u32 word(int, int tile, int half) const { return words[tile][half]; }
   OUTRIDER_DEVICE InputFactors factor(int row, int b) const { return *shared.inputs(row, b); }
-  OUTRIDER_DEVICE void leave() {}
 };
 
 // The same of up to eight rows, which come through shared memory beside the weights, as far ahead: a load would be waited for
-// in every turn.
+// in every turn. A warp has the scales and sums of one row.
 template <int kBlocksOfWarp>
 struct CopiedInputs {
   static constexpr int kMost = kQuantFew, kDeep = kBlocksOfWarp;
   using Shared = QuantShared<kDeep>;
   static constexpr int kWords = kQuantFew * kBlock;  // bytes of a block
   static constexpr int kFactors = kDeep * kWords, kBytes = kFactors + 2 * 4 * Shared::kBlocks;  // of a turn
-  const QuantRows& x;
-  const char *words, *factors;  // the lane's parts of the first turn
+  const char *words, *factors;  // the lane's parts of the turn that is started next
   SharedAddress to;
-  const char* own;
+  const char *own, *turn = nullptr;  // the warp's inputs of the first turn, and of this one
   bool copies_words, copies_factors;
-  int end, start_place = 0, read_place = 0;
 
-  OUTRIDER_DEVICE CopiedInputs(const QuantRows& of, char* memory, int turns) : x(of), end((turns - 1) * kBytes) {
+  OUTRIDER_DEVICE CopiedInputs(const QuantRows& x, char* memory) : to(shared_address(memory)), own(memory) {
     const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
-    own = memory + warp * turns * kBytes;
-    to = shared_address(memory + warp * turns * kBytes);
     copies_words = lane < 2 * x.count;
     copies_factors = warp < x.count && lane < 2 * Shared::kBlocks;  // a lane for each scale and sum
     words = reinterpret_cast<const char*>(x.integers + x.place(copies_words ? lane / 2 : 0, warp) * kQuads) + lane % 2 * 16;
@@ -201,80 +208,92 @@ struct CopiedInputs {
     factors = lane < Shared::kBlocks ? reinterpret_cast<const char*>(x.scales + place)
                                      : reinterpret_cast<const char*>(x.sums + place);
   }
-  OUTRIDER_DEVICE void start(int first, int left) {
+  OUTRIDER_DEVICE void start(int start_place, int left) {
     const int lane = static_cast<int>(lane_index());
     for (int d = 0; d < kDeep; ++d) {
-      start_copy16(to + (start_place + d * kWords + 16 * lane), words + (first + d * kQuantWarps) * kBlock,
+      start_copy16(to + (start_place + d * kWords + 16 * lane), words + d * kQuantWarps * kBlock,
                    copies_words && d * kQuantWarps < left);
     }
-    start_copy4(to + (start_place + kFactors + 4 * lane), factors + first * 4,
-                copies_factors && lane % Shared::kBlocks < left + static_cast<int>(thread_index() / 32));
-    start_place = start_place == end ? 0 : start_place + kBytes;
+    start_copy4(to + (start_place + kFactors + 4 * lane), factors, copies_factors && lane % Shared::kBlocks < left + static_cast<int>(thread_index() / 32));
+    words += Shared::kBlocks * kBlock;
+    factors += Shared::kBlocks * 4;
+  }
+  OUTRIDER_DEVICE void again(int turns) {
+    words -= turns * Shared::kBlocks * kBlock;
+    factors -= turns * Shared::kBlocks * 4;
   }
   OUTRIDER_DEVICE void fetch(int) {}
-  OUTRIDER_DEVICE void arrive(const Shared&) {}
+  OUTRIDER_DEVICE void arrive(const Shared&, int read_place) { turn = own + read_place; }
   OUTRIDER_DEVICE u32 word(int d, int, int half) const {
     const int lane = static_cast<int>(lane_index());
-    return reinterpret_cast<const u32*>(own + read_place + d * kWords)[lane / 4 * kQuads + lane % 4 + 4 * half];
+    return reinterpret_cast<const u32*>(turn + d * kWords)[lane / 4 * kQuads + lane % 4 + 4 * half];
   }
   OUTRIDER_DEVICE InputFactors factor(int, int b) const {
-    const char* const of = own + read_place + kFactors;
+    const char* const of = turn + kFactors;
     return {reinterpret_cast<const float*>(of)[b], reinterpret_cast<const i32*>(of)[Shared::kBlocks + b]};
   }
-  OUTRIDER_DEVICE void leave() { read_place = read_place == end ? 0 : read_place + kBytes; }
 };
 
-// A warp's integers of one block of inputs, by all rows. Of the matrices the weights are A, so that eight rows are one. Of a
-// block that there is not, what lies in the memory is multiplied, and not used.
-template <int kBits, typename Inputs>
-OUTRIDER_DEVICE void multiply_block(const char* weights, const Inputs& inputs, int d, int count, i32* products) {
-  using Ahead = QuantAhead<kBits, Inputs::kDeep>;
+// The bits of a float32, 1.5 * 2^23: an integer added to them is added to the number, as long as it is less than 2^22.
+constexpr i32 kFloor = 0x4b400000;
+
+// A warp's products with its kDeep blocks of inputs, of all rows: integers, as float32. Of the matrices the weights are A, so that
+// eight rows are one, and signed: less half of their range, and of 4 bits times 16. Of a block that there is not, what lies in
+// the memory is multiplied, and not used.
+template <typename Ahead, int kBits, typename Inputs>
+OUTRIDER_DEVICE void multiply_blocks(const char* weights, const Inputs& inputs, int count, float* products) {
+  constexpr int kDeep = Inputs::kDeep;
+  constexpr float kTimes = kBits == 8 ? 1.0f : 1.0f / 16;
   const int lane = static_cast<int>(lane_index());
-  Bytes16 words[kBits / 4];
-  for (int part = 0; part < kBits / 4; ++part) words[part] = load_bytes16(weights + Ahead::kPart * part);
-  u32 low[4], high[4];
-  for (int n = 0; n < 4; ++n) {
-    low[n] = kBits == 8 ? words[0].word[n] : words[0].word[n] & 0x0f0f0f0fu;
-    high[n] = kBits == 8 ? words[kBits / 4 - 1].word[n] : words[0].word[n] >> 4 & 0x0f0f0f0fu;
+  u32 low[kDeep][4], high[kDeep][4];
+  for (int d = 0; d < kDeep; ++d) {
+    Bytes16 words[kBits / 4];
+    for (int part = 0; part < kBits / 4; ++part) words[part] = load_bytes16(weights + d * Ahead::kBytes + Ahead::kPart * part);
+    for (int n = 0; n < 4; ++n) {
+      low[d][n] = (kBits == 8 ? words[0].word[n] : words[0].word[n] << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
+      high[d][n] = (kBits == 8 ? words[kBits / 4 - 1].word[n] : words[0].word[n] & 0xf0f0f0f0u) ^ 0x80808080u;
+    }
   }
   for (int tile = 0; tile < Inputs::kMost / 8; ++tile) {
-    if (8 * tile >= count) break;
-    const u32 right[2] = {inputs.word(d, tile, 0), inputs.word(d, tile, 1)};
-    i32 found[2][4] = {};
-    for (int m = 0; m < 2; ++m) {
-      multiply_unsigned_bytes(found[m], {low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]}, right);
+    if (tile > 0 && 8 * tile >= count) break;
+    i32 found[kDeep][2][4];
+    for (int d = 0; d < kDeep; ++d) {
+      const u32 right[2] = {inputs.word(d, tile, 0), inputs.word(d, tile, 1)};
+      for (int m = 0; m < 2; ++m) {
+        multiply_bytes(found[d][m], kFloor, {low[d][2 * m], low[d][2 * m + 1], high[d][2 * m], high[d][2 * m + 1]}, right);
+      }
     }
-    for (int i = 0; i < 2; ++i) {  // outputs 4 g .. 4 g + 3 of rows 2 t and 2 t + 1
-      const int row = 8 * tile + 2 * (lane % 4) + i;
-      const i32 own[4] = {found[0][i], found[0][2 + i], found[1][i], found[1][2 + i]};
-      Bytes16 four;
-      for (int n = 0; n < 4; ++n) four.word[n] = static_cast<u32>(own[n]);
-      if (row < count) *reinterpret_cast<Bytes16*>(products + row * Inputs::Shared::kStride + lane / 4 * 4) = four;
+    for (int d = 0; d < kDeep; ++d) {
+      for (int i = 0; i < 2; ++i) {  // outputs 4 g .. 4 g + 3 of rows 2 t and 2 t + 1
+        const int row = 8 * tile + 2 * (lane % 4) + i;
+        const i32 own[4] = {found[d][0][i], found[d][0][2 + i], found[d][1][i], found[d][1][2 + i]};
+        Quad four;
+        for (int n = 0; n < 4; ++n) four.value[n] = fused(float_of(own[n]), kTimes, -float_of(kFloor) * kTimes);
+        float* const to = products + row * Inputs::Shared::kStride + d * kQuantWarps * kColumns + lane / 4 * 4;
+        if (row < count) keep_quad(to, four);
+      }
     }
   }
 }
 
-// The blocks of all warps are added to the outputs of a thread, in order: the first `count` of them. What there is of the
-// others is read and not used, so that no load waits for a branch. `weights` has the blocks of the first warp.
-template <typename Ahead, typename Inputs>
+// The blocks of all warps are added to the outputs of a thread, in order: the first `count` of them, where they are not kWhole.
+// What there is of the others is read and not used, so that no load waits for a branch. `weights` has the blocks of the first
+// warp.
+template <typename Ahead, bool kWhole, typename Inputs>
 OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const typename Inputs::Shared& shared, const Inputs& inputs, int count,
                                 const char* weights, float (&totals)[Inputs::kMost / kQuantWarps]) {
   constexpr int kBlocks = Inputs::Shared::kBlocks;
   const int warp = static_cast<int>(thread_index() / 32), lane = static_cast<int>(lane_index());
   if (warp >= shared.rows) return;
-  const i32 offset = form.offset();
+  const float half = static_cast<float>(form.half());
   float scales[kBlocks], minimums[kBlocks];
-  const auto factors_of = [&](int b) {
-    return weights + (b % kQuantWarps * Ahead::kOfWarp + b / kQuantWarps * Ahead::kBytes + Ahead::kIntegers);
-  };
-  for (int b = 0; b < kBlocks; ++b) {
-    scales[b] = form.wide ? reinterpret_cast<const float*>(factors_of(b))[lane]
-                          : number_of_half(reinterpret_cast<const unsigned short*>(factors_of(b))[lane]);
-  }
+  const auto block = [&](int b) { return weights + (b % kQuantWarps * Ahead::kOfWarp + b / kQuantWarps * Ahead::kBytes); };
+  for (int b = 0; b < kBlocks; ++b) scales[b] = Ahead::scales(form, block(b))[lane];
   if (form.minimums) {
     for (int b = 0; b < kBlocks; ++b) {
-      minimums[b] = form.wide ? reinterpret_cast<const float*>(factors_of(b))[kColumns + lane]
-                              : number_of_half(reinterpret_cast<const unsigned short*>(factors_of(b))[kColumns + lane]);
+      const char* const own = block(b) + Ahead::kIntegers;
+      minimums[b] = form.wide ? reinterpret_cast<const float*>(own)[kColumns + lane]
+                              : number_of_half(reinterpret_cast<const unsigned short*>(own)[kColumns + lane]);
     }
   }
   OUTRIDER_UNROLL(4)
@@ -284,10 +303,15 @@ OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const typename Inputs::Sh
     float total = totals[i];
     for (int b = 0; b < kBlocks; ++b) {
       const InputFactors x = inputs.factor(row, b);
-      const i32 sum = shared.products(row, b)[lane] - offset * x.sum;
-      float with = fused(static_cast<float>(sum), scales[b] * x.scale, total);
-      if (form.minimums) with = fused(minimums[b], x.scale * static_cast<float>(x.sum), with);
-      total = b < count ? with : total;
+      float product = shared.products(row, b)[lane], with;
+      if (form.minimums) {  // of integers from 0 on
+        const float sum = static_cast<float>(x.sum);
+        product = fused(half, sum, product);
+        with = fused(minimums[b], x.scale * sum, fused(product, scales[b] * x.scale, total));
+      } else {
+        with = fused(product, scales[b] * x.scale, total);
+      }
+      total = kWhole || b < count ? with : total;
     }
     totals[i] = total;
   }
@@ -298,7 +322,7 @@ OUTRIDER_DEVICE void add_blocks(const QuantForm& form, const typename Inputs::Sh
 // of a gated unit's other half follow without a pause.
 template <int kBits, typename Inputs>
 OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct& product, char* dynamic) {
-  using Ahead = QuantAhead<kBits, Inputs::kDeep>;
+  using Ahead = QuantAhead<kBits, Inputs::kDeep, Inputs::kBytes>;
   using Shared = typename Inputs::Shared;
   constexpr int kOwn = Inputs::kMost / kQuantWarps, kBlocks = Shared::kBlocks;
   const QuantForm& form = product.form;
@@ -308,45 +332,63 @@ OUTRIDER_DEVICE void multiply_integers_of(const QuantRows& x, const QuantProduct
   const int turns = (x.blocks + kBlocks - 1) / kBlocks;  // of a group
   const int all = product.unit == kNoUnit ? turns : 2 * turns;
   const i64 group_bytes = static_cast<i64>(x.blocks) * bytes;
-  char* const memory = shared.ahead();
-  Ahead ahead(form, product.packed + product.group * group_bytes + warp * bytes, memory + warp * Ahead::kOfWarp);
+  char *const memory = shared.ahead(), *const ring = memory + warp * Ahead::kOfWarp;
+  Ahead ahead(form, product.packed + product.group * group_bytes + warp * bytes, ring);
+  Inputs inputs(x, ring + Ahead::kWeights);
   // From a group's last turn to the first one of the unit's other half.
   const i64 jump = product.outputs / kColumns * group_bytes - static_cast<i64>(turns) * kBlocks * bytes;
-  Inputs inputs(x, memory + kQuantWarps * Ahead::kOfWarp, Ahead::kTurns);
-  int starting = 0, starting_first = 0;  // of the turn that is started next
-  const auto start = [&] {
-    const int left = starting < all ? x.blocks - starting_first - warp : -warp;  // of blocks from the warp's on
-    inputs.start(starting_first, left);
-    ahead.start(left);
-    starting_first += kBlocks;
-    if (++starting == turns) ahead.from += jump, starting_first = 0;
+  int starting = 0, left = x.blocks - warp;  // turn that is started next, and the blocks that the warp and those after it have
+  const auto advance = [&] {
+    left -= kBlocks;
+    if (++starting != turns || all == turns) return;
+    ahead.from += jump;
+    left = x.blocks - warp;
   };
 
   OUTRIDER_UNROLL(1)
-  for (int a = 0; a < Ahead::kEarly; ++a) start();
+  while (starting < Ahead::kEarly) {  // weights alone, which no kernel writes
+    ahead.start(left);
+    advance();
+  }
+  wait_for_earlier();
+  OUTRIDER_UNROLL(1)
+  for (int a = 0; a < Ahead::kEarly; ++a) {
+    if (a == turns) inputs.again(turns);
+    inputs.start(a * Ahead::kOfTurn, a < all ? x.blocks - (a < turns ? a : a - turns) * kBlocks - warp : -warp);
+    close_copies();
+  }
   inputs.fetch(0);
   float totals[kOwn] = {}, gate[kOwn] = {};
   int first = 0;  // block of this turn
-  const char* const own_weights = memory + (warp * Ahead::kOfWarp + lane % 4 * Ahead::kLine + lane / 4 * 16);
+  char* const own_weights = ring + (lane % 4 * Ahead::kLine + lane / 4 * 16);
   OUTRIDER_UNROLL(1)
   for (int turn = 0; turn < all; ++turn) {
     if (turn == turns) {
       for (int i = 0; i < kOwn; ++i) gate[i] = totals[i], totals[i] = 0.0f;
     }
-    start();
+    if (starting == turns && all != turns) inputs.again(turns);
+    inputs.start(ahead.start_place, left);
+    ahead.start(left);
+    close_copies();
+    advance();
+    if (turn + Ahead::kEarly == all) let_next_begin();  // the warp asks for no more
     ahead.wait();
     const Shared own = shared.other(shared.twice() && turn % 2 != 0);
-    inputs.arrive(own);
-    for (int d = 0; d < Inputs::kDeep; ++d) {
-      multiply_block<kBits>(own_weights + (d * Ahead::kBytes + ahead.read_place), inputs, d, count,
-                            own.products(0, d * kQuantWarps + warp));
-    }
+    inputs.arrive(own, ahead.read_place);
+    u32 halves[Inputs::kDeep];
+    for (int d = 0; d < Inputs::kDeep; ++d) halves[d] = Ahead::half(ring + (d * Ahead::kBytes + ahead.read_place));
+    multiply_blocks<Ahead, kBits>(own_weights + ahead.read_place, inputs, count, own.products(0, warp));
+    for (int d = 0; d < Inputs::kDeep; ++d) Ahead::widen(form, ring + (d * Ahead::kBytes + ahead.read_place), halves[d]);
     const int next = turn + 1 == turns ? 0 : first + kBlocks;
     if (turn + 1 < all) inputs.fetch(next);
     barrier();
-    add_blocks<Ahead>(form, own, inputs, x.blocks - first, memory + ahead.read_place, totals);
+    const int there = x.blocks - first;
+    if (there >= kBlocks) {
+      add_blocks<Ahead, true>(form, own, inputs, there, memory + ahead.read_place, totals);
+    } else {
+      add_blocks<Ahead, false>(form, own, inputs, there, memory + ahead.read_place, totals);
+    }
     Ahead::advance(ahead.read_place);
-    inputs.leave();
     if (!shared.twice()) barrier();
     first = next;
   }
@@ -390,6 +432,7 @@ outrider_quant_product(const u32* integers, const float* scales, const i32* sums
 // Rows of such weights, looked up by number: quant_row in onnxruntime/quant_gather.cc. A number out of range gives zeros.
 OUTRIDER_KERNEL outrider_quant_gather(const i64* ids, const char* packed, float* to, i64 count, i64 inputs, i64 outputs,
                                       i64 bits, i64 wide, i64 minimums) {
+  follow();
   const QuantForm form = {bits, wide != 0, minimums != 0};
   const i64 blocks = inputs / kBlock;
   for (i64 i = block_index() * thread_count() + thread_index(); i < count * inputs; i += block_count() * thread_count()) {

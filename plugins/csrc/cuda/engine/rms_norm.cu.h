@@ -57,8 +57,17 @@ OUTRIDER_DEVICE void stage_row(const float* x, const float* added, float* sum, i
   }
 }
 
-// Norms a row of `size` numbers in shared memory, which is row `index` of what is kept.
-OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, float epsilon, i64 size, i64 index, const Formed& to) {
+// A thread's weights of a row that is kept in another form than float32, from the place `start` on.
+OUTRIDER_DEVICE void load_weights(const float* weight, int start, i64 size, Quad (&weights)[kQuadsAtOnce]) {
+  for (int q = 0; q < kQuadsAtOnce; ++q) {
+    const int first = start + 4 * static_cast<int>(thread_index() + q * thread_count());
+    if (first < size) weights[q] = load_quad(weight + first);
+  }
+}
+
+// Norms a row of `size` numbers in shared memory, which is row `index` of what is kept. The first `weights` are loaded.
+OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, Quad (&weights)[kQuadsAtOnce], float epsilon, i64 size,
+                                 i64 index, const Formed& to) {
   const int threads = static_cast<int>(thread_count());
   if (to.form == kFloat32) {
     const float factor = norm_factor(row, size, epsilon);
@@ -67,17 +76,9 @@ OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, float ep
     return;
   }
   const int own = static_cast<int>(thread_index()) * 4;
-  Quad weights[kQuadsAtOnce] = {};
-  const auto load = [&](int start) {
-    for (int q = 0; q < kQuadsAtOnce; ++q) {
-      const int first = start + own + 4 * q * threads;
-      if (first < size) weights[q] = load_quad(weight + first);
-    }
-  };
-  load(0);  // on their way while squares are added up
   const float factor = norm_factor(row, size, epsilon);
   for (int start = 0; start < size; start += 4 * kQuadsAtOnce * threads) {
-    if (start > 0) load(start);
+    if (start > 0) load_weights(weight, start, size, weights);
     for (int q = 0; q < kQuadsAtOnce; ++q) {
       const int first = start + own + 4 * q * threads;
       if (first - own % 128 >= size) break;  // no number of the warp
@@ -95,15 +96,20 @@ OUTRIDER_DEVICE void keep_normed(const float* row, const float* weight, float ep
 // warps, and dynamic shared memory for a row; other forms than float32 want multiples of 32 numbers.
 OUTRIDER_KERNEL outrider_rms_norm(const float* x, const float* weight, const float* added, char* normed, float* scales,
                                   i32* sums, float* sum, i64 size, i64 epsilon, i64 form) {
+  let_next_begin();
+  Quad weights[kQuadsAtOnce] = {};
+  if (form != kFloat32) load_weights(weight, 0, size, weights);
+  wait_for_earlier();
   const i64 at = block_index() * size;
   float* const row = reinterpret_cast<float*>(dynamic_shared());
   stage_row(x + at, added == nullptr ? nullptr : added + at, sum + at, size, row);
   barrier();
-  keep_normed(row, weight, float_of(static_cast<i32>(epsilon)), size, block_index(), {normed, scales, sums, form});
+  keep_normed(row, weight, weights, float_of(static_cast<i32>(epsilon)), size, block_index(), {normed, scales, sums, form});
 }
 
 // to[row, i] = unit(both[row, i], both[row, size + i]).
 OUTRIDER_KERNEL outrider_gated_unit(const float* both, float* to, i64 rows, i64 size, i64 unit) {
+  follow();
   for (i64 i = block_index() * thread_count() + thread_index(); i < rows * size; i += block_count() * thread_count()) {
     const float* gate = both + i / size * 2 * size + i % size;
     to[i] = gated(unit, gate[0], gate[size]);
