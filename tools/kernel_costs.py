@@ -34,18 +34,18 @@ from plugins.cuda.launches import THREADS
 from plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
 from tools.gpu.models import CAPACITY, SHAPES, TYPES, engine_of
 
-GAP = 0.5e-6
+GAP = 0.4e-6
 """Seconds of an empty kernel of a CUDA graph on an H200 (tools/results/gpu-2026-11-27-sm_90.md)."""
 
 GPUS = {"H200": 4263e9, "RTX 4090": 0.92 * 1008e9}
 """Bytes a second that copies move: measured on an H200 (tools/results), 92 % of the data sheet's on the other."""
 
 MEASURED = {
-    "outrider_half_product": (4.7e-6, 3.93e12), "outrider_quant_product": (4.8e-6, 2.64e12),
-    "outrider_attend": (13e-6, GPUS["H200"]), "outrider_rms_norm": (3.6e-6, GPUS["H200"]),
-    "outrider_append": (3.1e-6, GPUS["H200"]), "outrider_visible": (7e-6, GPUS["H200"]),
-    "outrider_evaluate": (9.2e-6, GPUS["H200"]), "outrider_half_gather": (4.8e-6, GPUS["H200"]),
-    "outrider_quant_gather": (4.8e-6, GPUS["H200"]),
+    "outrider_half_product": (3.2e-6, 4.02e12), "outrider_quant_product": (2.7e-6, 2.95e12),
+    "outrider_attend": (10e-6, GPUS["H200"]), "outrider_rms_norm": (2.8e-6, GPUS["H200"]),
+    "outrider_append": (2.4e-6, GPUS["H200"]), "outrider_visible": (6.8e-6, GPUS["H200"]),
+    "outrider_evaluate": (8.9e-6, GPUS["H200"]), "outrider_half_gather": (4.4e-6, GPUS["H200"]),
+    "outrider_quant_gather": (4.3e-6, GPUS["H200"]),
 }  # fmt: skip
 """Seconds of a launch for one token on an H200, and bytes a second beyond: fitted to the kernels of 1B and 8B there
 (tools/results/gpu-2026-11-27-sm_90.md)."""
