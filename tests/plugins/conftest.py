@@ -66,23 +66,25 @@ def logits_rows():
     return _logits
 
 
-def _translated(factory: pytest.TempPathFactory, name: str, source: str) -> Emulator:
+def _translated(factory: pytest.TempPathFactory, name: str, source: str, optimization: str) -> Emulator:
     pytest.importorskip("cuda.bindings")
     if shutil.which("g++") is None:
         pytest.skip("translated PTX is compiled with g++")
-    return Emulator(made_once(factory, name, lambda out: compile_translated(out, source)))
+    return Emulator(made_once(factory, name, lambda out: compile_translated(out, source, optimization)))
 
 
 @pytest.fixture(scope="session")
 def translated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """The CUDA kernels of our ops as NVRTC compiles them, translated for the CPU, once."""
-    return _translated(tmp_path_factory, "translated.so", KERNELS)
+    return _translated(tmp_path_factory, "translated.so", KERNELS, "-O1")
 
 
 @pytest.fixture(scope="session")
 def translated_engines(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """The same of those that engines of the backend `cuda` are made of."""
-    return _translated(tmp_path_factory, "engines-translated.so", OF_ENGINES)
+    return _translated(
+        tmp_path_factory, "engines-translated.so", OF_ENGINES, "-O0"
+    )  # which run shorter than that saves
 
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)

@@ -39,7 +39,11 @@ Kernels = Emulator | Gpu
 POISON = np.float32(-77)
 INTEGERS = FORMS.index("int8")
 ROWS = (1, 2, 7, 8, 16, 32, 37)
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHITECTURES = (
+    "sm_80",
+    *(pytest.param(each, marks=pytest.mark.long) for each in ("sm_86", "sm_89", "sm_100", "sm_120")),
+)
+"""Beside sm_90, for which every plan of the tests is built: the oldest has none of what came with that."""
 
 
 def poisoned(*shape: int) -> NDArray[np.float32]:

@@ -81,7 +81,7 @@ def launch(
         kernels.launch(name, blocks, threads, [ctypes.c_uint64(array.ctypes.data) for array in arrays], shared)
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("architecture", ["sm_80", pytest.param("sm_120", marks=pytest.mark.long)])
 def test_the_kernels_compile(architecture: str) -> None:
     pytest.importorskip("cuda.core")
     cubin = compile_kernels(architecture, str(SOURCE))

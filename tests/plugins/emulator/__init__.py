@@ -123,19 +123,24 @@ class Emulator:
 
         return call
 
-    def barriers(self) -> list[int]:
-        """The sites of barriers that launches have come to since the last call: of PTX alone."""
-        found = list(iter(map(self._library.reached, count()).__next__, -1))
-        return [site for site, reached in enumerate(found) if reached]
+    def missed(self, run: Callable[[], None]) -> list[bool]:
+        """Whether each barrier, fence and wait for earlier kernels that `run` comes to is missed where it is left out:
+        one after another, of PTX alone."""
+        list(iter(map(self._library.reached, count()).__next__, -1))  # of launches before
+        run()
+        reached = list(iter(map(self._library.reached, count()).__next__, -1))
+        return [any(self._misses(site, order, run) for order in ORDERS) for site, there in enumerate(reached) if there]
 
-    @contextmanager
-    def barrier_left_out(self, site: int) -> Iterator[None]:
-        """Launches within go on past the barrier of a site, or past a wait for earlier kernels: of PTX alone."""
+    def _misses(self, site: int, order: str, run: Callable[[], None]) -> bool:
         self._library.leave_out(site)
         try:
-            yield
+            with self.blocks_in_order(order):
+                run()
+        except AssertionError as error:
+            return re.search("a race in|may write before it|come to the same barriers", str(error)) is not None
         finally:
             self._library.leave_out(-1)
+        return False
 
     def early(self) -> tuple[int, int]:
         """The addresses between which the last launch read before it waited for those before it: of PTX alone."""

@@ -28,15 +28,13 @@ from tests.plugins.ptx.translate import translate
 HERE = Path(__file__).resolve().parent
 
 
-def compile_translated(
-    library: Path, source: str = KERNELS, headers: Path = SOURCES, optimization: str = "-O1"
-) -> None:
+def compile_translated(library: Path, source: str = KERNELS, optimization: str = "-O1") -> None:
     """Compile the kernels of `source` with NVRTC, and their PTX for the CPU, into the shared library `library`.
 
-    `headers` is the folder of what `source` includes. `-O0` compiles in half the time of `-O1`. Raises UnknownPtxError.
+    `-O0` compiles in half the time of `-O1`. Raises UnknownPtxError.
     """
     code = library.with_suffix(".cc")
-    code.write_text(translate(parse(compile_ptx(source, "translated", "compute_90", headers))), encoding="utf-8")
+    code.write_text(translate(parse(compile_ptx(source, "translated", "compute_90"))), encoding="utf-8")
     flags = ["-std=c++17", optimization, "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     flags.append("-fno-gnu-unique")  # libraries of several kernels in one process have a machine each
     includes = [f"-I{path}" for path in (HERE, EMULATOR, SOURCES)]

@@ -30,10 +30,10 @@ extern "C" void set_order(int order) { ptx::machine.order = static_cast<emulator
 // The first race of the last launch, as a sentence.
 extern "C" const char* race() { return ptx::machine.races.found().c_str(); }
 
-// Leave a barrier out of all launches, by its site; -1: none.
+// Leave a barrier or a fence out of all launches, by its site; -1: none.
 extern "C" void leave_out(int site) { ptx::machine.left_out = site; }
 
-// Whether launches have come to the barrier of a site since the last call; -1 behind the last site.
+// Whether launches have come to the barrier or fence of a site since the last call; -1 behind the last site.
 extern "C" int reached(int site) {
   auto& all = ptx::machine.reached;
   return static_cast<size_t>(site) < all.size() ? std::exchange(all[site], false) : -1;

@@ -23,7 +23,7 @@ struct Machine {
   emulator::Order order = emulator::kShuffled;
   emulator::Copies copies;
 
-  std::vector<char> reached;  // barriers, warp barriers and waits for earlier kernels, by their sites
+  std::vector<char> reached;  // barriers, fences and waits for earlier kernels, by their sites
   int left_out = -1;          // which of them does nothing
 
   const emulator::Place& place() const { return grid.place(); }
@@ -36,6 +36,10 @@ struct Machine {
 
   void wait_for_block(int site) {
     if (!leaves_out(site)) grid.wait();
+  }
+
+  void fence(int site) {
+    if (!leaves_out(site)) races.fences(place());
   }
 
   void wait_for_earlier(int site) {

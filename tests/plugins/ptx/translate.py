@@ -37,7 +37,7 @@ _MATRICES = {
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": "Bfloats",
 }
 _OTHER_LANES = {"shfl.sync.idx.b32": "{}", "shfl.sync.bfly.b32": "machine.place().lane() ^ {}"}
-_SITE = "__COUNTER__"  # of a collective, to the same of which all lanes of a warp come, and of a barrier
+_SITE = "__COUNTER__"  # of a collective, to the same of which all lanes of a warp come, of a barrier, or of a fence
 
 
 def translate(module: Module) -> str:
@@ -214,7 +214,7 @@ class _Body:
         return f"machine.wait_for_copies({int(i.operands[0])});" if how == ("async", "wait_group") else None
 
     def _membar(self, i: Instruction) -> str:
-        return "machine.races.fences(machine.place());"
+        return f"machine.fence({_SITE});"
 
     _fence = _membar
 
