@@ -336,11 +336,10 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 @pytest.fixture(scope="session")
 def engine_emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """Our ops' CUDA kernels, those of engines and those of `tools.gpu` on the CPU, compiled once."""
+    """Our ops' CUDA kernels and those of engines on the CPU, compiled once."""
     if shutil.which("g++") is None:
         pytest.skip("the emulator is compiled with g++")
-    source = f'{ENGINES}#include "{REPOSITORY}/tools/gpu/probe.cu"\n'
-    return Emulator(made_once(tmp_path_factory, "engines.so", lambda out: compile_emulator(out, source)))
+    return Emulator(made_once(tmp_path_factory, "engines.so", lambda out: compile_emulator(out, ENGINES)))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from commands.arguments import Parser
@@ -32,7 +31,7 @@ from plans.kernel_costs import LaunchCost, launch_costs
 from plugins.cuda.compile import compile_kernels
 from plugins.cuda.launches import THREADS
 from plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
-from tools.gpu.models import CAPACITY, SHAPES, TYPES, engine_of
+from tools.gpu.models import CAPACITY, SHAPES, TYPES, model_of
 
 GAP = 0.4e-6
 """Seconds of an empty kernel of a CUDA graph on an H200 (tools/results/gpu-2026-11-27-sm_90.md)."""
@@ -79,15 +78,10 @@ def measure(shapes: list[str], kinds: list[str], keys: int, rows: list[int]) -> 
     found = []
     for name in shapes:
         for kind in kinds:
-            engine = engine_of(SHAPES[name], kind)
+            model = model_of(SHAPES[name], kind)
             for row in rows:
-                own: Mapping[str, int] = {**_SIZES, names.VIEW: keys} | dict.fromkeys(
-                    (names.NEW, names.LOGITS, names.PLACES, names.FEATURED), row
-                )
-                found.append(
-                    {"model": name, "weights": kind, "tokens": row, "keys": keys}
-                    | figures(launch_costs(engine, own), row)
-                )
+                costs = launch_costs(model.engine, model.sizes(row, keys))
+                found.append({"model": name, "weights": kind, "tokens": row, "keys": keys} | figures(costs, row))
     return found
 
 
@@ -154,7 +148,7 @@ def _run(given: list[str]) -> int:
     found = measure(shapes, kinds, arguments.keys, rows)
     taken: list[dict[str, Any]] = []
     if arguments.architecture is not None:
-        steps = [launch_costs(engine_of(SHAPES[shapes[0]], kind), _SIZES) for kind in kinds]
+        steps = [launch_costs(model_of(SHAPES[shapes[0]], kind).engine, _SIZES) for kind in kinds]
         taken = occupancy(arguments.architecture, [cost for step in steps for cost in step])
     if arguments.json:
         stdout.print(json.dumps({"steps": found, "kernels": taken}, indent=1), markup=False, soft_wrap=True)

@@ -37,6 +37,21 @@ class LlamaShape:
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.vocabulary * self.hidden + self.layers * layer + self.hidden
 
+    def layer_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of a layer's weights by name."""
+        hidden, kv = self.hidden, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (self.intermediate, hidden),
+            "mlp.up_proj": (self.intermediate, hidden),
+            "mlp.down_proj": (hidden, self.intermediate),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+
     def config(self, context: int) -> dict[str, object]:
         """Return the `config.json` of such a model."""
         return {
@@ -97,19 +112,10 @@ def _groups(shape: LlamaShape, generator: torch.Generator) -> Iterator[dict[str,
     def ones() -> Tensor:
         return torch.ones(shape.hidden, dtype=torch.bfloat16)
 
-    hidden, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    yield {"model.embed_tokens.weight": matrix(shape.vocabulary, hidden, 1.0), "model.norm.weight": ones()}
-    sizes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (shape.intermediate, hidden),
-        "mlp.up_proj": (shape.intermediate, hidden),
-        "mlp.down_proj": (hidden, shape.intermediate),
-    }
+    yield {"model.embed_tokens.weight": matrix(shape.vocabulary, shape.hidden, 1.0), "model.norm.weight": ones()}
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        drawn = {f"{prefix}{name}.weight": matrix(*size, size[1] ** -0.5) for name, size in sizes.items()}
-        norms = {f"{prefix}{name}.weight": ones() for name in ("input_layernorm", "post_attention_layernorm")}
-        yield drawn | norms
+        yield {
+            f"{prefix}{name}.weight": matrix(*size, size[1] ** -0.5) if len(size) == 2 else ones()
+            for name, size in shape.layer_tensors().items()
+        }

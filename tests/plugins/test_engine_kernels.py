@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from compiler.kernels.code import MOST_KEPT, MOST_STACK, Word
+from compiler.kernels.code import MOST_KEPT, MOST_STACK, Nodes, Word, write
+from compiler.kernels.sizes import size
 from plugins.cuda.compile import SOURCES, compile_kernels
 from plugins.cuda.engine_kernels import (
     CHUNK,
@@ -578,3 +579,14 @@ def test_scattering(engine_kernels: Kernels) -> None:
     expected = poisoned(2, 5)
     expected[0, 3], expected[0, 0], expected[1, 1], expected[1, 4] = 1, 2, 4, 6
     np.testing.assert_array_equal(to, expected)
+
+
+def test_small_tensors_are_evaluated(engine_kernels: Kernels) -> None:
+    """On code as the emitter writes it: element i is 3 * i + N."""
+    nodes, to = Nodes(), np.full(300, -77)
+    rule = nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, nodes.index, nodes.constant(3)), nodes.size(size("N")))
+    code = np.array(write(rule).words, np.int64)
+    ones = dict.fromkeys(ENGINE_KERNELS["outrider_evaluate"].numbers, 1)
+    numbers = {**ones, "elements": 300, "length": len(code), "real": 0, "N": 7}
+    launch(engine_kernels, "outrider_evaluate", {"to": to, "code": code}, numbers, 2)
+    np.testing.assert_array_equal(to, 3 * np.arange(300) + 7)

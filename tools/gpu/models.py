@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
 import tempfile
@@ -11,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from compiler.checkpoint import defer_decoder
+from compiler.engines.onnx_file import describe_engine
 from compiler.export import export_target
 from compiler.kernels import HANDLERS
 from compiler.kernels.emitter import Emitter
@@ -23,31 +22,13 @@ from compiler.models.config import WeightType
 from compiler.quantization.graph import quantize
 from compiler.quantization.weight_form import WeightForm
 from plans import names
-from plans.kernel_engine import KernelEngine
-from tools.gpu.step_model import StepModel, StepTensor, made_up
+from tools.gpu.step_model import StepModel, made_up
+from tools.synthetic_llama import LlamaShape
 
 TYPES = ("bfloat16", "int8", "int4")
 CAPACITY = 8448
+SHAPES = {"1b": LlamaShape(16, 2048, 8192, 32, 8, 128256), "8b": LlamaShape(32, 4096, 14336, 32, 8, 128256)}
 _ALIGNMENT = 4096  # of a constant in the file of weights
-_MOST_VALUES = 1 << 20  # bytes of a constant that is kept with the engine
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama's sizes."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-
-
-SHAPES = {
-    "1b": Shape(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocab=128256),
-    "8b": Shape(hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
-}
 
 
 @dataclass
@@ -64,24 +45,12 @@ class _Offsets:
         return offset
 
 
-def write_hollow_llama(shape: Shape, folder: Path) -> None:
-    """Write a checkpoint whose tensors have sizes and no values: a sparse file."""
-    kv = shape.hidden // shape.heads * shape.kv_heads
-    tensors = {"model.embed_tokens.weight": (shape.vocab, shape.hidden), "model.norm.weight": (shape.hidden,)}
-    tensors["lm_head.weight"] = (shape.vocab, shape.hidden)
+def write_hollow_llama(shape: LlamaShape, folder: Path) -> None:
+    """Write a checkpoint whose tensors have sizes and no values, its head apart from its embedding: a sparse file."""
+    tensors: dict[str, tuple[int, ...]] = {"model.norm.weight": (shape.hidden,)}
+    tensors |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (shape.vocabulary, shape.hidden))
     for layer in range(shape.layers):
-        for name, size in {
-            "input_layernorm": (shape.hidden,),
-            "post_attention_layernorm": (shape.hidden,),
-            "self_attn.q_proj": (shape.hidden, shape.hidden),
-            "self_attn.k_proj": (kv, shape.hidden),
-            "self_attn.v_proj": (kv, shape.hidden),
-            "self_attn.o_proj": (shape.hidden, shape.hidden),
-            "mlp.gate_proj": (shape.intermediate, shape.hidden),
-            "mlp.up_proj": (shape.intermediate, shape.hidden),
-            "mlp.down_proj": (shape.hidden, shape.intermediate),
-        }.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = size
+        tensors |= {f"model.layers.{layer}.{name}.weight": size for name, size in shape.layer_tensors().items()}
     at, header = 0, {}
     for name, size in tensors.items():
         end = at + 2 * int(np.prod(size))
@@ -91,17 +60,11 @@ def write_hollow_llama(shape: Shape, folder: Path) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + at)
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0, "max_position_embeddings": 2 * CAPACITY, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "hidden_act": "silu",
-    }  # fmt: skip
+    config = shape.config(2 * CAPACITY) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def model_of(shape: Shape, kind: str) -> StepModel:
+def model_of(shape: LlamaShape, kind: str) -> StepModel:
     """Return the target's step with weights of one of `TYPES`, as a plan would have it."""
     with tempfile.TemporaryDirectory() as folder:
         write_hollow_llama(shape, Path(folder))
@@ -113,31 +76,9 @@ def model_of(shape: Shape, kind: str) -> StepModel:
         weights = _Offsets()
         dtype: WeightType = "bfloat16" if whole else "float32"
         engine = Emitter("target", model.graph, limits, weights, HANDLERS, dtype).emit()
-        values = {}
-        for name in engine.constants.keys() - made_up(engine).keys():
-            place = engine.constants[name]
-            assert place.size <= _MOST_VALUES, f"{name} has {place.size} bytes, and no kernel says how to fill it"
-            values[name] = base64.b64encode(weights.reads[place.offset]().tobytes()).decode()
-    caches = {names.cache_output(value.name or "") for value in model.graph.inputs}
-    bound = [*model.graph.inputs, *(value for value in model.graph.outputs if value.name not in caches)]
-    return StepModel(
-        engine=engine,
-        weights_size=weights.size,
-        capacity=CAPACITY,
-        tensors=tuple(map(_tensor, bound)),
-        values=dict(sorted(values.items())),
-    )
-
-
-def engine_of(shape: Shape, kind: str) -> KernelEngine:
-    """Return the engine of `model_of`."""
-    return model_of(shape, kind).engine
-
-
-def _tensor(value: ir.Value) -> StepTensor:
-    assert value.name
-    assert value.shape is not None
-    assert value.dtype is not None
-    dtype = {"FLOAT": "float32"}.get(value.dtype.name, value.dtype.name.lower())
-    shape = tuple(each if isinstance(each, int) else str(each.value) for each in value.shape)
-    return StepTensor.model_validate({"name": value.name, "dtype": dtype, "shape": shape})
+        known = {name: engine.constants[name] for name in sorted(engine.constants.keys() - made_up(engine).keys())}
+        assert all(place.size <= 1 << 20 for place in known.values()), "no kernel says how to fill a constant"
+        values = {name: weights.reads[place.offset]().tobytes() for name, place in known.items()}
+    own = describe_engine(model, "target.json")
+    bound = (*own.inputs, *(tensor for tensor in own.outputs if tensor.name not in own.aliases))
+    return StepModel(engine=engine, weights_size=weights.size, capacity=CAPACITY, tensors=bound, values=values)

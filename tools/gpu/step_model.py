@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-import base64
-from math import prod
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import ConfigDict
 
 from plans import names
-from plans.buffers import Strict
+from plans.buffers import Strict, Tensor
 from plans.kernel_engine import KernelEngine
 from plugins.cuda.engine_kernels import ENGINE_KERNELS
+from plugins.cuda.launches import ELEMENTS
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 _REAL = {"weight", "norm", "cos", "sin", "query_norm", "key_norm", "sinks"}  # parameters that are float32 constants
 
 
-class StepTensor(Strict):
-    """An input or an output of the engine; `shape` has sizes and symbols."""
+@dataclass(frozen=True)
+class Fill:
+    """32-bit words in blocks: first `random` random ones, then `base` with random bits where `mask` has ones."""
 
-    name: str
-    dtype: Literal["float32", "float16", "bfloat16", "int64"]
-    shape: tuple[int | str, ...]
+    block: int
+    random: int
+    base: int
+    mask: int
 
-    def bytes(self, sizes: dict[str, int]) -> int:
-        return BYTES[self.dtype] * prod(sizes[each] if isinstance(each, str) else each for each in self.shape)
+    def words(self, most: int) -> NDArray[np.uint32]:
+        """Return whole blocks, of up to `most` words where that is one block at least."""
+        shape = max(1, most // self.block), self.block
+        words = np.random.default_rng(1).integers(0, 2**32, shape, np.uint32)
+        words[:, self.random :] = words[:, self.random :] & np.uint32(self.mask) ^ np.uint32(self.base)
+        return words
+
+
+FILLS = {
+    "float32": Fill(1, 0, 0x3F000000, 0x007FFFFF),  # from 0.5 to 1
+    "float16": Fill(1, 0, 0x24002400, 0x83FF83FF),  # from 1/64 to 1/32, of both signs
+    "bfloat16": Fill(1, 0, 0x3C803C80, 0x807F807F),
+}
 
 
 class StepModel(Strict):
-    """`weights_size` are the bytes of the file of weights, of which only `values` are known (base64, by constant)."""
+    """`weights_size` are the bytes of the file of weights, of which only the constants `values` are known."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     engine: KernelEngine
     weights_size: int
     capacity: int
-    tensors: tuple[StepTensor, ...]
-    values: dict[str, str] = Field({})
-
-    def value(self, name: str) -> NDArray[np.uint8]:
-        return np.frombuffer(base64.b64decode(self.values[name]), np.uint8)
+    tensors: tuple[Tensor, ...]
+    values: dict[str, bytes]
 
     def sizes(self, rows: int, keys: int) -> dict[str, int]:
         """Return the sizes of a step of `rows` new tokens with `keys` keys in view."""
@@ -48,24 +58,22 @@ class StepModel(Strict):
         return ones | dict.fromkeys((names.NEW, names.LOGITS, names.PLACES, names.FEATURED), rows)
 
 
-def made_up(engine: KernelEngine) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the constants whose numbers no result depends on: how `probe.cu` fills them, and its numbers.
-
-    Packed blocks get random integers and plausible scales, halves and reals are uniform.
-    """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+def made_up(engine: KernelEngine) -> dict[str, Fill]:
+    """Return how to fill the constants that may have any numbers: weights, which are never zeros here."""
+    found: dict[str, Fill] = {}
     for launch, _ in engine.launches():
-        spec = ENGINE_KERNELS.get(launch.kernel)
-        for parameter, name in zip(spec.tensors if spec else (), launch.tensors, strict=spec is not None):
+        if (spec := ENGINE_KERNELS.get(launch.kernel)) is None:
+            continue
+        numbers = dict(zip(spec.numbers, launch.numbers, strict=True))
+        for parameter, name in zip(spec.tensors, launch.tensors, strict=True):
             if name not in engine.constants:
                 continue
-            assert spec is not None
-            numbers = dict(zip(spec.numbers, launch.numbers, strict=True))
-            if parameter == "packed":
-                bits, wide, minimums = (int(numbers[each]) for each in ("bits", "wide", "minimums"))
-                found[name] = "packed", (128 * bits, 32 * (1 + minimums), wide)
-            elif parameter == "weight" and "half" in launch.kernel:
-                found[name] = "halves", (int(numbers["element"]),)
+            if parameter == "packed":  # 32 rows of a block of 32 integers, their scales and minimums of about 0.01
+                integers, wide = 32 * int(numbers["bits"]), int(numbers["wide"])
+                scales = (16 << wide) * (1 + int(numbers["minimums"]))
+                pattern = (0x3C23D70A, 0xFFFF) if wide else (0x211F211F, 0x000F000F)
+                found[name] = Fill(integers + scales, integers, *pattern)
             elif parameter in _REAL:
-                found[name] = "reals", ()
+                half = parameter == "weight" and "half" in launch.kernel
+                found[name] = FILLS[ELEMENTS[int(numbers["element"])] if half else "float32"]
     return found
