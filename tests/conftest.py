@@ -78,7 +78,7 @@ TOY_SIZES: dict[str, object] = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -96,21 +96,37 @@ TOY_EXPERTS: dict[str, object] = {
 }
 
 
+LATER_LAYERS = 0.25
+"""What projections to the residual stream are multiplied by, in all layers but the first."""
+
+
+def _toy_model(sizes: dict[str, object]) -> PreTrainedModel:
+    if "num_experts" in sizes:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    return Qwen3ForCausalLM(Qwen3Config(**sizes))
+
+
 def write_toy_checkpoint(folder: Path, noise: float = 0.0, *, experts: bool = False) -> None:
     """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer.
 
-    With `noise`, the same weights disturbed by this share of their spread: a drafter that is often right. With
-    `experts`, layers have experts, all but one.
+    With `noise`, its first layer alone, with weights disturbed by this share of their spread: a drafter that is often
+    right, since the other layers add less to the residual stream. With `experts`, layers have experts, all but one.
     """
     torch.manual_seed(1)
-    model: PreTrainedModel
-    if experts:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TOY_SIZES, **TOY_EXPERTS))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**TOY_SIZES))
+    sizes = TOY_SIZES | (TOY_EXPERTS if experts else {})
+    model: PreTrainedModel = _toy_model(sizes)
     with torch.no_grad():
-        for parameter in model.parameters() if noise else ():
-            parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight *= LATER_LAYERS
+            for name, parameter in layer.mlp.named_parameters():
+                if "down_proj" in name:
+                    parameter *= LATER_LAYERS
+        if noise:
+            first = _toy_model(sizes | {"num_hidden_layers": 1})
+            first.load_state_dict(model.state_dict(), strict=False)
+            model = first
+            for parameter in model.parameters():
+                parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -135,7 +151,7 @@ def write_toy_block(folder: Path, target: Path) -> None:
     """
     rank = 48
     tensors = write_block(
-        folder, layout="deepspec", streams=(0, 3), hidden=32, vocab=300, mask=299, target_layers=4, head_dim=16,
+        folder, layout="deepspec", streams=(0, 2), hidden=32, vocab=300, mask=299, target_layers=3, head_dim=16,
         block_size=5, markov=("vanilla", rank), confidence="markov",
     )  # fmt: skip
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
