@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from hypothesis import settings
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -41,13 +42,18 @@ from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.kv.partial_policy import Interval
 from tests.compiler.block_heads import write_block
 from tests.compiler.eagle3_heads import write_eagle3
-from tests.exports import SharedExports
+from tests.exports import SharedExports, sources_digest
 from tests.fake_cuda import compile_libraries
 from tests.fake_cuda.provider import CudaProvider
 from tests.packages import install_apart
 from tests.plans.damage import edit
 from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
+
+# A profile decides how many examples a property has, by default few: `--hypothesis-profile long` searches.
+settings.register_profile("short", max_examples=20, deadline=None)
+settings.register_profile("long", max_examples=200, deadline=None)
+settings.load_profile("short")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
@@ -188,7 +194,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """A file or folder that one of the processes that run the tests makes, and all of them read."""
     root = factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    return made_in(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root, name, make)
+
+
+def made_in(root: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """As `made_once`, in a folder that may be there for later runs."""
     made = root / f"{name.replace('/', '.')}.made"
     with open(made.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -206,9 +216,14 @@ def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No graph is exported twice."""
-    shared = SharedExports(lambda name, make: made_once(tmp_path_factory, name, make))
+def _shared_exports() -> Iterator[None]:
+    """No graph is exported twice, nor in a later run, unless what exports it has changed."""
+    kept = REPOSITORY / "build" / "exports" / sources_digest()
+    for other in kept.parent.glob("*"):
+        if other != kept:
+            shutil.rmtree(other, ignore_errors=True)
+    kept.mkdir(parents=True, exist_ok=True)
+    shared = SharedExports(lambda name, make: made_in(kept, name, make))
     with pytest.MonkeyPatch.context() as patch:
         for exports in (compiler.export.draft, compiler.export.target):
             patch.setattr(exports, "trace", shared)

@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,23 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_map
 
+import compiler
+import plans
+import plugins
 from compiler.deferred import Deferred, deferred, stored_of
 from compiler.export import tracing
 
 Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+def sources_digest() -> str:
+    """What a graph depends on beside its module's settings: our code that makes graphs, and the versions below it."""
+    folders = [Path(package.__file__).parent for package in (compiler, plans, plugins) if package.__file__]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    digest = hashlib.sha256("".join(version(name) for name in ("torch", "onnxscript", "onnx-ir")).encode())
+    for file in [*files, Path(__file__)]:
+        digest.update(str(file).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class SharedExports:

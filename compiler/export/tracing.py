@@ -104,7 +104,7 @@ def put_weights(model: ir.Model, stored: Mapping[str, Deferred]) -> None:
 
 
 def is_compared(weight: Deferred) -> bool:
-    """Whether the optimiser compares the values of a parameter with those of others, so that a graph depends on them."""
+    """Whether the optimiser compares the values of a parameter with those of others, and merges equal ones."""
     return weight.size <= _COMPARED and len(weight.shape) < 2
 
 

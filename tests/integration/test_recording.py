@@ -59,7 +59,10 @@ def halves(cuda_plan: Plan, device: EmulatedDevice) -> Runtime:
 
 
 @pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
-@pytest.mark.parametrize("sampling", [Options(temperature=0.0), Options(temperature=0.7, seed=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Options(temperature=0.0), marks=pytest.mark.long), Options(temperature=0.7, seed=2)],
+    ids=str,
+)  # fmt: skip
 def test_a_round_is_one_launch(
     recorded: Runtime, device: EmulatedDevice, toy: Runtime, drafter: str, sampling: Options
 ) -> None:
