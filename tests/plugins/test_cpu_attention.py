@@ -503,8 +503,10 @@ def test_positions_without_a_rotation_are_refused() -> None:
 
 
 @pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
-@pytest.mark.parametrize("isa", ["avx2", pytest.param("plain", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("isa", ["avx2", "plain"])
 def test_lesser_machines_do_the_same(isa) -> None:
+    """All properties again; `test_instruction_sets.py` has the bits of each instruction set at some sizes."""
     others = "test_tree_ops.py", "test_cpu_gated_unit.py", "test_cpu_softcap.py"
     files = [Path(__file__), *(Path(__file__).with_name(name) for name in others)]
     ran = subprocess.run(
