@@ -43,7 +43,9 @@ def _set_window(checkpoint: Path, window: int) -> None:
     path.write_text(json.dumps(config | {"sliding_window": window}), encoding="utf-8")
 
 
-@pytest.fixture(scope="module", params=["gemma3", "ministral", pytest.param("gpt_oss", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["gemma3", *(pytest.param(n, marks=pytest.mark.long) for n in ("ministral", "gpt_oss"))]
+)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
