@@ -1,7 +1,17 @@
 #!/usr/bin/env bash
-# Every check: formatting, lint, types, tests. Safe to run again; arguments go to pytest.
+# Every check: formatting, lint, types, tests; at the end it says where the time went. Safe to run again; arguments go to
+# pytest. With `--quick` first, what is worth running before a commit: of the tests, those of folders that take seconds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+quick=()
+if [ "${1:-}" = --quick ]; then
+    shift
+    quick=(tests/test_architecture.py tests/commands tests/plans tests/runtime --ignore=tests/runtime/embed)
+fi
+took="" began=$SECONDS
+lap() { took+="$1 $((SECONDS - began)) s, "; began=$SECONDS; }
+trap 'echo "${took%, }"' EXIT
+
 source tools/environment.sh compiler,dev,embed,gpu,ray,serve,telemetry,tensorrt-rtx
 # Torch-TensorRT without its dependencies: it asks for an older TensorRT for RTX, and converts for this one as well. It
 # is there for some machines alone; tests that need it are skipped elsewhere.
@@ -9,11 +19,18 @@ wheels=$(grep -E '^(torch-tensorrt-rtx|dllist|psutil)==' tools/constraints.txt)
 if [ "$(python -m pip freeze | grep -cxF "$wheels")" != 3 ]; then
     python -m pip install -q --no-deps $wheels || echo "Torch-TensorRT cannot be installed here; it is not tested." >&2
 fi
+lap install
 
 step "ruff"
 ruff format --check .
 ruff check .
+lap lint
 step "mypy"
 mypy
+lap types
 step "pytest"
-python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=5 "$@"
+status=0
+python -m pytest -p tools.suite -n auto --maxprocesses 4 --dist loadfile "${quick[@]}" "$@" || status=$?
+lap tests
+python -m tools.suite > build/suite/table.txt
+exit $status
