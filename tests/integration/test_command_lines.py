@@ -52,6 +52,9 @@ def is_number(action: argparse.Action, text: str) -> bool:
         return False
 
 
+WITHOUT_NUMBERS = ("compiler.__main__", "tools.reference.pack", "tools.gpu.prepare", "tools.gpu.measure")
+
+
 @pytest.mark.parametrize(("module", "called"), MODULES.items())
 def test_every_number_is_refused_where_it_is_none_or_below_0(module: str, called: str | None) -> None:
     found = 0
@@ -68,12 +71,7 @@ def test_every_number_is_refused_where_it_is_none_or_below_0(module: str, called
                 # The option is refused before what is required is missed.
                 with pytest.raises(UsageError, match=f"{option} is .*; see {parser.prog} --help"):
                     parser.parse_args([f"{option}={wrong}"])
-    assert found or module in (
-        "compiler.__main__",
-        "tools.reference.pack",
-        "tools.gpu.prepare",
-        "tools.gpu.measure",
-    )  # no numbers
+    assert found or module in WITHOUT_NUMBERS
 
 
 @pytest.mark.parametrize(("module", "called"), MODULES.items())

@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def int8_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = load_recipe(toy_recipe, ["target.weights={type: int8}", "drafters=[]"])
-    return made_once(tmp_path_factory, "int8-plan", lambda out: build(recipe, toy_recipe, out))
+    return made_once(tmp_path_factory, "shared-int8-plan", lambda out: build(recipe, toy_recipe, out))
 
 
 def folder_of(runtime: Runtime) -> Path:

@@ -81,10 +81,8 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 @pytest.fixture(scope="session")
 def translated_engines(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """The same of those that engines of the backend `cuda` are made of."""
-    return _translated(
-        tmp_path_factory, "engines-translated.so", OF_ENGINES, "-O0"
-    )  # which run shorter than that saves
+    """The same of those that engines of the backend `cuda` are made of: tests run them for less than `-O1` takes."""
+    return _translated(tmp_path_factory, "engines-translated.so", OF_ENGINES, "-O0")
 
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)

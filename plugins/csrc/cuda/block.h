@@ -25,8 +25,8 @@ OUTRIDER_DEVICE i64 block_count() { return gridDim.x; }
 OUTRIDER_DEVICE void barrier() { __syncthreads(); }
 
 // A kernel may begin while the one before it in the stream still runs (PTX ISA, "griddepcontrol"; launches allow it from compute
-// capability 9.0 on). It lets the next one begin at once, and touches nothing that a kernel writes until all before it have
-// ended, which all of its threads wait for. Weights it may read before.
+// capability 9.0 on). Each lets the next one begin, at once or when it has little left to load, and touches nothing that a
+// kernel writes until all before it have ended, which all of its threads wait for. Weights it may read before.
 OUTRIDER_DEVICE void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

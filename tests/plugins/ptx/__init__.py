@@ -21,14 +21,13 @@ from pathlib import Path
 from plugins.cuda.compile import SOURCES
 from plugins.tensorrt.compile import compile_ptx
 from tests.plugins.emulator import HERE as EMULATOR
-from tests.plugins.emulator import KERNELS
 from tests.plugins.ptx.parse import parse
 from tests.plugins.ptx.translate import translate
 
 HERE = Path(__file__).resolve().parent
 
 
-def compile_translated(library: Path, source: str = KERNELS, optimization: str = "-O1") -> None:
+def compile_translated(library: Path, source: str, optimization: str) -> None:
     """Compile the kernels of `source` with NVRTC, and their PTX for the CPU, into the shared library `library`.
 
     `-O0` compiles in half the time of `-O1`. Raises UnknownPtxError.

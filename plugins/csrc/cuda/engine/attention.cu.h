@@ -388,11 +388,11 @@ outrider_attend(const float* queries, const char* keys, const char* values, cons
   const i64 own = block % of_head, kv_head = part / of_kv_head, token = first_token + block / of_head / parts;
   const int group = static_cast<int>(at_once);
   const i64 first_head = token * heads + part * group;
-  char* staged = dynamic_shared();                            // [room]
+  char* staged = dynamic_shared();                           // [room]
   float* weights = reinterpret_cast<float*>(staged + room);  // [group, kChunk]
-  float* query = weights + group * kChunk;                    // [group, size]
-  float* highest = query + group * size;                      // [group]
-  i32* slots = reinterpret_cast<i32*>(highest + group);       // [kChunk]
+  float* query = weights + group * kChunk;                   // [group, size]
+  float* highest = query + group * size;                     // [group]
+  i32* slots = reinterpret_cast<i32*>(highest + group);      // [kChunk]
   const i32* list = lists + token * view;
   i32 slot = 0;  // of the thread's key: without a window it is known where it stands before `counts` is
   if (window == 0 && own * kChunk + thread() < view) slot = list[own * kChunk + thread()];
