@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from hypothesis import settings
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -41,13 +42,18 @@ from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.kv.partial_policy import Interval
 from tests.compiler.block_heads import write_block
 from tests.compiler.eagle3_heads import write_eagle3
-from tests.exports import SharedExports
+from tests.exports import SharedExports, sources_digest
 from tests.fake_cuda import compile_libraries
 from tests.fake_cuda.provider import CudaProvider
 from tests.packages import install_apart
 from tests.plans.damage import edit
 from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
+
+# A profile decides how many examples a property has, by default few: `--hypothesis-profile long` searches.
+settings.register_profile("short", max_examples=20, deadline=None)
+settings.register_profile("long", max_examples=200, deadline=None)
+settings.load_profile("short")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
@@ -78,7 +84,7 @@ TOY_SIZES: dict[str, object] = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -96,21 +102,37 @@ TOY_EXPERTS: dict[str, object] = {
 }
 
 
+LATER_LAYERS = 0.25
+"""What projections to the residual stream are multiplied by, in all layers but the first."""
+
+
+def _toy_model(sizes: dict[str, object]) -> PreTrainedModel:
+    if "num_experts" in sizes:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    return Qwen3ForCausalLM(Qwen3Config(**sizes))
+
+
 def write_toy_checkpoint(folder: Path, noise: float = 0.0, *, experts: bool = False) -> None:
     """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer.
 
-    With `noise`, the same weights disturbed by this share of their spread: a drafter that is often right. With
-    `experts`, layers have experts, all but one.
+    With `noise`, its first layer alone, with weights disturbed by this share of their spread: a drafter that is often
+    right, since the other layers add less to the residual stream. With `experts`, layers have experts, all but one.
     """
     torch.manual_seed(1)
-    model: PreTrainedModel
-    if experts:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TOY_SIZES, **TOY_EXPERTS))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**TOY_SIZES))
+    sizes = TOY_SIZES | (TOY_EXPERTS if experts else {})
+    model: PreTrainedModel = _toy_model(sizes)
     with torch.no_grad():
-        for parameter in model.parameters() if noise else ():
-            parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight *= LATER_LAYERS
+            for name, parameter in layer.mlp.named_parameters():
+                if "down_proj" in name:
+                    parameter *= LATER_LAYERS
+        if noise:
+            first = _toy_model(sizes | {"num_hidden_layers": 1})
+            first.load_state_dict(model.state_dict(), strict=False)
+            model = first
+            for parameter in model.parameters():
+                parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -135,7 +157,7 @@ def write_toy_block(folder: Path, target: Path) -> None:
     """
     rank = 48
     tensors = write_block(
-        folder, layout="deepspec", streams=(0, 3), hidden=32, vocab=300, mask=299, target_layers=4, head_dim=16,
+        folder, layout="deepspec", streams=(0, 2), hidden=32, vocab=300, mask=299, target_layers=3, head_dim=16,
         block_size=5, markov=("vanilla", rank), confidence="markov",
     )  # fmt: skip
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), Tokenizer.from_file(str(target / "tokenizer.json"))
@@ -172,7 +194,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """A file or folder that one of the processes that run the tests makes, and all of them read."""
     root = factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    return made_in(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root, name, make)
+
+
+def made_in(root: Path, name: str, make: Callable[[Path], object]) -> Path:
+    """As `made_once`, in a folder that may be there for later runs."""
     made = root / f"{name.replace('/', '.')}.made"
     with open(made.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -190,9 +216,14 @@ def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No graph is exported twice."""
-    shared = SharedExports(lambda name, make: made_once(tmp_path_factory, name, make))
+def _shared_exports() -> Iterator[None]:
+    """No graph is exported twice, nor in a later run, unless what exports it has changed."""
+    kept = REPOSITORY / "build" / "exports" / sources_digest()
+    for other in kept.parent.glob("*"):
+        if other != kept:
+            shutil.rmtree(other, ignore_errors=True)
+    kept.mkdir(parents=True, exist_ok=True)
+    shared = SharedExports(lambda name, make: made_in(kept, name, make))
     with pytest.MonkeyPatch.context() as patch:
         for exports in (compiler.export.draft, compiler.export.target):
             patch.setattr(exports, "trace", shared)

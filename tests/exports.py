@@ -1,7 +1,8 @@
 """Exports that tests share: most plans of the tests are made of the same few graphs, and an export takes seconds.
 
 The first test that needs a graph exports it, and the others, in whatever process, read it: by the module with its
-weights and settings, the example inputs and the names of the outputs. What becomes of a graph is not shared.
+settings, the example inputs and the names of the outputs. What becomes of a graph is not shared, nor are weights that
+stay in the checkpoint: a graph has those of the module that it is asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,23 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_map
 
+import compiler
+import plans
+import plugins
 from compiler.deferred import Deferred, deferred, stored_of
 from compiler.export import tracing
 
 Once = Callable[[str, Callable[[Path], object]], Path]
+
+
+def sources_digest() -> str:
+    """What a graph depends on beside its module's settings: our code that makes graphs, and the versions below it."""
+    folders = [Path(package.__file__).parent for package in (compiler, plans, plugins) if package.__file__]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    digest = hashlib.sha256("".join(version(name) for name in ("torch", "onnxscript", "onnx-ir")).encode())
+    for file in [*files, Path(__file__)]:
+        digest.update(str(file).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class SharedExports:
@@ -79,12 +94,14 @@ def _shapes(inputs: Mapping[str, Any]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by what they hold; a pickle of a tensor says where it lay as well."""
+    """Tensors by what they hold, where a graph may depend on it; a pickle of a tensor says where it lay as well."""
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
         stored = stored_of(value)
+        if stored is not None and not tracing.is_compared(stored):
+            return str(value.dtype), tuple(value.shape), type(stored).__name__
         value = value if stored is None else stored.read()
         held = value.detach().contiguous().view(-1).view(torch.uint8).numpy() if value.numel() else b""
         return str(value.dtype), tuple(value.shape), hashlib.sha256(held).hexdigest()

@@ -100,8 +100,12 @@ def put_weights(model: ir.Model, stored: Mapping[str, Deferred]) -> None:
     graph may keep."""
     for name, weight in stored.items():
         if (value := model.graph.initializers.get(name)) is not None:
-            compared = weight.size <= _COMPARED and len(weight.shape) < 2
-            value.const_value = ir.tensor(weight.read(), name=name) if compared else weight
+            value.const_value = ir.tensor(weight.read(), name=name) if is_compared(weight) else weight
+
+
+def is_compared(weight: Deferred) -> bool:
+    """Whether the optimiser compares the values of a parameter with those of others, and merges equal ones."""
+    return weight.size <= _COMPARED and len(weight.shape) < 2
 
 
 def name_inputs(model: ir.Model, inputs: Mapping[str, Shape]) -> None:

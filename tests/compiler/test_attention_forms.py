@@ -150,7 +150,9 @@ def test_layers_share_one_bias_a_window(target: str) -> None:
     assert sum(node.op_type == "WindowBias" for node in model.graph) == 1
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("gemma 2", "gpt-oss") else pytest.param(name, marks=pytest.mark.long) for name in FORMS]
+)
 def test_queries_come_out_of_the_node_as_they_are_compared_with_keys(name: str, tmp_path: Path) -> None:
     model, reports = lowered(name, CPU, 1, queries=True)
     assert {r.rule: r.applied for r in reports}["QueriesFromInside"] == len(FORMS[name])

@@ -43,6 +43,10 @@ CASES: dict[str, tuple[dict[str, Any], Tree]] = {
     "speculators": ({"layout": "speculators-dspark", "draft_vocab": 25, "markov": ("rnn", 6)}, BUSHY),
 }
 
+SHORT = ("dflash-tree", "jetspec-short", "dspark-front", "dspark-gated-tree", "dspark-rnn", "dspark-confident-tree",
+         "speculators")  # fmt: skip
+"""Every layout, every bias, a confidence, chains and trees; the others combine these."""
+
 
 class BlockOracle:
     """One block behind a context, and what its head says behind any path of tokens."""
@@ -93,7 +97,9 @@ def _drafted(
     return found, BlockOracle(draft, torch.from_numpy(features[rows]), tokens[-1])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_the_tree_of_a_block_is_the_one_of_the_definition(name: str, tmp_path: Path) -> None:
     _check(*CASES[name], CPU, tmp_path)
 
@@ -113,8 +119,16 @@ def test_a_level_more_of_a_chain_is_six_nodes_more_of_the_graph(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("_grouped")
-@pytest.mark.parametrize("target", [CUDA, RTX])
-@pytest.mark.parametrize("name", ["dflash", "jetspec-tree", "dspark-confident"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("jetspec-tree", CUDA),
+        ("dspark-confident", RTX),
+        *(pytest.param(name, target, marks=pytest.mark.long) for name, target in (
+            ("dflash", CUDA), ("dflash", RTX), ("jetspec-tree", RTX), ("dspark-confident", CUDA),
+        )),
+    ],
+)  # fmt: skip
 def test_it_is_the_same_as_other_backends_are_given_it(name: str, target: str, tmp_path: Path) -> None:
     _check(*CASES[name], target, tmp_path)
 

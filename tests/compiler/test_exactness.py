@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -120,7 +120,6 @@ def test_a_view_padded_to_any_length_gives_the_same_bits(
     np.testing.assert_array_equal(feeder.chunks([size], view).view(np.uint32), one_by_one.view(np.uint32))
 
 
-@settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(1, 16), min_size=1, max_size=12), view=st.sampled_from([None, 64, 100, 256]))
 def test_chunks_of_changing_size_give_the_same_bits(
     feeder: Feeder, one_by_one: Logits, sizes: list[int], view: int | None
@@ -128,7 +127,6 @@ def test_chunks_of_changing_size_give_the_same_bits(
     np.testing.assert_array_equal(feeder.chunks(sizes, view).view(np.uint32), one_by_one.view(np.uint32))
 
 
-@settings(max_examples=40, deadline=None)
 @given(past=st.integers(1, 20), parents=st.lists(st.integers(-1, 14), min_size=1, max_size=16))
 def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(feeder: Feeder, past: int, parents: list[int]) -> None:
     """Wherever siblings, uncles and their descendants lie between its ancestors."""

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -110,13 +110,11 @@ def assert_equal_to_numpy(session: ort.InferenceSession, heads: tuple[int, int],
             np.testing.assert_array_equal(cache[row, :, :end], wanted[row, :, :end])  # behind it lies garbage
 
 
-@settings(max_examples=60, deadline=None)
 @given(heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]), step=steps(1), seed=st.integers(0, 2**32))
 def test_the_function_body_of_one_row_is_the_reference(attention, heads, step, seed) -> None:
     assert_equal_to_numpy(attention[heads], heads, random_step(*step, *heads, seed))
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
     step=st.integers(2, 5).flatmap(steps),

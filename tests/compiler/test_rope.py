@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -193,7 +193,6 @@ def test_wrong_scaling_is_refused(scaling: dict[str, object], sentence: str) -> 
     assert sentence in str(refused.value)
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     theta=st.sampled_from([LEAST_ROPE_THETA, 10000.0, MOST_ROPE_THETA]),
     kind=st.sampled_from(["linear", "llama3", "yarn"]),

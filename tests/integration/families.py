@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -52,16 +52,16 @@ class Toy:
 
 
 TOYS: dict[str, Toy] = {
-    "llama": Toy("llama", {"num_hidden_layers": 2}),
+    "llama": Toy("llama", {}),
     "mistral": Toy("mistral", {"sliding_window": 20}),
     "ministral": Toy(
-        "ministral", {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24}
+        "ministral", {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 24}
     ),
-    "qwen2": Toy("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
-    "qwen3": Toy("qwen3", {"num_hidden_layers": 2}),
+    "qwen2": Toy("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": Toy("qwen3", {}),
     "qwen3_moe": Toy(
         "qwen3_moe",
-        {"num_hidden_layers": 2, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
+        {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2},
         experts=True,
     ),
     "gpt_oss": Toy(
@@ -83,13 +83,14 @@ TOYS: dict[str, Toy] = {
         spread=0.12,
         experts=True,
     ),
-    "gemma": Toy("gemma", {"num_hidden_layers": 2}),
+    "gemma": Toy("gemma", {}),
     "gemma2": Toy("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": Toy(
         "gemma3_text",
         {
+            "num_hidden_layers": 3,
             "sliding_window": 10,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": {
                 "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0},
                 "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
@@ -97,13 +98,20 @@ TOYS: dict[str, Toy] = {
         },
     ),
     "phi3": Toy("phi3", {"sliding_window": 20, "head_dim": None, "rope_parameters": LONGROPE}),
-    "olmo2": Toy("olmo2", {"num_hidden_layers": 2, "head_dim": None}),
-    "olmo3": Toy("olmo3", {"sliding_window": 15, "head_dim": None}),
-    "smollm3": Toy("smollm3", {"head_dim": None}),
+    "olmo2": Toy("olmo2", {"head_dim": None}),
+    "olmo3": Toy(
+        "olmo3",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 15,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "head_dim": None,
+        },
+    ),
+    "smollm3": Toy("smollm3", {"head_dim": None, "no_rope_layer_interval": 2}),
     "granite": Toy(
         "granite",
         {
-            "num_hidden_layers": 2,
             "head_dim": None,
             "embedding_multiplier": 3.0,
             "attention_multiplier": 0.2,
@@ -118,7 +126,7 @@ held_out: held_out.jsonl
 target: {{checkpoint: target}}
 drafters:
   - {{name: ngram, kind: ngram, max_context: 3, min_context: 1, max_draft: 6}}
-  - {{name: chain, kind: model, checkpoint: drafter, gamma: 3}}
+  - {{name: chain, kind: model, checkpoint: drafter, gamma: 1}}
   - {{name: bushy, kind: model, checkpoint: drafter, tree: {{top_k: 3, depth: 1, nodes: 7}}}}
 capacity: {{context: 160, prefill_chunk: 16, branches: 16, batching: true}}
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,14 @@ def by_transformers(
     return results
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.6, 1.0, 2.0])
-@pytest.mark.parametrize("beams", [2, 4, 8])
+WAYS: list[tuple[int, float, EarlyStopping]] = [*product((2, 4, 8), (-1.0, 0.0, 0.6, 1.0, 2.0), (False, True, "never"))]
+SHORT = {(4, -1.0, "never"), (4, 0.0, False), (8, 0.6, True), (2, 1.0, False), (4, 2.0, "never"), (4, 2.0, False)}
+
+
+@pytest.mark.parametrize(
+    ("beams", "penalty", "early_stopping"),
+    [way if way in SHORT else pytest.param(*way, marks=pytest.mark.long) for way in WAYS],
+)
 def test_tokens_and_scores_are_those_of_transformers(
     toy: Runtime, model, cases, beams: int, penalty: float, early_stopping: EarlyStopping
 ) -> None:

@@ -115,7 +115,7 @@ def rectangular(branching, monkeypatch):
     assert any(rows > 1 and width > 1 for rows, width in shapes)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prefix=st.lists(st.integers(1, 299), min_size=1, max_size=30),
     branches=st.lists(BRANCH, min_size=1, max_size=7),

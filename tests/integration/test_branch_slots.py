@@ -155,7 +155,7 @@ def watched(branch_plan):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prefix=st.lists(st.integers(1, 299), min_size=1, max_size=40),
     branches=st.lists(BRANCH, min_size=1, max_size=10),

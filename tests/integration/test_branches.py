@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plans.errors import RequestError
@@ -48,7 +48,6 @@ BRANCH = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     prefix=st.lists(st.integers(1, 299), min_size=1, max_size=50),
     branches=st.lists(BRANCH, min_size=1, max_size=12),

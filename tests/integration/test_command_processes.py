@@ -46,7 +46,7 @@ def test_output_that_cannot_be_written_is_one_sentence_and_status_1(
 def test_a_closed_standard_error_takes_nothing_from_the_output(toy_plan: Path) -> None:
     ended = run(["compiler", "inspect", toy_plan], "2>&-")
     assert ended.returncode == 0
-    assert "4 layers" in ended.stdout
+    assert "3 layers" in ended.stdout
     assert run(["compiler", "inspect", toy_plan / "none"], "2>/dev/full").returncode == 2
 
 

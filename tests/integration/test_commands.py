@@ -88,11 +88,11 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     assert compiler.__main__.main(["inspect", str(toy_plan)]) == 0
     text = capsys.readouterr().out
     for part in (
-        "4 layers",
-        "KV caches: target 0.39 MB float32, chain ",
+        "3 layers",
+        "KV caches: target 0.29 MB float32, chain ",
         "context 160",
         "speculate.chain",
-        "outrider.cpu.BranchAttention 4",
+        "outrider.cpu.BranchAttention 3",
         "FunctionBody",
         "built in ",
         "ends at the tokens 0 ",
@@ -119,8 +119,8 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     }  # fmt: skip
     assert any(text.startswith("target: BranchAttention") for text in target["probe"])
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
-    assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 4
-    assert target["kv_caches"]["target"] == {"type": "float32", "bytes": 2 * 4 * 2 * 384 * 16 * 4}
+    assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 3
+    assert target["kv_caches"]["target"] == {"type": "float32", "bytes": 2 * 3 * 2 * 384 * 16 * 4}
     assert target["session_bytes"] > sum(kv["bytes"] for kv in target["kv_caches"].values())
 
 

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from compiler.build import build
-from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from runtime.request import Options
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
@@ -24,7 +24,7 @@ from tests.integration.random_use import RandomUse
 from tools.verify.verification import verify_plan
 
 PROMPT = [(41 * i) % 299 + 1 for i in range(80)]  # longer than every window
-NEW = 64
+NEW = 40
 
 
 def int4(name: str) -> list[str]:
@@ -35,6 +35,19 @@ def int4(name: str) -> list[str]:
         "drafters[1].weights={type: int4}",
         "drafters[2].weights={type: int4}",
     ]
+
+
+def each_of(short: dict[str, str]) -> pytest.MarkDecorator:
+    """Plans of all families with all weights; but for those of `short`, by the weights, in the long run alone."""
+    return pytest.mark.parametrize(
+        ("recipe", "any_plan"),
+        [
+            pytest.param(name, kind, marks=() if short.get(name) == kind else pytest.mark.long, id=f"{name}-{kind}")
+            for name in TOYS
+            for kind in ("float32", "int4")
+        ],
+        indirect=True,
+    )
 
 
 @pytest.fixture(scope="module", params=TOYS)
@@ -54,7 +67,7 @@ def plan(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, f"{recipe.parent.name}/plan", lambda out: build(loaded, recipe, out))
 
 
-@pytest.fixture(scope="module", params=["float32", "int4"])
+@pytest.fixture(scope="module")
 def any_plan(
     request: pytest.FixtureRequest, recipe: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -64,34 +77,42 @@ def any_plan(
     return made_once(tmp_path_factory, f"{recipe.parent.name}/int4", lambda out: build(loaded, recipe, out))
 
 
+DRAFTING = ("gemma2", "gpt_oss", "phi3")
+"""Families whose draft models are built in the short run; the long one has those of all."""
+
+
+@pytest.fixture(scope="module")
+def some_plan(recipe: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if name_of(recipe) in DRAFTING:
+        return Path(request.getfixturevalue("plan"))
+    loaded = load_recipe(recipe, ["drafters=[{name: ngram, kind: ngram}]"])
+    return made_once(tmp_path_factory, f"{recipe.parent.name}/ngram", lambda out: build(loaded, recipe, out))
+
+
 @pytest.fixture(scope="module")
 def oracle(recipe: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(recipe.parent / "target", dtype=torch.float32).eval()
     return model
 
 
-def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Return the tokens behind a prompt, and the logits of all positions of the whole text but the last."""
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        for _ in range(count):
-            ids = torch.cat((ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)), 1)
-        return ids[0, len(prompt) :].tolist(), model(ids, use_cache=False).logits[0, :-1]
-
-
-def test_tokens_and_logits_are_those_of_transformers(plan: Path, oracle: PreTrainedModel) -> None:
-    tokens, logits = greedy(oracle, PROMPT, NEW)
-    session = Runtime.load(plan, threads=1).session()
-    for drafter in DRAFTERS:
-        found = session.generate(PROMPT, whole=True, drafter=drafter, max_new_tokens=NEW, ignore_eos=True)
-        assert found.token_ids == tokens, drafter
+def test_tokens_and_logits_are_those_of_transformers(some_plan: Path, oracle: PreTrainedModel) -> None:
+    runtime = Runtime.load(some_plan, threads=1)
+    session = runtime.session()
+    options = Options(whole=True, max_new_tokens=NEW, ignore_eos=True)
+    tokens = session.generate(PROMPT, drafter="none", **options).token_ids
     whole, error = PROMPT + tokens, 0.0
+    with torch.no_grad():
+        logits = oracle(torch.tensor([whole]), use_cache=False).logits[0, :-1]
+    assert logits[len(PROMPT) - 1 :].argmax(-1).tolist() == tokens  # each behind those before it, so all of them
+    for drafter in (each.name for each in runtime.manifest.drafters):
+        assert session.generate(PROMPT, drafter=drafter, **options).token_ids == tokens, drafter
     for at in range(1, len(whole)):  # behind a prompt of any length, each fed to what there is
         session.generate(whole[:at], whole=True, drafter="none", max_new_tokens=1, ignore_eos=True)
         error = max(error, float(np.abs(session.step_logits(0) - logits[at - 1].numpy()).max()))
     assert error < 1e-4
 
 
+@each_of({"phi3": "int4", "gemma2": "float32", "gpt_oss": "int4"})
 def test_verify_holds_a_plan_against_transformers(recipe: Path, any_plan: Path) -> None:
     """Scalings that depend on the context, fused projections, norms that lack 1: the oracle has what the plan has."""
     overrides = int4(name_of(recipe)) if any_plan.name == "int4" else []
@@ -101,6 +122,7 @@ def test_verify_holds_a_plan_against_transformers(recipe: Path, any_plan: Path) 
 
 
 @pytest.mark.parametrize(("mode", "prefill_tokens"), [("batching", 3), ("in-one-sequence", None)])
+@each_of(dict.fromkeys(("gemma2", "gpt_oss"), "float32") | {"phi3": "int4"})
 def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any, prefill_tokens: int | None) -> None:
     """Draft trees, branches, the prefix cache, sessions that are cut, at any temperature."""
     alone = Runtime.load(any_plan, threads=1)
@@ -113,13 +135,11 @@ def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any,
     assert alone.close(timeout=10)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("olmo3", marks=pytest.mark.long)])
 def test_a_head_drafts_for_layers_of_any_kind(name: str, toy_recipe: Path, tmp_path: Path) -> None:
     """It reads the residual streams of layers with windows and norms behind them."""
     write_toy(name, tmp_path, toy_recipe.parent / "target")
-    layers = read_config(tmp_path / "target").num_layers
-    taps = [0, layers // 2 - 1, layers - 2]
-    write_eagle3(tmp_path / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=taps)
+    write_eagle3(tmp_path / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}"
     recipe = load_recipe(tmp_path / "model.yaml", [f"drafters=[{head}]"])
     plan = build(recipe, tmp_path / "model.yaml", tmp_path / "plan").plan.root

@@ -18,6 +18,7 @@ from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice
 
 pytest.importorskip("cuda.core")
+pytestmark = pytest.mark.long  # as on the other emulated device; `test_rtx_graphs.py` has what is this backend's own
 
 
 @pytest.fixture(scope="module")

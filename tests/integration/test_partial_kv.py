@@ -23,7 +23,7 @@ from tests.integration.long_context import prompt
 
 LAYOUT = {"block_size": 4, "sink_blocks": 1, "window_blocks": 2}
 DRAFTERS = ["none", *TOY_DRAFTERS]
-SEVERAL = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+SEVERAL = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 pytestmark = pytest.mark.usefixtures("run_ahead")

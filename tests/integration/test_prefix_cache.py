@@ -108,7 +108,7 @@ TURN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(TURN, min_size=1, max_size=12), tokens=st.sampled_from([48, 160, 2048]))
 def test_no_history_changes_a_token(toy: Runtime, toy_plan: Path, turns: list[dict[str, Any]], tokens: int) -> None:
     """Small pools evict all the time."""

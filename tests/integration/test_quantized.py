@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from compiler.build import build
@@ -13,11 +12,10 @@ from compiler.inspect import describe
 from compiler.recipe import load_recipe
 from runtime import Runtime, SchedulerConfig
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
-from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
 from tests.integration.mapped import mapped
 from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
-from tests.integration.step_logits import expect_the_same_bits
+from tests.integration.step_logits import expect_the_bits_of_plain_code, expect_the_same_bits
 from tools.verify.verification import verify_plan
 
 TYPES = ("int4", "int8")
@@ -51,8 +49,8 @@ def test_weights_are_mapped_where_they_lie_and_not_copied(plan: Path, alone: Run
 def test_tokens_depend_on_neither_drafter_nor_company(plan: Path, alone: Runtime, mode: str) -> None:
     used = Runtime.load(plan, threads=2, scheduler=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
     user = RandomUse(alone, used, mode, seed=3)
-    user.run(150)
-    assert user.compared > 150
+    user.run(40)
+    assert user.compared > 40
     assert used.close(timeout=10)
 
 
@@ -60,22 +58,8 @@ def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:
     expect_the_same_bits(Runtime.load(plan, threads=2), [(37 * i) % 299 + 1 for i in range(40)], (1, 2, 5, 8, 15))
 
 
-def logits_of(plan: Path) -> Results:
-    """The logits behind a prompt, and behind steps of one token."""
-    session = Runtime.load(plan, threads=2).session()
-    found = {}
-    for index, prompt in enumerate([[(41 * i) % 299 + 1 for i in range(60)], [5, 6, 7], [9]]):
-        session.generate(prompt, max_new_tokens=3, drafter="none", ignore_eos=True)
-        found[str(index)] = session.step_logits(0).copy()
-    return found
-
-
-@pytest.mark.parametrize("isa", BETTER_THAN_PLAIN)
-def test_logits_are_the_same_bits_on_any_processor(plan: Path, tmp_path: Path, isa: str) -> None:
-    found = with_instructions(isa, __name__, "logits_of", plan, tmp_path / "found.npz")
-    plain = with_instructions("plain", __name__, "logits_of", plan, tmp_path / "plain.npz")
-    for name, logits in plain.items():
-        np.testing.assert_array_equal(found[name].view(np.uint32), logits.view(np.uint32), name)
+def test_logits_are_the_same_bits_on_any_processor(plan: Path) -> None:
+    expect_the_bits_of_plain_code(plan)
 
 
 def test_inspect_shows_bytes_by_type(plan: Path) -> None:
@@ -86,7 +70,7 @@ def test_inspect_shows_bytes_by_type(plan: Path) -> None:
     rows = 32 * (64 + 32 + 32) + 64 * 32 + 3 * 32 * 64  # of a layer: q, k, v, o, gate, up, down
     head = 320 * (32 + 2)  # 300 tokens in groups of 32, with a scale of two bytes
     bits = 4 if kind == "int4" else 8
-    layers = 4 * (rows * bits // 8 + rows // 32 * 2)
+    layers = 3 * (rows * bits // 8 + rows // 32 * 2)
     assert target[kind] == layers + (head if kind == "int8" else 0)
     assert target["int8"] == head + (layers if kind == "int8" else 0)
     assert "int8" not in engines["classical-head"]["weights"]
@@ -97,13 +81,13 @@ def test_the_reference_in_int4_agrees_with_its_checkpoint(tmp_path: Path) -> Non
     recipe = load_recipe(INT4_RECIPE, ROUNDED)
     plan = tmp_path / "plan"
     build(recipe, INT4_RECIPE, plan)
-    result = verify_plan(recipe, plan, prompts=3, new_tokens=48, texts=3)
+    result = verify_plan(recipe, plan, prompts=2, new_tokens=32, texts=2)
     assert result.passed
     assert set(result.drafters) == set(result.sampled) == {"ngram", "model", "eagle3", "dspark"}
-    assert all(check.equal_runs == 3 for check in (*result.drafters.values(), *result.sampled.values()))
+    assert all(check.equal_runs == 2 for check in (*result.drafters.values(), *result.sampled.values()))
     cost = result.quantization
     assert cost is not None
-    assert cost.positions == 3 * 48
+    assert cost.positions == 2 * 32
     assert cost.same_tokens > 0.9
     assert 0 < cost.kl < 0.05
     assert 0 < cost.bits_per_byte < 1.04 * cost.float_bits_per_byte  # the goal for int4

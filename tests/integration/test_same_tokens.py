@@ -36,7 +36,7 @@ SAMPLING = st.builds(
     st.sampled_from([1.0, 0.9, 0.2]),
     st.integers(0, 2**64 - 1),
 )
-RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @RELAXED

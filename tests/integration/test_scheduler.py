@@ -73,7 +73,7 @@ REQUEST = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=24),
     tokens=st.sampled_from([48, 300, 4096]),

@@ -18,14 +18,13 @@ from runtime.skeleton.outline import END, outline_grammar, parse_outline
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.json_schemas import draw_schema
 
-SCHEMAS = 200
 
-
-def test_answers_keep_to_their_schemas(reference: Runtime) -> None:
+@pytest.mark.parametrize("schemas", [25, pytest.param(200, marks=pytest.mark.long)])
+def test_answers_keep_to_their_schemas(reference: Runtime, schemas: int) -> None:
     """Random schemas, with each of the plan's drafters in turn; all but a few texts end by themselves."""
     drafters = [drafter.name for drafter in reference.manifest.drafters]
     ended = drafted = accepted = 0
-    for seed in range(SCHEMAS):
+    for seed in range(schemas):
         schema = draw_schema(seed)
         options = Options(
             structured_outputs={"json": schema},
@@ -44,7 +43,7 @@ def test_answers_keep_to_their_schemas(reference: Runtime) -> None:
             for drafter in ["none", *drafters]:
                 again = reference.generate('config = json.loads("""', **options | Options(drafter=drafter))
                 assert again.token_ids == found.token_ids
-    assert ended >= SCHEMAS - 4
+    assert ended >= schemas - 4
     assert accepted > drafted / 8
 
 

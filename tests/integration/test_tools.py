@@ -254,7 +254,8 @@ def test_an_answer_without_calls_has_the_form_that_is_asked_for(served: Served) 
     for seed in range(4):
         choice = served.ask(**own, seed=seed).choices[0]
         for call in choice.message.tool_calls or ():
-            check_call(call)
+            if choice.finish_reason != "length":  # which may cut arguments
+                check_call(call)
         if not choice.message.tool_calls and choice.finish_reason == "stop":
             assert json.loads(choice.message.content or "") == {"a": "<tool_call>"}
         pieces: Any = served.ask(**own, seed=seed, stream=True)

@@ -304,7 +304,7 @@ def test_a_chat_template_cannot_leave_its_sandbox(plan: Path, text: str) -> None
 # Anything at all.
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_edits_of_the_manifest_are_refused_or_harmless(plan: Path, toy_plan: Path, data: st.DataObject) -> None:
     whole = (toy_plan / "plan.json").read_bytes()

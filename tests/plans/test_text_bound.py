@@ -8,7 +8,7 @@ import time
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -61,7 +61,6 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
-@settings(deadline=None)
 @given(text=TEXTS, times=st.integers(1, 40))
 def test_no_text_has_fewer_tokens_than_its_bytes_say(kind: str, text: str, times: int) -> None:
     tokenizer = Tokenizer(BOUNDED[kind])

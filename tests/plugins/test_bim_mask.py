@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins import native
@@ -67,7 +67,6 @@ def masks(draw, least_rows=0, most_rows=5, padded=True):
     return Mask(bim, past, new, branch, parent, view, places, spare=draw(st.integers(0, 2)))
 
 
-@settings(max_examples=250, deadline=None)
 @given(mask=masks())
 def test_kernel_equals_reference_and_writes_nothing_behind_its_part(mask):
     bias = mask.run()
@@ -75,7 +74,6 @@ def test_kernel_equals_reference_and_writes_nothing_behind_its_part(mask):
     assert (mask.bias.reshape(-1)[bias.size :] == POISON).all()
 
 
-@settings(max_examples=80, deadline=None)
 @given(mask=masks())
 def test_reference_is_the_definition(mask):
     _, view, rows, places = mask.extents
@@ -98,7 +96,6 @@ def test_reference_is_the_definition(mask):
                 assert bias[row, 0, place, key] == (0 if visible else LOWEST)
 
 
-@settings(max_examples=80, deadline=None)
 @given(mask=masks(least_rows=1, most_rows=1, padded=False))
 def test_one_row_is_the_plain_step(mask):
     """As if there were no rows: `[1, 1, N, T]`, the committed keys in front, then the lines of the parents."""
@@ -113,7 +110,6 @@ def test_one_row_is_the_plain_step(mask):
     np.testing.assert_array_equal(mask.run(), np.where(visible, np.float32(0), LOWEST)[None, None])
 
 
-@settings(max_examples=80, deadline=None)
 @given(mask=masks())
 def test_a_row_is_the_same_alone_as_among_others(mask):
     _, view, rows, places = mask.extents

@@ -76,7 +76,7 @@ KINDS = ["equal", "nearly equal", "faint", "one-hot", "one-hot elsewhere", "disj
 KINDS += ["tiny", "zero"]
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 3, 64, 65, 200]), gamma=st.integers(0, 9))
 def test_kernel_equals_reference(data, vocabulary, gamma, slots, logits_rows):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -97,7 +97,7 @@ def test_kernel_equals_reference(data, vocabulary, gamma, slots, logits_rows):
     step.run().assert_equals_reference()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), vocabulary=st.sampled_from([2, 5, 65]))
 def test_trees_of_other_branches_are_walked_as_tree_accept_walks_them(data, vocabulary, slots, logits_rows):
     """Chains of branch 0 stand between trees of others, and each has what it has alone, by its own rule."""
@@ -142,7 +142,7 @@ def test_kernel_equals_reference_on_a_big_vocabulary(filters, noise):
     chains_of(token_ids, logits, q, slots).assert_equals_reference()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 63, 64, 65, 1000]), kind=st.sampled_from(KINDS))
 def test_kernel_residuals_equal_reference_bit_for_bit(data, vocabulary, kind, slots, logits_rows):
     """Tokens alone would hide a difference of some 2**-50."""
@@ -175,7 +175,6 @@ def test_acceptance_is_decided_exactly(r, q, p, off):
         assert native.accepts(r, bound, q) == accepts(r, bound, q) == (bound > 0 and r * q <= bound * 2**53)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), straight=st.floats(0, 1))
 def test_greedy_chains_commit_what_tree_accept_commits(seed, straight):
     """p is one-hot: the argmax is accepted and all else is corrected to it, whatever q is."""

@@ -5,7 +5,7 @@ from decimal import Decimal, getcontext
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins import native
@@ -37,7 +37,6 @@ def test_shared_exp_of_zero_is_one_and_it_never_falls():
     assert (shared_exp(x) <= 1.0).all()
 
 
-@settings(max_examples=150)
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 63, 64, 65, 700]))
 def test_kernel_weights_equal_reference_bit_for_bit(data, vocabulary, logits_rows):
     logits = data.draw(logits_rows(1, vocabulary))[0]
@@ -128,7 +127,6 @@ def test_filter_order_decides_which_distribution_min_p_sees():
     assert kept(logits, temperature=5.0, min_p=0.6, filter_order=LAST) == [0]
 
 
-@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), top_p=st.floats(0.01, 0.999), top_k=st.integers(0, 30))
 def test_filters_keep_the_smallest_likely_set(seed, top_p, top_k):
     """Against float64 softmax and sorting; the random cut is never within rounding of a sum."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -185,7 +185,6 @@ PASTS = st.one_of(st.integers(0, 300), st.integers(250, 900))  # a chunk of keys
 BRANCHES = st.sampled_from([0, 1, 1, 3, 8])  # one is a chain, whose tokens see all before them
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     heads=HEADS,
     size=SIZES,
@@ -211,7 +210,6 @@ WINDOWS = st.sampled_from([0, 1, 3, 16, 17, 100, 300, 10_000])
 CAPS = st.sampled_from([0.0, 50.0, 0.7])
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     heads=HEADS,
     size=SIZES,
@@ -240,7 +238,6 @@ def test_windows_caps_and_sinks_are_the_references(
         np.testing.assert_array_equal(found_cache, wanted_cache)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     heads=HEADS,
     size=SIZES,
@@ -277,7 +274,6 @@ def test_it_has_the_bits_of_the_rule(visible, size, dtype) -> None:
             np.testing.assert_array_equal(out.reshape(4, size)[head].view(np.uint32), wanted.view(np.uint32))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     heads=HEADS,
     size=SIZES,
@@ -329,7 +325,6 @@ def test_where_nobody_asks_keys_and_values_are_appended_and_nothing_else(dtype: 
         np.testing.assert_array_equal(found_cache, asked_cache)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     heads=HEADS,
     size=SIZES,
@@ -371,7 +366,6 @@ def test_a_token_is_the_same_bits_alone_and_in_any_company(
     np.testing.assert_array_equal(alone[0, 0].view(np.uint8), together[0, token].view(np.uint8))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     heads=HEADS,
     size=SIZES,
@@ -509,8 +503,10 @@ def test_positions_without_a_rotation_are_refused() -> None:
 
 
 @pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
-@pytest.mark.parametrize("isa", ["avx2", pytest.param("plain", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("isa", ["avx2", "plain"])
 def test_lesser_machines_do_the_same(isa) -> None:
+    """All properties again; `test_instruction_sets.py` has the bits of each instruction set at some sizes."""
     others = "test_tree_ops.py", "test_cpu_gated_unit.py", "test_cpu_softcap.py"
     files = [Path(__file__), *(Path(__file__).with_name(name) for name in others)]
     ran = subprocess.run(

@@ -8,7 +8,7 @@ from math import erfc, sqrt
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -43,7 +43,6 @@ def activated(activation: str, gate: NDArray[np.float64]) -> NDArray[np.float64]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 40),
     size=st.sampled_from([1, 3, 15, 16, 17, 100, 1024]),

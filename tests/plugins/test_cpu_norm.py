@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -56,7 +56,6 @@ def squares(row: Rows) -> np.float32:
     return np.float32(paired(paired(paired(sums.reshape(4, 4, 4)))))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(1, 40),
     size=st.sampled_from([1, 3, 15, 16, 17, 48, 64, 100, 256, 1000, 2048]),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins import native
@@ -58,7 +58,6 @@ def gathers(draw):
     return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)), dtype=dtype)
 
 
-@settings(max_examples=250, deadline=None)
 @given(gather=gathers())
 def test_kernel_equals_reference_also_where_moves_feed_each_other(gather):
     expected = gather.expected()
@@ -75,7 +74,6 @@ def compactions(draw):
     return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(gather=compactions())
 def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(gather):
     expected = gather.kv.copy()
@@ -89,7 +87,6 @@ def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(gather):
     np.testing.assert_array_equal(gather.kv, expected)
 
 
-@settings(max_examples=100, deadline=None)
 @given(kept=st.sets(st.integers(0, 15)), base=st.integers(0, 16), lower=st.integers(0, 16))
 def test_one_row_is_the_plain_compaction(kept, base, lower):
     source, destination = sorted(kept), max(0, base - lower)

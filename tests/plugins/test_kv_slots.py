@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -15,7 +15,6 @@ from plugins.reference import from_slots, to_slots
 NUMBERS = arrays.arrays(np.float32, (5, 24), elements=st.floats(-(2.0**60), 2.0**60, width=32))
 
 
-@settings(max_examples=60, deadline=None)
 @given(numbers=NUMBERS)
 def test_int8_rounds_each_number_by_half_a_step_at_most(numbers) -> None:
     found = from_slots(to_slots(numbers, np.int8))
@@ -26,7 +25,6 @@ def test_int8_rounds_each_number_by_half_a_step_at_most(numbers) -> None:
     assert ((np.abs(found).max(axis=-1) >= 0.999999 * largest[:, 0]) | (largest[:, 0] < 2.0**-100)).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(numbers=NUMBERS, dtype=st.sampled_from(["float32", "float16", "int8"]))
 def test_a_slot_is_that_of_its_numbers_alone(numbers, dtype) -> None:
     with np.errstate(over="ignore"):

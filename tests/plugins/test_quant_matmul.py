@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import int4, uint4
 from numpy.typing import NDArray
@@ -85,7 +85,6 @@ def rows(rng: np.random.Generator, count: int, blocks: int) -> NDArray[np.float3
     return x.reshape(count, -1)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(1, 33),
@@ -144,7 +143,6 @@ def test_halves_go_to_even_numbers() -> None:
     np.testing.assert_array_equal(multiply(x, weights, 8)[0, :8], [127, 0, 2, 2, 0, -2, -2, -127])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     outputs=st.sampled_from([1, 16, 33]),
@@ -240,6 +238,7 @@ def run_with(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
+@pytest.mark.long
 @pytest.mark.parametrize("isa", ["plain", *BETTER_THAN_PLAIN])
 def test_every_instruction_set_has_the_same_bits(isa) -> None:
     tried = run_with(isa, "-c", f"import sys; sys.path.insert(0, '.'); from {__name__} import *; any_session()")

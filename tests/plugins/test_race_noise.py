@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins import native
@@ -27,7 +27,6 @@ def noise_inputs(tips, slots) -> dict[str, np.ndarray]:
     return {"tip_position": tips, **{name: getattr(slots, name) for name in names}}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     depths=st.integers(1, 9),

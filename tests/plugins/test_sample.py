@@ -43,7 +43,7 @@ def sample_rows(logits, slots, positions=None, purpose=Purpose.TARGET):
     return committed
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_kernel_equals_reference(data, slots, logits_rows):
     vocabulary = data.draw(st.sampled_from([1, 2, 5, 63, 64, 65, 200, 1000]))

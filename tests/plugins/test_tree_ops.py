@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -124,7 +124,6 @@ def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32
         assert frontier[tree].tolist() == sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     k=st.sampled_from([1, 3, 4]),
     trees=st.integers(1, 3),
@@ -142,7 +141,6 @@ def test_tree_expand_is_the_reference(expand, k, trees, nodes, vocabulary, scale
     check(expand, k, logits, score, settings_of([GREEDY] * trees, np.ones((trees, vocabulary), np.float32)))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     k=st.sampled_from([1, 3, 4]),
     nodes=st.integers(1, 4),
@@ -160,7 +158,6 @@ def test_children_of_a_sampling_branch_are_the_likeliest_with_the_targets_noise(
     check(expand, k, logits, score, settings_of(branches, noise_of(random, trees, vocabulary)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     nodes=st.integers(1, 3),
     vocabulary=st.sampled_from([5, 64, 300]),
@@ -191,7 +188,6 @@ def test_probabilities_are_those_of_a_disturbed_race() -> None:
     np.testing.assert_allclose(found, expected, atol=4e-3)  # 5 standard deviations of 400,000 draws
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     k=st.sampled_from([1, 3, 4]),
     temperature=st.sampled_from([0.0, 1e-46, 1e-40, 1e-10, 1.0]),
@@ -268,7 +264,6 @@ def grown(k: int, depth: int, trees: int, seed: int, zeros: float) -> tuple[NDAr
 
 
 @both_forms
-@settings(max_examples=80, deadline=None)
 @given(shape=candidates(), trees=st.integers(1, 3), zeros=st.sampled_from([0.0, 0.4, 1.0]))
 def test_tree_rerank_is_the_reference_and_gives_a_tree(domain, shape, trees, zeros) -> None:
     k, depth, nodes, seed = shape

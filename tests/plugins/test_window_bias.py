@@ -7,7 +7,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
@@ -34,7 +34,6 @@ def body(window: int) -> ort.InferenceSession:
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 70)),
     window=st.sampled_from([1, 2, 7, 64, 1000]),

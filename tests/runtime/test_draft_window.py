@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plans import names
@@ -45,7 +45,6 @@ def rows(window: int, lead: int) -> tuple[WindowedRow, np.ndarray]:
     return kept, memory.arrays[names.KV][0, 0, 0, :, 0]
 
 
-@settings(deadline=None, max_examples=300)
 @given(data=st.data(), window=st.sampled_from([0, WINDOW]), lead=st.integers(0, 1))
 def test_kept_indices_are_those_of_the_sequence(data: st.DataObject, window: int, lead: int) -> None:
     kept, slots = rows(window, lead)

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -88,7 +88,6 @@ def texts_behind_a_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
 @given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=5, unique=True), seed=st.integers(0, 2**32 - 1))
 def test_whatever_is_allowed_leads_to_a_text_of_the_grammar(kind: str, words: list[str], seed: int) -> None:
     tokenizer, grammars, size = grammars_of(kind)
@@ -112,7 +111,6 @@ def test_whatever_is_allowed_leads_to_a_text_of_the_grammar(kind: str, words: li
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_a_path_has_one_mask_however_a_rule_came_to_it(kind: str, data: st.DataObject, seed: int) -> None:
     tokenizer, grammars, size = grammars_of(kind)

@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.backends.device_kv import DeviceKv, KvShape
@@ -40,7 +40,6 @@ def rows_of_a_cache(device: EmulatedDevice, values: np.ndarray) -> list[KvMemory
 
 
 @given(copies=COPIES, seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
 def test_rows_and_pages(device: EmulatedDevice, copies: list[tuple[int, int, int, int, int]], seed: int) -> None:
     """Rows of a cache and the pages of a pool, within themselves too, where slots move over each other."""
     values = np.random.default_rng(seed).normal(size=(PLANES, ROWS, HEADS, SLOTS, SIZE)).astype(np.float16)

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -179,7 +179,6 @@ def test_budgets_that_cannot_be_are_refused() -> None:
 LINE = st.lists(st.integers(0, 2), min_size=1, max_size=90)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lines=st.lists(st.tuples(LINE, st.integers(0, 90), st.booleans()), max_size=30), pages=st.integers(2, 14))
 def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], int, bool]], pages: int) -> None:
     kept = cache(pages * PAGE, min_prefix_length=1)

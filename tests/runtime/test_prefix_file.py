@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plans.errors import PlanError, RequestError
@@ -22,7 +22,6 @@ BOUND = {"plan": "abc", "processor": "one"}
 LINES = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(0, 60)), max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
 @given(lines=LINES)
 def test_what_was_saved_comes_back(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[list[int], int]]

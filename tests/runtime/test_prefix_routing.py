@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.ray_serve.prefixes import Balance, PrefixIndex, blocks_of, choose
@@ -92,7 +92,6 @@ LOADS = st.dictionaries(REPLICAS, st.integers(0, 20), min_size=1)
 HELD = st.dictionaries(REPLICAS, st.integers(1, 100))
 
 
-@settings(max_examples=300)
 @given(
     st.integers(1, 100), HELD, LOADS, st.dictionaries(REPLICAS, st.integers(0, 9)), st.randoms(use_true_random=False)
 )

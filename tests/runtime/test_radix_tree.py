@@ -128,7 +128,7 @@ class AgainstADictionary(RuleBasedStateMachine):
 
 
 TestAgainstADictionary = AgainstADictionary.TestCase
-TestAgainstADictionary.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestAgainstADictionary.settings = settings(stateful_step_count=60)
 
 
 def test_the_worked_example_of_splits() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
@@ -16,7 +16,6 @@ CHANGES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, LENGTH), st.integ
 
 
 @given(rounds=st.lists(st.tuples(CHANGES, LOST), min_size=1, max_size=4))
-@settings(max_examples=30, deadline=None)
 def test_tables(emulator: Emulator, rounds: list[tuple[list[tuple[int, int, int]], bool]]) -> None:
     """Two rows of two tables; each round changes some, and is uploaded as programs are."""
     device, rng = EmulatedDevice(emulator), np.random.default_rng(0)

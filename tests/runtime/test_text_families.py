@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -70,7 +70,6 @@ def byte_token(family: str, byte: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_streamed_text_is_what_the_libraries_decode(family: str, data: st.DataObject, sizes: list[int]) -> None:
     """What is shown is never taken back: the parts, joined, are the whole, and so no half of a character is a part."""
@@ -148,7 +147,6 @@ def test_special_tokens_part_no_character_and_print_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_the_bytes_of_tokens_are_the_text_that_they_add(family: str, data: st.DataObject) -> None:
     tokenizer = of(family)

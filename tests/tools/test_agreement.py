@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plugins.reference import RaceKey, Sampling, choice
@@ -27,7 +27,6 @@ SAMPLINGS = st.builds(
 DISTURBANCES = np.array(list(product([-1, 1], repeat=5)))
 
 
-@settings(max_examples=60, deadline=None)
 @given(logits=LOGITS, sampling=SAMPLINGS, seed=st.integers(0, 2**64 - 1))
 def test_the_margin_is_twice_the_least_disturbance_that_changes_anything(
     logits: list[float], sampling: Sampling, seed: int

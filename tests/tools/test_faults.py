@@ -50,7 +50,12 @@ def run(plan: Path, name: str, minutes: float, capsys: pytest.CaptureFixture[str
     return dict(row)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+SHORT = ("disconnects", "malformed", "full-disk", "replaced-plan")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SCENARIOS]
+)
 def test_nothing_is_lost_or_different_or_leaks(plan: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     row = run(plan, name, MINUTES[name], capsys)
     assert row["faults"] > 0

@@ -88,7 +88,7 @@ def test_a_type_that_is_not_read_is_named_with_its_tensor(tmp_path: Path) -> Non
     refused(tmp_path / "model.gguf", "'blk.0.ffn_up.weight' is stored as Q3_K", "read are F32, F16, BF16, Q8_0, Q4_0")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_gets_a_sentence(data: st.DataObject, path: Path) -> None:
     """Truncation is always noticed; any changed bytes of the header either are, or leave a file that can be read."""

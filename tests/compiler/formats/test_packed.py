@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -65,7 +65,6 @@ def weights(seed: int, outputs: int = 24, inputs: int = 256) -> NDArray[np.float
     return np.random.default_rng(seed).normal(size=(outputs, inputs)).astype(np.float32)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), size=st.sampled_from([32, 64, 128, 256]), symmetric=st.booleans())
 def test_awq(seed: int, size: int, symmetric: bool) -> None:
     made = round_in_groups(weights(seed), 4, size, symmetric=symmetric)
@@ -78,7 +77,6 @@ def test_awq(seed: int, size: int, symmetric: bool) -> None:
     np.testing.assert_allclose(kept(source), made.numbers, rtol=0, atol=4e-7 * float(np.abs(made.scales).max()) * 15)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     bits=st.sampled_from([4, 8]),
