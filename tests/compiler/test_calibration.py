@@ -236,7 +236,7 @@ def test_the_graph_has_the_searched_weights_and_the_oracle_reads_them(toy_recipe
     report = quantize("target", graph, WeightForm(4, 4))
     assert report.applied == 3 * 7 + 1
     values = {str(name): value.const_value for name, value in graph.graph.initializers.items()}
-    norms = [value.numpy() for name, value in values.items() if name.endswith("attention_norm.weight") and value]
+    norms = [value.numpy() for name, value in values.items() if name.endswith("norm.weight") and value]
     assert len(norms) > 1  # equal ones are merged, and all were equal
     for index in range(3):
         prefix = f"decoder.layers.{index}"
