@@ -136,7 +136,7 @@ def test_weights_are_searched_anew_for_another_text_or_another_tokenizer(workpla
     text.write_text(json.dumps({"prompt": "import os and read the licence of the work. " * 8}) + "\n", encoding="utf-8")
     first, said = rebuild(workplace, SEARCHED, out="first")
     assert [step for step in said if "searching" in step] == [
-        f"searching weights of target: layer {layer} of 4" for layer in (1, 2, 3, 4)
+        f"searching weights of target: layer {layer} of 3" for layer in (1, 2, 3)
     ]
     second, _ = rebuild(workplace, SEARCHED, out="second")
     assert hashes(first) == hashes(second)  # the same text gives the same bits

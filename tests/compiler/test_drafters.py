@@ -74,13 +74,16 @@ def test_rejection_drafts_whole_chains(toy_recipe: Path) -> None:
         )
 
 
-def test_taps_of_the_recipe_win_and_must_exist(toy_recipe: Path) -> None:
+def test_taps_of_the_recipe_win_and_must_exist(toy_recipe: Path, tmp_path: Path) -> None:
+    deeper = Path(shutil.copytree(toy_recipe.parent, tmp_path / "deeper")) / toy_recipe.name
+    for key, value in {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}.items():
+        change_json(deeper.parent / "target" / "config.json", key, value)
     head = "{name: a, kind: eagle3, checkpoint: head, aux_layers: [%s]}"
-    config = sources(toy_recipe, head % "0, 1, 3")[0].config
+    config = sources(deeper, head % "0, 1, 3")[0].config
     assert getattr(config, "aux_layers", None) == (0, 1, 3)
     for wrong in ("0, 1, 4", "0, 1, 1"):
         with pytest.raises(RecipeError, match="three different layers from 0 to 3"):
-            sources(toy_recipe, head % wrong)
+            sources(deeper, head % wrong)
 
 
 def test_a_draft_model_for_fewer_positions_than_the_context_is_refused(toy_recipe: Path, checkpoint: Path) -> None:
@@ -111,7 +114,7 @@ def test_heads_of_one_plan_may_read_different_layers(toy_recipe: Path) -> None:
     head, block = sources(
         toy_recipe, "{name: a, kind: eagle3, checkpoint: head}, {name: b, kind: block, checkpoint: block}"
     )
-    assert taps([head, block]) == (0, 1, 2, 3)
+    assert taps([head, block]) == (0, 1, 2)
     assert feature_columns(head, (0, 1, 2, 3), 2) == (0, 1, 2, 3, 4, 5)
-    assert feature_columns(block, (0, 1, 2, 3), 2) == (0, 1, 6, 7)
+    assert feature_columns(block, (0, 1, 2), 2) == (0, 1, 4, 5)
     assert feature_columns(block, taps([block]), 2) is None

@@ -217,9 +217,9 @@ def test_weight_only_logits_are_those_of_the_rounded_weights(decoder: Decoder, t
     """Weight-only operators round no activations, so that PyTorch with rounded weights is the same model."""
     form = WeightForm(bits, 8)
     path, reports = engine(decoder, tmp_path / "one", form, "onnxruntime-cuda")
-    assert reports["Quantize"].applied == 4 * 7 + 1
+    assert reports["Quantize"].applied == 3 * 7 + 1
     # q, k and v are one product; the tied embedding is looked up in as well
-    assert reports["BlockQuantized"].applied == 4 * 5 + 2
+    assert reports["BlockQuantized"].applied == 3 * 5 + 2
     packed = weight_bytes(onnx.load(path, load_external_data=False).graph)
     assert {"int4", "int8"} & set(packed) == {f"int{bits}", "int8"}
     assert not reports["BlockQuantized"].declined
@@ -234,7 +234,7 @@ def test_a_bodys_logits_are_those_of_searched_weights(toy_recipe: Path, tmp_path
     found = defer_decoder(checkpoint)
     weights = PlanWeights(form, searched=calibrate(found, [[(37 * i) % 299 + 1 for i in range(90)]], form))
     path, reports = engine(found, tmp_path / "one", form, "onnxruntime-cuda")
-    assert reports["Quantize"].applied == 4 * 7 + 1
+    assert reports["Quantize"].applied == 3 * 7 + 1
     decoder, theirs = load_decoder(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     plain = sequence_logits(decoder, TOKENS)
     weights.give(decoder)
@@ -253,9 +253,9 @@ def test_the_cpus_logits_differ_by_the_rounding_of_activations(
     form = WeightForm(bits, head)
     path, reports = engine(decoder, tmp_path / "one", form)
     assert {rule: report.applied for rule, report in reports.items() if report.applied} == {
-        "Quantize": 4 * 7 + (head is not None), "FuseProjections": 4, "FuseGatedUnit": 4,
-        "PackQuantized": 4 * 4 + (head is not None), "FuseSkipNorms": 7, "CpuAttention": 4, "RotateInside": 4,
-        "NormInside": 4, "PackedInside": 4, "CpuNorms": 2,
+        "Quantize": 3 * 7 + (head is not None), "FuseProjections": 3, "FuseGatedUnit": 3,
+        "PackQuantized": 3 * 4 + (head is not None), "FuseSkipNorms": 5, "CpuAttention": 3, "RotateInside": 3,
+        "NormInside": 3, "PackedInside": 3, "CpuNorms": 2,
     }  # fmt: skip
     plain = sequence_logits(decoder, TOKENS).numpy()
     PlanWeights(form).give(decoder)
@@ -273,11 +273,11 @@ def test_units_with_biases_are_our_own_as_well(decoder: Decoder, tmp_path: Path)
     for parameter in biased.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     path, reports = engine(biased, tmp_path / "one", WeightForm(8, 8))
-    assert reports["FuseGatedUnit"].applied == 4
+    assert reports["FuseGatedUnit"].applied == 3
     graph = ir.load(path).graph
     ours = {op.node.op_type for op in probed_ops({"target": ir.load(path)})}
     assert ours == {"QuantMatMul", "BranchAttention", "RmsNorm", "GatedUnit"}
-    assert sum(node.op_type == "GatedUnit" for node in graph) == 4
+    assert sum(node.op_type == "GatedUnit" for node in graph) == 3
     PlanWeights(WeightForm(8, 8)).give(biased)
     wanted = sequence_logits(biased, TOKENS).numpy()
     assert np.abs(logits(path, biased) - wanted).max() < 0.1 * wanted.std()

@@ -35,7 +35,7 @@ def test_kept_indices_are_those_of_feeding_the_tokens(toy: Runtime, name: str, s
     run = session.generate(PROMPT, drafter=name, max_new_tokens=80, **sampling, **ALWAYS)
     assert run.stats.accepted > 10
     length = drafter_of(session, name).cache.length
-    assert length >= len(session.token_ids) - 2
+    assert length >= len(session.token_ids) - 3  # what the last draft accepted comes with the next
     fresh.generate(session.token_ids[:length], drafter=name, max_new_tokens=3, **ALWAYS)
     assert drafter_of(fresh, name).cache.length >= length
     np.testing.assert_allclose(kv_of(session, name, length), kv_of(fresh, name, length), atol=1e-5)

@@ -27,7 +27,7 @@ ROUNDED = ["target.weights={type: int4}", "drafters[1].weights={type: int4}"]
 def plan(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = calibration_text(tmp_path_factory.mktemp("calibration"))
     recipe = load_recipe(toy_recipe, quantised(EVERYTHING, request.param, text))
-    return made_once(tmp_path_factory, f"{request.param}-plan", lambda out: build(recipe, toy_recipe, out))
+    return made_once(tmp_path_factory, f"{request.param}-everything-plan", lambda out: build(recipe, toy_recipe, out))
 
 
 @pytest.fixture

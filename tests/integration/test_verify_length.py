@@ -141,7 +141,7 @@ def test_what_was_verified_is_what_is_learned(
         assert parent == [node.parent - 1 for node in nodes]
         assert accepted == [node.accepted for node in nodes]
         assert own == pytest.approx([node.probability for node in nodes])
-    assert any(any(accepted) for _, accepted, _ in told) or drafter == "head"  # which is hardly ever right
+    assert any(any(accepted) for _, accepted, _ in told) or drafter in ("head", "ngram")  # which are hardly ever right
 
 
 @pytest.fixture(scope="module", params=["in-one-sequence", "batching"])

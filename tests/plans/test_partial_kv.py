@@ -94,17 +94,17 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "another layout than its buffers": (lambda m: partial(m).update(n_retrieval_blocks=4), "partial.selected"),
     "a budget without room": (lambda m: partial(m).update(budget=9), "9 blocks are more than there is room for, 3"),
     "windows of other layers": (
-        lambda m: m["models"]["target"].update(layer_windows=[5]), "layer_windows: are of 1 layers, and the model has 4"
+        lambda m: m["models"]["target"].update(layer_windows=[5]), "layer_windows: are of 1 layers, and the model has 3"
     ),
     "a window beyond the context": (
-        lambda m: m["models"]["chain"].update(layer_windows=[0, 160, 0, 0]), "are no part of the context, 160"
+        lambda m: m["models"]["chain"].update(layer_windows=[160]), "are no part of the context, 160"
     ),
     "blocks that do not reach a window": (
-        lambda m: m["models"]["target"].update(layer_windows=[0, 22, 0, 0]),
+        lambda m: m["models"]["target"].update(layer_windows=[0, 22, 0]),
         "3 blocks do not reach the 22 tokens that layers see: 4 do"
     ),
     "a budget that does not reach a window": (
-        lambda m: [m["models"]["target"].update(layer_windows=[0, 17, 0, 0]), partial(m).update(budget=1)],
+        lambda m: [m["models"]["target"].update(layer_windows=[0, 17, 0]), partial(m).update(budget=1)],
         "1 blocks do not reach the 17 tokens that layers see: 2 do"
     ),
     "no such mode": (lambda m: partial(m).update(mode="fast"), "mode"),
