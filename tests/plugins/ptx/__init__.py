@@ -27,7 +27,7 @@ from tests.plugins.ptx.translate import translate
 HERE = Path(__file__).resolve().parent
 
 
-def compile_translated(library: Path, source: str, optimization: str) -> None:
+def compile_translated(library: Path, source: str, optimization: str = "-O1") -> None:
     """Compile the kernels of `source` with NVRTC, and their PTX for the CPU, into the shared library `library`.
 
     `-O0` compiles in half the time of `-O1`. Raises UnknownPtxError.
