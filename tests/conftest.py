@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
+from torch.onnx._internal.exporter import _registration
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -217,7 +219,8 @@ def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_exports() -> Iterator[None]:
-    """No graph is exported twice, nor in a later run, unless what exports it has changed."""
+    """No graph is exported twice, nor in a later run, unless what exports it has changed; and what translates an
+    operator is read once, not for every export."""
     kept = REPOSITORY / "build" / "exports" / sources_digest()
     for other in kept.parent.glob("*"):
         if other != kept:
@@ -225,6 +228,8 @@ def _shared_exports() -> Iterator[None]:
     kept.mkdir(parents=True, exist_ok=True)
     shared = SharedExports(lambda name, make: made_in(kept, name, make))
     with pytest.MonkeyPatch.context() as patch:
+        torchlib = _registration.onnxscript_apis
+        patch.setattr(torchlib, "get_torchlib_ops", cache(torchlib.get_torchlib_ops))
         for exports in (compiler.export.draft, compiler.export.target):
             patch.setattr(exports, "trace", shared)
         yield

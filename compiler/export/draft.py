@@ -59,7 +59,7 @@ def export_draft(
     features = (featured or drafting.feature_size) if drafting.feature_size else 0
     several = branches > 1
     new, view, index = 4, 8 + several, torch.int64  # example sizes, which differ where several become symbols
-    count, trees = (2, 3) if several else (1, 1)  # rows, and trees of each row
+    count, trees, settings = (2, 3, 11) if several else (1, 1, 1)  # rows, trees of each row, branches
     layers = range(heads.num_layers)
 
     def caches() -> list[Tensor]:
@@ -108,11 +108,11 @@ def export_draft(
             "past_length": torch.zeros(count, dtype=index),
             "tip_indices": torch.zeros(count, trees, dtype=index) if several else None,
             "tip_branch": torch.zeros(count, trees, dtype=index) if several else None,
-            "noise": torch.ones(branches, tree.depth + 1, vocab_size),
-            "temperature": torch.zeros(branches),
-            "top_k": torch.zeros(branches, dtype=index),
-            "top_p": torch.zeros(branches),
-            "min_p": torch.zeros(branches),
+            "noise": torch.ones(settings, tree.depth + 1, vocab_size),
+            "temperature": torch.zeros(settings),
+            "top_k": torch.zeros(settings, dtype=index),
+            "top_p": torch.zeros(settings),
+            "min_p": torch.zeros(settings),
             "k_caches": caches(),
             "v_caches": caches(),
         },
@@ -126,7 +126,7 @@ def export_draft(
             "past_length": {0: free} if several else None,
             "tip_indices": {0: free, 1: free} if several else None,
             "tip_branch": {0: free, 1: free} if several else None,
-            **dict.fromkeys(("noise", "temperature", "top_k", "top_p", "min_p")),
+            **dict.fromkeys(("noise", "temperature", "top_k", "top_p", "min_p"), {0: free} if several else None),
             "k_caches": by_row,
             "v_caches": by_row,
         },

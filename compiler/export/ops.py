@@ -129,7 +129,22 @@ def _translate_attention(*inputs: Any) -> Any:
     )  # fmt: skip
 
 
+def _translate_cast(x: Any, dtype: int) -> Any:
+    return onnxscript.opset23.Cast(x, to=dtype)
+
+
+def _translate_subtracted(x: Any, other: Any) -> Any:
+    return onnxscript.opset23.Sub(onnxscript.opset23.CastLike(other, x), x)
+
+
+def _translate_detach(x: Any) -> Any:
+    return x
+
+
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.to.dtype: _translate_cast,
+    torch.ops.aten.rsub.Scalar: _translate_subtracted,
+    torch.ops.aten.detach_.default: _translate_detach,
     torch.ops.outrider.branch_attention.default: _translate_attention,
     torch.ops.outrider.route.default: _translated("Route", ("top_k", "normalise")),
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),

@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import nn
+from torch.fx.experimental import _config
 
 from compiler.deferred import Deferred, deferred
 from compiler.export.ops import TRANSLATIONS
@@ -71,28 +72,40 @@ def trace(
     module are identical bytes. Large deferred parameters are read when the graph is written.
     """
     stored = deferred(module)
-    with _quiet():
+    with _quiet(), _any_size():
+        exported = torch.export.export(
+            module.eval().requires_grad_(False), (), kwargs=dict(inputs), dynamic_shapes=dict(dynamic), strict=False
+        )
+        _keep_operators(exported)
         program = torch.onnx.export(
-            module.eval().requires_grad_(False),
-            (),
-            kwargs=dict(inputs),
-            dynamo=True,
-            dynamic_shapes=dict(dynamic),
+            exported,
             opset_version=OPSET,
+            dynamo=True,
             custom_translation_table=TRANSLATIONS,
             verbose=False,
             optimize=False,  # the optimiser compares small constants, which need values by then
         )
         assert program is not None
-        assert program.exported_program is not None
         put_weights(program.model, stored)
         program.optimize()
     model = program.model
     for value, (name, shape) in zip(model.graph.outputs, outputs.items(), strict=True):
         value.name, value.shape = name, ir.Shape(shape)
     _strip(model)
-    model.graph.meta[TRACED] = Traced(program.exported_program, stored, (), tuple(outputs))
+    model.graph.meta[TRACED] = Traced(exported, stored, (), tuple(outputs))
     return model
+
+
+def _keep_operators(program: torch.export.ExportedProgram) -> None:
+    """Do not trace `program` again for operators that the exporter cannot translate: it has none, and a second trace
+    takes longer than everything else."""
+    program.run_decompositions = lambda *_: program
+
+
+def _any_size() -> contextlib.AbstractContextManager[None]:
+    """Dynamic sizes may be 0 and 1 as well: what `torch.onnx.export` sets where it traces a module itself."""
+    patch: contextlib.AbstractContextManager[None] = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    return patch
 
 
 def put_weights(model: ir.Model, stored: Mapping[str, Deferred]) -> None:

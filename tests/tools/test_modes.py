@@ -45,7 +45,7 @@ def test_every_mode_is_measured_and_says_the_same(plan: Path, capsys: pytest.Cap
         assert 0 < row["state_and_mask"] < row["host_share"] < 1
         copies = row["branches"] - 1 if row["mode"] == "batching" else 0
         if row["drafter"] == "none" and row["branches"] == 2:  # of four, one begins a pass after the others
-            slot = 4 * 2 * 2 * 16 * 4
+            slot = 3 * 2 * 2 * 16 * 4
             assert row["bytes_copied"] == copies * 40 * slot
             own = row["branches"] * (12 + 8 - 1)
             assert row["kv_bytes"] == (40 * (1 + copies) + own) * slot
