@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import version
@@ -173,6 +174,38 @@ def write_toy_block(folder: Path, target: Path) -> None:
     tensors["markov_head.markov_w1.weight"] = codes
     tensors["markov_head.markov_w2.weight"] = torch.zeros(300, rank).index_add(0, follows, codes)
     save_file(tensors, folder / "model.safetensors")
+
+
+def _met(case: pytest.Function) -> set[tuple[object, ...]]:
+    """What a case meets: the values of each fixture's parameter, and of the names that one decorator gives together."""
+    tables = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    names = [[n.strip() for n in each.split(",")] if isinstance(each, str) else list(each) for each in tables]
+    names += [[name] for name in case.callspec.params.keys() - {name for each in names for name in each}]
+    return {(*each, *(repr(case.callspec.params.get(name)) for name in each)) for each in names}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test's grid the short run meets each value of each parameter, in few cases; the long one takes all of them.
+
+    A test that is named is run whole.
+    """
+    if any("::" in argument for argument in config.args):
+        return
+    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        apart = any(item.get_closest_marker(name) for name in ("long", "gpu"))  # a GPU's tests are run by their marker
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not apart:
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for cases in grids.values():
+        met = {id(case): _met(case) for case in cases}
+        left = set[tuple[object, ...]]().union(*met.values())
+        while left:
+            case = max(cases, key=lambda case: len(left & met[id(case)]))
+            left -= met[id(case)]
+            cases.remove(case)
+        for case in cases:
+            case.add_marker("long")
 
 
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.

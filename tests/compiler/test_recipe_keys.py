@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def sections() -> Iterator[type[Section]]:
         yield from found
 
 
+@cache
 def printed(*wanted: str) -> str:
     console = Console(file=io.StringIO(), width=1000)
     print_keys(choose_keys(*wanted) if wanted else recipe_keys(), console)

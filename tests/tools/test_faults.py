@@ -50,7 +50,7 @@ def run(plan: Path, name: str, minutes: float, capsys: pytest.CaptureFixture[str
     return dict(row)
 
 
-SHORT = ("disconnects", "malformed", "full-disk", "replaced-plan")
+SHORT = ("disconnects", "replaced-plan")
 
 
 @pytest.mark.parametrize(
