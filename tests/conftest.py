@@ -298,8 +298,8 @@ def toy_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def branch_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of the toy for sixteen branches, in both modes, with every drafter."""
-    recipe = load_recipe(toy_recipe, ["capacity={context: 160, prefill_chunk: 16, branches: 16, batching: true}"])
+    """A plan of the toy for sixteen branches, in both modes, with every drafter; its graphs are of `EVERYTHING`."""
+    recipe = load_recipe(toy_recipe, EVERYTHING[1:])
     return made_once(tmp_path_factory, "branch-plan", lambda out: build(recipe, toy_recipe, out))
 
 

@@ -26,6 +26,8 @@ from plans import names
 from plans.errors import PlanError, RecipeError
 from plans.manifest import BackendPlan, Engine
 from plans.plan import Plan
+from plugins.cuda import compile as compiling
+from plugins.cuda.compile import CUBINS
 from plugins.schemas import SCHEMAS
 from runtime.backends import BACKENDS
 from runtime.backends import tensorrt as driver
@@ -65,6 +67,8 @@ def built(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     recipe = load_recipe(toy_recipe, [f"backends=[{TENSORRT}]", f"drafters=[{HEAD}, {DRAWN}]"])
     with pytest.MonkeyPatch.context() as patch:
         package = install(patch)
+        patch.setattr(compiling, "_compile", lambda *_: b"for each of four architectures")
+        patch.delenv(CUBINS)
         plan = build(recipe, toy_recipe, tmp_path_factory.mktemp("tensorrt") / "plan").plan
     assert package.registered == 1
     return plan

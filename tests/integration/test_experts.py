@@ -180,6 +180,7 @@ def test_experts_are_not_searched_on_text(recipe_path: Path) -> None:
         calibrate(defer_decoder(recipe_path.parent / "target"), [[1, 2, 3]], WeightForm(4, 8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.long), "int4"])
 def test_tensorrt_rtx_builds_an_engine_of_experts(recipe_path: Path, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("tensorrt_rtx")

@@ -64,6 +64,7 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
     used.prefix_cache.check()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("run_ahead")
 def test_the_same_holds_with_quantised_weights(toy_recipe: Path, tmp_path: Path) -> None:
     recipe = load_recipe(toy_recipe, [*quantised(EVERYTHING, "int4", calibration_text(tmp_path)), "kv_cache=int8"])
@@ -136,6 +137,7 @@ def test_memory_and_inspect_count_the_bytes_of_the_type(
     assert inspected["session_bytes"] == small.engine_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["int8", pytest.param("float16", marks=pytest.mark.long)])
 def test_the_reference_agrees_with_its_checkpoint(kept: str, tmp_path: Path) -> None:
     """Logits within the type's bound of transformers', and with every drafter the tokens of plain decoding."""

@@ -115,6 +115,7 @@ def test_fewer_bits_than_are_stored_are_refused_unless_they_may_be_rounded_again
     assert "int4" in describe(tmp_path / "plan")["backends"][CPU]["engines"]["head"]["weights"]
 
 
+@pytest.mark.long
 def test_tensorrt_builds_an_engine_of_it(
     head: Path, toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_inspect_shows_bytes_by_type(plan: Path) -> None:
     assert "int8" not in engines["classical-head"]["weights"]
 
 
+@pytest.mark.long
 def test_the_reference_in_int4_agrees_with_its_checkpoint(tmp_path: Path) -> None:
     """Greedily and sampled, with every drafter; and what rounding to the nearest costs is small."""
     recipe = load_recipe(INT4_RECIPE, ROUNDED)

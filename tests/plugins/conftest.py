@@ -66,23 +66,23 @@ def logits_rows():
     return _logits
 
 
-def _translated(factory: pytest.TempPathFactory, name: str, source: str, optimization: str) -> Emulator:
+def _translated(factory: pytest.TempPathFactory, name: str, source: str) -> Emulator:
     pytest.importorskip("cuda.bindings")
     if shutil.which("g++") is None:
         pytest.skip("translated PTX is compiled with g++")
-    return Emulator(made_once(factory, name, lambda out: compile_translated(out, source, optimization)))
+    return Emulator(made_once(factory, name, lambda out: compile_translated(out, source)))
 
 
 @pytest.fixture(scope="session")
 def translated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """The CUDA kernels of our ops as NVRTC compiles them, translated for the CPU, once."""
-    return _translated(tmp_path_factory, "translated.so", KERNELS, "-O1")
+    return _translated(tmp_path_factory, "translated.so", KERNELS)
 
 
 @pytest.fixture(scope="session")
 def translated_engines(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """The same of those that engines of the backend `cuda` are made of: tests run them for less than `-O1` takes."""
-    return _translated(tmp_path_factory, "engines-translated.so", OF_ENGINES, "-O0")
+    """The same of those that engines of the backend `cuda` are made of."""
+    return _translated(tmp_path_factory, "engines-translated.so", OF_ENGINES)
 
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)

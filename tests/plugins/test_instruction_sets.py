@@ -18,7 +18,7 @@ from tests.plugins.test_quant_matmul import drawn, packed_weights, session
 def of_ops(_: Path) -> Results:
     rng = np.random.default_rng(7)
     found: Results = {}
-    for size in (8, 16, 20, 64, 72, 128):  # whole vectors of lanes, and parts of one
+    for size in (8, 20, 72):  # whole vectors of lanes, and parts of one
         for kind in sorted(TYPES):
             inputs = typed(step(rng, 4, 2, size, [1, 7, 3], [0, 90, 300], 2), kind)
             outputs = attend(inputs, 4, 2)
@@ -27,7 +27,7 @@ def of_ops(_: Path) -> Results:
             for window, cap in ((40, 0.0), (0, 30.0), (7, 0.9)):
                 name = f"attention {size} {kind}, {window} keys under {cap}"
                 found[name] = attend(loud, 4, 2, window=window, softcap=cap)[0].view(np.uint8)
-    for size in (3, 16, 100, 1024):
+    for size in (3, 100):
         x, added = (rng.normal(size=(1, 20, size)).astype(np.float32) for _ in range(2))
         found[f"norm {size}"] = norm(x, added[0, 0], added)[0]
         for activation in ACTIVATIONS:
@@ -36,7 +36,7 @@ def of_ops(_: Path) -> Results:
     for bits, minimums in ((4, False), (4, True), (8, False), (8, True)):
         weights = drawn(rng, 48, 3, bits, minimums, False)
         packed, layout = packed_weights(weights, bits)
-        for rows in (1, 2, 5, 17):
+        for rows in (1, 5, 17):
             x = rng.normal(size=(rows, 96)).astype(np.float32)
             found[f"{bits} bits, {minimums}, {rows} rows"] = session("QuantMatMul", layout).run(
                 None, {"x": x, "packed": packed}

@@ -52,7 +52,7 @@ def test_what_the_translator_does_not_know_is_named(line, unknown) -> None:
 
 def test_a_kernel_is_translated_instruction_by_instruction() -> None:
     code = translate(parse(MODULE.replace("LINE", "@!%r0 add.s32 \t%r1, %r2, -7;")))
-    assert "if (!r_r0) { set(r_r1, static_cast<uint32_t>(as<uint32_t>(r_r2) + " in code
+    assert "if (!r_r0) { r_r1 = static_cast<uint32_t>(r_r2 + " in code
     assert '{"thing", {f_thing, 1}}' in code
 
 

@@ -251,7 +251,7 @@ def test_drafts_and_outputs_of_several_threads_do_not_disturb_each_other() -> No
     def remember(writer: int) -> None:
         for number in range(120):
             first = (writer * 1000 + number) * 1000
-            memory.add([5, 6], list(range(first, first + length)))
+            memory.add([9_000_001, 9_000_002], list(range(first, first + length)))
 
     def draft(reader: int) -> None:
         generator, drafts = random.Random(reader), 0

@@ -118,6 +118,7 @@ def test_a_digest_tells_prompts_apart() -> None:
     assert digests[0] == Prompts([[1, 2], [3]], ["a", "b"]).sha256
 
 
+@pytest.mark.long
 def test_progress_of_a_build_is_passed_on(workplace: Path, capsys: Captured) -> None:
     """Where standard error is no terminal, as here, by lines."""
     arguments = ["--prompts", str(workplace / "tasks.jsonl"), "--new", "8", "--count", "1", "--reps", "1", "--csv"]

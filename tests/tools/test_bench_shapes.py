@@ -141,6 +141,7 @@ def measured(toy_plan: Path, capsys: Captured) -> Any:
     return run
 
 
+@pytest.mark.long
 def test_trees_are_built_and_measured_beside_one_plain_decoding(measured: Any, toy_plan: Path) -> None:
     rows = measured("latency", "--drafters", "ngram,head", "--tree", "2/1/4,own", "--keep-drafting")
     assert [(row["drafter"], row["tree"]) for row in rows] == [
@@ -175,6 +176,7 @@ def asked(plan: Path, recipe: Path, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(plan=plan, recipe=recipe, **settings | more)
 
 
+@pytest.mark.long
 def test_every_depth_is_built_and_prices_go_along(priced: Path, toy_recipe: Path) -> None:
     options = asked(priced, toy_recipe, drafters="block,mixed", depth=read_depths("1,8,own"))
     with plan_to_measure(options) as (plan, measured):

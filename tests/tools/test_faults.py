@@ -50,7 +50,7 @@ def run(plan: Path, name: str, minutes: float, capsys: pytest.CaptureFixture[str
     return dict(row)
 
 
-SHORT = ("disconnects", "replaced-plan")
+SHORT = ("replaced-plan",)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def prepared(toy_recipe: Path, recorder: golden.Recorder, tmp_path_factory: pyte
     own = ["target.weights={type: int4}", "kv_cache=float16", "drafters=[{name: ngram, kind: ngram}]", backends]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(compiling, "_compile", lambda *_: CUBIN)
+        patched.delenv(CUBINS)  # where others would find it
         build(load_recipe(toy_recipe, [*own, "capacity={context: 96, prefill_chunk: 16}"]), toy_recipe, plan)
     shutil.make_archive(str(folder / "plan"), "xztar", plan)
     on_cpu = Runtime.load(plan, backend="onnxruntime-cpu", threads=1)

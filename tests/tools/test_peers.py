@@ -59,6 +59,7 @@ def set_end_token(checkpoint: Path, token: int) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, token]}))
 
 
+@pytest.mark.long
 def test_every_engine_gives_the_same_tokens_and_ignores_end_tokens(
     workplace: Path, toy: Runtime, capsys: Captured
 ) -> None:

@@ -141,7 +141,8 @@ class _Body:
     def _value(self, operand: str, ptx_type: str) -> str:
         kind = TYPES[ptx_type]
         if operand in self._function.registers:
-            return f"as<{kind}>({_register(operand)})"
+            plain = TYPES[self._function.registers[operand]] == kind  # a call that does nothing takes long to compile
+            return _register(operand) if plain else f"as<{kind}>({_register(operand)})"
         if operand in _SPECIAL:
             return f"static_cast<{kind}>({_SPECIAL[operand]})"
         if number := _number(operand, ptx_type):
@@ -163,6 +164,9 @@ class _Body:
         return f"uint64_t{{{self._value(base, 'b32' if bytes_of(wide) == 4 else 'b64')}}}{shift}"
 
     def _set(self, to: str, value: str) -> str:
+        kind = TYPES[self._function.registers[to]] if to in self._function.registers else ""
+        if value.startswith(tuple(f"{maker}<{kind}" for maker in ("static_cast", "bits_as", "load", "as"))):
+            return f"{_register(to)} = {value};"
         return f"set({_register(to)}, {value});"
 
     def _elements(self, operand: str) -> list[str]:

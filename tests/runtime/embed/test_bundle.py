@@ -311,6 +311,7 @@ def test_it_is_small_enough(made: tuple[Path, dict[str, Any]]) -> None:
     assert total <= MOST_BYTES
 
 
+@pytest.mark.long
 def test_what_it_costs_is_measured(
     made: tuple[Path, dict[str, Any]], toy_plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,6 +397,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_modules(["runtime.embed.calls"])
 
 
+@pytest.mark.long
 def test_a_bundle_that_does_not_start_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that is not carried along, or a module that nothing names, is found while the bundle is made."""
     monkeypatch.setitem(bundle_modules.LEFT_OUT, "tokenizers.models", "is missed by this test")
