@@ -439,7 +439,7 @@ def plugin_shells(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
 @pytest.fixture(scope="session")
 def cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """The toy's plan for the CPU and for ONNX Runtime on a GPU."""
-    targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_80, sm_90]}]"
+    targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_90]}]"
     recipe = load_recipe(toy_recipe, [targets])
     return open_plan(made_once(tmp_path_factory, "cuda-plan", lambda out: build(recipe, toy_recipe, out)))
 

@@ -20,17 +20,18 @@ if [ "$(python -m pip freeze | grep -cxF "$wheels")" != 3 ]; then
     python -m pip install -q --no-deps $wheels || echo "Torch-TensorRT cannot be installed here; it is not tested." >&2
 fi
 lap install
+mkdir -p build
 
 step "ruff"
 ruff format --check .
 ruff check .
 lap lint
-step "mypy"
-mypy
-lap types
-step "pytest"
+step "mypy and pytest"
+mypy > build/mypy.txt & types=$!  # beside the tests, which wait for each other more than for a core
 status=0
 python -m pytest -p tools.suite -n auto --maxprocesses 4 --dist loadfile "${quick[@]}" "$@" || status=$?
-lap tests
+wait $types || status=$?
+cat build/mypy.txt
+lap "types and tests"
 python -m tools.suite > build/suite/table.txt
 exit $status

@@ -68,7 +68,7 @@ def by_kernels(
         patch.setitem(BACKENDS, "cuda", emulated)
 
         def load() -> Runtime:
-            loaded = load_recipe(recipe, [*ONE_ROW, "backends=[{kind: cuda, compute_capabilities: [sm_80]}]"])
+            loaded = load_recipe(recipe, [*ONE_ROW, "backends=[{kind: cuda, compute_capabilities: [sm_90]}]"])
             name = f"{recipe.parent.name}/kernels"
             plan = made_once(tmp_path_factory, name, lambda out: build(loaded, recipe, out))
             return opened.enter_context(closing(Runtime.load(plan, prefix_cache=CACHE)))
@@ -83,7 +83,7 @@ def by_graphs(
     with ExitStack() as opened:
 
         def load(target: str) -> Runtime:
-            loaded = load_recipe(recipe, [*ONE_ROW, f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"])
+            loaded = load_recipe(recipe, [*ONE_ROW, f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_90]}}]"])
             name = f"{recipe.parent.name}/{target}"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(lowering.RULES, CUDA, lowering.RULES[target])

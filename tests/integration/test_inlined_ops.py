@@ -64,7 +64,7 @@ def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, *ove
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler.build, "open_folder", opened)
         patch.setattr(compiler.build, "facts_of_machine", lambda target: {"gpu": "none"})
-        patch.setattr(compiler.build, "kernel_architectures", lambda t: ("sm_80",) if t.kind == TENSORRT else ())
+        patch.setattr(compiler.build, "kernel_architectures", lambda t: ("sm_90",) if t.kind == TENSORRT else ())
         return compiler.build.build(recipe, toy_recipe, out).plan
 
 

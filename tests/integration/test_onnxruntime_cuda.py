@@ -34,7 +34,7 @@ CUDA = "onnxruntime-cuda"
 
 def test_the_plan_has_our_ops_for_every_architecture(cuda_plan: Plan) -> None:
     target = cuda_plan.manifest.backends[CUDA]
-    assert set(target.kernels) == {"sm_80", "sm_90"}
+    assert set(target.kernels) == {"sm_90"}
     listed = {file.path for file in cuda_plan.manifest.files}
     for file in target.kernels.values():
         assert file in listed
@@ -123,11 +123,11 @@ def test_with_grouped_attention_branches_of_one_row_have_the_tokens_that_they_ha
 
 def test_a_second_build_keeps_kernels_and_engines(cuda_plan: Plan, toy_recipe: Path, tmp_path: Path) -> None:
     place = shutil.copytree(cuda_plan.root, tmp_path / "plan")
-    again = load_recipe(toy_recipe, [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80, sm_90]}}]"])
+    again = load_recipe(toy_recipe, [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_90]}}]"])
     built = build(again, toy_recipe, place)
     assert built.reused == (CUDA,)
     target = built.plan.manifest.backends[CUDA]
-    assert set(target.kernels) == {"sm_80", "sm_90"}
+    assert set(target.kernels) == {"sm_90"}
     assert built.plan.file(target.kernels["sm_90"]).stat().st_size > 0
 
 

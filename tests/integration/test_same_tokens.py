@@ -212,8 +212,8 @@ def test_chunked_prefill_gives_the_tokens_of_feeding_the_prompt_one_by_one(toy: 
     "index", [0, 1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
 )
 def test_reference_speculation_gives_the_tokens_of_plain_decoding(reference: Runtime, index: int) -> None:
-    """Five held-out prompts each; many more in test_drafter_grid.py. Drafts are bit-exact on the CPU."""
-    prompts = [reference.tokenizer.encode(text) for text in read_prompts(HELD_OUT)[5 * index : 5 * index + 5]]
+    """Two held-out prompts each; many more in test_drafter_grid.py. Drafts are bit-exact on the CPU."""
+    prompts = [reference.tokenizer.encode(text) for text in read_prompts(HELD_OUT)[2 * index : 2 * index + 2]]
     drafters = reference.manifest.drafters
     options = SAMPLINGS[index] | Options(max_new_tokens=64)
     checks = compare_drafters(

@@ -312,6 +312,7 @@ def test_a_process_that_fails_is_heard(program: str, said: str) -> None:
         process.generate()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
 def test_embedded_compares_c_with_python(workplace: Path, capsys: Captured) -> None:
     pytest.importorskip("cffi")

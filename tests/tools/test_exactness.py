@@ -60,8 +60,8 @@ def test_our_engine_has_no_divergence(branch_plan: Path, capsys: pytest.CaptureF
     rows = {row["condition"]: row for row in found["rows"]}
     assert {row["requests"] for row in rows.values()} == {8}
     assert {row["group"] for row in rows.values()} == {
-        "drafters", "draft options", "sessions", "branches", "company", "prefix cache", "interrupted", "restart", "partial KV",
-        "threads", "instructions",
+        "drafters", "draft options", "sessions", "branches", "company", "prefix cache", "interrupted", "restart",
+        "partial KV", "threads", "instructions",
     }  # fmt: skip
     for drafter in found["drafters"]:
         assert rows[drafter]["witness"]["accepted"] > 0, drafter
