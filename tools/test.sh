@@ -27,11 +27,11 @@ ruff format --check .
 ruff check .
 lap lint
 step "mypy and pytest"
-mypy > build/mypy.txt & types=$!  # beside the tests, which wait for each other more than for a core
+(mypy || code=$?; echo "types $((SECONDS - began)) s"; exit ${code:-0}) > build/mypy.txt & types=$!  # beside the tests
 status=0
 python -m pytest -p tools.suite -n auto --maxprocesses 4 --dist loadfile "${quick[@]}" "$@" || status=$?
 wait $types || status=$?
 cat build/mypy.txt
-lap "types and tests"
+lap tests
 python -m tools.suite > build/suite/table.txt
 exit $status
