@@ -56,7 +56,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 @pytest.mark.long
 def test_every_model_of_the_reference_has_an_engine(reference: Manifest) -> None:
     plan = reference.backends[RTX]
-    assert set(plan.engines) == {"target", "model", "eagle3"}
+    assert set(plan.engines) == {"target", "model", "eagle3", "dspark"}
     for name, engine in plan.engines.items():
         caches = 2 * reference.models[name].layers
         assert engine.layers["KV_CACHE_UPDATE"] == caches
