@@ -227,9 +227,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A file or folder that one of the processes that run the tests makes, and all of them read."""
+    """A file or folder that one of the processes that run the tests makes, and all of them read.
+
+    Where OUTRIDER_MADE names a folder, they are kept there for other runs of the same sources.
+    """
     root = factory.getbasetemp()
-    return made_in(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root, name, make)
+    kept = os.environ.get("OUTRIDER_MADE") or (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root)
+    return made_in(Path(kept).absolute(), name, make)
 
 
 def made_in(root: Path, name: str, make: Callable[[Path], object]) -> Path:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import openai
 import uvicorn
@@ -28,7 +28,9 @@ from runtime.server.app import ServerConfig, make_app
 from runtime.server.command import bound_socket
 from runtime.server.connections import Limits, server_of
 from runtime.server.readiness import Readiness
-from runtime.server.tracing import Tracing
+
+if TYPE_CHECKING:  # which needs OpenTelemetry
+    from runtime.server.tracing import Tracing
 
 KEY = "a key"
 

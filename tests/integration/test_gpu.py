@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
 from compiler.recipe_backends import RtxCapability
 from plans.errors import PlanError
 from runtime import Runtime
 from runtime.backends.cuda_driver import architecture, call
 from runtime.request import Options
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import TOY_DRAFTERS, made_once
+from tests.integration.gpu_plans import gpu_plan
 from tools.verify.agreement import find_parting
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def plan(target: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plan(target: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy for this GPU. Skipped where there is none, and where the target's library is missing."""
     pytest.importorskip(LIBRARIES.get(target, target), exc_type=ImportError)
     try:
@@ -41,8 +41,7 @@ def plan(target: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory
         pytest.skip(str(error))
     if target == "tensorrt-rtx" and own not in get_args(RtxCapability):
         pytest.skip(f"{target} has no engines for {own}")
-    recipe = load_recipe(toy_recipe, [f"backends=[{{kind: {target}, compute_capabilities: [{own}]}}]"])
-    return build(recipe, toy_recipe, tmp_path_factory.mktemp(target) / "plan").plan.root
+    return gpu_plan(partial(made_once, tmp_path_factory), "toy", target, own)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])

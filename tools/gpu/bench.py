@@ -25,7 +25,7 @@ class Settings:
     """Bytes that are copied and read, new tokens of each step, keys in view, and replays for a time."""
 
     bytes: int = 1 << 30
-    rows: Sequence[int] = (1, 8, 32)
+    rows: Sequence[int] = (1, 8, 32, 512)
     keys: int = 512
     repeats: int = 24
 
