@@ -43,6 +43,7 @@ from plugins.cuda.compile import CUBINS
 from runtime import Runtime
 from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.kv.partial_policy import Interval
+from tests.compiler import attention_forms
 from tests.compiler.block_heads import write_block
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.exports import SharedExports, sources_digest
@@ -54,7 +55,7 @@ from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
 # A profile decides how many examples a property has, by default few: `--hypothesis-profile long` searches.
-settings.register_profile("short", max_examples=20, deadline=None)
+settings.register_profile("short", max_examples=10, deadline=None)
 settings.register_profile("long", max_examples=200, deadline=None)
 settings.load_profile("short")
 
@@ -208,6 +209,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case.add_marker("long")
 
 
+EXPORTS = (compiler.export.draft, compiler.export.target, attention_forms)
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.
 gc.set_threshold(100_000, 20, 100)
 
@@ -267,7 +269,7 @@ def _shared_exports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         torchlib = _registration.onnxscript_apis
         patch.setattr(torchlib, "get_torchlib_ops", cache(torchlib.get_torchlib_ops))
-        for exports in (compiler.export.draft, compiler.export.target):
+        for exports in EXPORTS:
             patch.setattr(exports, "trace", shared)
         yield
 
@@ -275,7 +277,7 @@ def _shared_exports() -> Iterator[None]:
 @pytest.fixture
 def fresh_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every graph is exported, whether it was or not."""
-    for exports in (compiler.export.draft, compiler.export.target):
+    for exports in EXPORTS:
         monkeypatch.setattr(exports, "trace", tracing.trace)
 
 
@@ -450,17 +452,17 @@ def cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pla
 
 @pytest.fixture(scope="session")
 def everything_cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `everything_plan`, for ONNX Runtime on a GPU, and four sequences: kernels are emulated."""
+    """As `everything_plan`, for ONNX Runtime on a GPU."""
     targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_90]}]"
-    recipe = load_recipe(toy_recipe, [*EVERYTHING, "capacity.branches=4", targets])
+    recipe = load_recipe(toy_recipe, [*EVERYTHING, targets])
     return made_once(tmp_path_factory, "everything-cuda-plan", lambda out: build(recipe, toy_recipe, out))
 
 
 @pytest.fixture(scope="session")
 def everything_kernel_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `everything_plan`, for our own kernels on a GPU, and four sequences: kernels are emulated."""
+    """As `everything_plan`, for our own kernels on a GPU."""
     targets = "backends=[onnxruntime-cpu, {kind: cuda, compute_capabilities: [sm_90]}]"
-    recipe = load_recipe(toy_recipe, [*EVERYTHING, "capacity.branches=4", targets])
+    recipe = load_recipe(toy_recipe, [*EVERYTHING, targets])
     return made_once(tmp_path_factory, "everything-kernel-plan", lambda out: build(recipe, toy_recipe, out))
 
 

@@ -29,7 +29,7 @@ lap lint
 step "mypy and pytest"
 (mypy || code=$?; echo "types $((SECONDS - began)) s"; exit ${code:-0}) > build/mypy.txt & types=$!  # beside the tests
 status=0
-python -m pytest -p tools.suite -n auto --maxprocesses 4 --dist loadfile "${quick[@]}" "$@" || status=$?
+python -m pytest -p tools.suite -n 3 --dist loadfile "${quick[@]}" "$@" || status=$?
 wait $types || status=$?
 cat build/mypy.txt
 lap tests

@@ -83,6 +83,7 @@ def test_the_targets_graph_is_that_of_the_loaded_model(checkpoint: Path) -> None
     assert lazy == again
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_exports")
 def test_drafters_graphs_are_those_of_the_loaded_models(toy_recipe: Path) -> None:
     target, folder = toy_recipe.parent / "target", toy_recipe.parent / "head"

@@ -175,6 +175,7 @@ def test_the_package_tensorrt_stays_what_it_was(front: Any, monkeypatch: pytest.
     assert sys.modules["tensorrt"] is other
 
 
+@pytest.mark.long
 def test_importing_it_leaves_nothing_changed() -> None:
     said = subprocess.run(
         [sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True, env=os.environ | {"A": "1"}

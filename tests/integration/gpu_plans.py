@@ -15,7 +15,7 @@ from compiler.build import build
 from compiler.recipe import load_recipe
 from tests.conftest import EVERYTHING, made_in, write_toy
 
-OVERRIDES = {"toy": [], "everything": [*EVERYTHING, "capacity.branches=4"]}
+OVERRIDES = {"toy": [], "everything": EVERYTHING}
 Once = Callable[[str, Callable[[Path], object]], Path]
 
 

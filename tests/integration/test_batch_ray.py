@@ -94,7 +94,7 @@ def begun(plan: Path, requests: Path, size: int) -> tuple[BatchState, dict[int, 
     return state, {n: ordered[start:stop] for n, (start, stop) in enumerate(block_bounds(len(ordered), size))}
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_actors_write_the_bytes_of_one_process(
     count: int, address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:
@@ -158,6 +158,7 @@ def test_an_actor_goes_on_with_a_block_where_the_one_before_it_died(
         assert not list(folder.path.glob("parts/*.begun"))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_way(
     address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_run_goes_on_in_another_way(
     assert run(branch_plan, requests, tmp_path / "out") == results
 
 
+@pytest.mark.long
 def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, requests: Path, tmp_path: Path) -> None:
     state, blocks = begun(branch_plan, requests, 48)
     folder = BatchFolder(tmp_path / "out")
@@ -220,6 +222,7 @@ def test_a_block_of_which_every_actor_is_killed_ends_the_run(
         assert not folder.written()
 
 
+@pytest.mark.long
 def test_a_node_that_does_not_see_the_plan_is_named(
     address: str, branch_plan: Path, requests: Path, tmp_path: Path
 ) -> None:
@@ -245,6 +248,7 @@ def test_a_cluster_that_is_not_there_or_too_small_is_told(
     assert "room for 0 actors of 3" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_predictor_maps_batches_of_a_dataset(
     address: str, branch_plan: Path, requests: Path, results: bytes
 ) -> None:

@@ -73,5 +73,5 @@ def test_what_runs_was_recorded(
 
 def test_the_plan_says_which_sizes(recorded: Runtime) -> None:
     buckets = recorded.loaded.plan.buckets
-    assert buckets[names.TARGET].batch == (2, 4)
+    assert buckets[names.TARGET].batch == (2, 4, 8, 16)
     assert all(not each.batch for model, each in buckets.items() if model != names.TARGET)

@@ -35,8 +35,7 @@ PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperat
     scope="module",
     params=[
         "gemma2",
-        "phi3",
-        *(pytest.param(name, marks=pytest.mark.long) for name in TOYS if name not in ("gemma2", "phi3")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in TOYS if name != "gemma2"),
     ],
 )
 def recipe(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

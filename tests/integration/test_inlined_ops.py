@@ -256,10 +256,10 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtim
 def together(
     toy_recipe: Path, backend: EmulatedTensorRt, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Runtime, Runtime]]:
-    """A plan of four sequences in one row, here and on the CPU, with a prefix cache."""
+    """A plan of sixteen sequences in one row, here and on the CPU, with a prefix cache."""
     kept = [each for each in yaml.safe_load(TOY_RECIPE)["drafters"] if each["name"] in ("ngram", "bushy", "head")]
     out = tmp_path_factory.mktemp("together") / "plan"
-    plan = build_plan(toy_recipe, [*kept, DRAWN], out, "capacity.branches=4")
+    plan = build_plan(toy_recipe, [*kept, DRAWN], out, "capacity.branches=16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
         here = Runtime.load(plan.root, backend=TENSORRT, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))

@@ -14,7 +14,7 @@ from tests.integration.families import DRAFTERS, write_toy
 from tools.verify.verification import verify_plan
 
 
-@pytest.mark.parametrize("kind", ["float32", "int4"])
+@pytest.mark.parametrize("kind", ["float32", pytest.param("int4", marks=pytest.mark.long)])
 def test_verify_holds_it_against_transformers(kind: str, toy_recipe: Path, tmp_path: Path) -> None:
     write_toy("gpt_oss", tmp_path, toy_recipe.parent / "target")
     pack_experts(tmp_path / "target")

@@ -234,6 +234,7 @@ def test_who_goes_away_leaves_nothing_running(served: Deployed, client: openai.O
     assert sum(each.stats.new_tokens for each in served.replicas()) - before < 8 * 64 * 150 / 2
 
 
+@pytest.mark.long
 def test_conversations_stay_with_the_replica_that_holds_them(cluster: str, plan: Path) -> None:
     """Six of four turns: each turn computes what is new; in turn over two replicas, they compute much more."""
     texts = [[(7 * place + each) % 290 for each in range(200)] for place in range(6)]
@@ -250,6 +251,7 @@ def test_conversations_stay_with_the_replica_that_holds_them(cluster: str, plan:
     assert found["prefix"]["busiest"] <= 20
 
 
+@pytest.mark.long
 def test_what_one_ingress_sent_the_others_route_by(cluster: str, plan: Path) -> None:
     """This process routes as an ingress does, and has not seen what came over HTTP."""
     settings = settings_of(plan, replicas=2, replica_cpus=0.1, ingresses=2, max_body_bytes=10_000)
@@ -287,6 +289,7 @@ def logs_of_ingresses() -> list[dict[str, Any]]:
     return [said for said in found if said["event"] == "request"]
 
 
+@pytest.mark.long
 def test_lines_traces_and_budgets(cluster: str, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans go where this process's environment says, and the last ones when the application ends."""
     with collector() as (endpoint, received):
@@ -315,6 +318,7 @@ def test_lines_traces_and_budgets(cluster: str, plan: Path, monkeypatch: pytest.
     assert (line["status"], line["new_tokens"]) == (200, answer.parse().usage.completion_tokens)  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_keys_a_deadline_and_the_end(cluster: str, plan: Path, tmp_path: Path) -> None:
     """An application with keys of its own; told to end, it cuts off what runs, and takes nothing more."""
     file = tmp_path / "keys"

@@ -58,6 +58,7 @@ def started(command: list[str], address: str, seconds: float = 120) -> Iterator[
         assert left == [], "the command left processes"
 
 
+@pytest.mark.long
 def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path) -> None:
     """With replicas of its own; told to end, it waits for who is served, and takes nothing more."""
     port = free_port()

@@ -235,6 +235,7 @@ def test_tokens_do_not_depend_on_the_clock(runtime: Runtime, monkeypatch: pytest
         assert free.stats.plain_rounds == 0
 
 
+@pytest.mark.long
 def test_without_the_adjustment_they_have_not(runtime: Runtime, oracle: Qwen3ForCausalLM) -> None:
     found = places(runtime, oracle, "classical", 12_000, skip_sample_adjustment=True)
     assert chi_square(found) > one_in_a_thousand(CELLS - 1)

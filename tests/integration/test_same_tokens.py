@@ -208,9 +208,7 @@ def test_chunked_prefill_gives_the_tokens_of_feeding_the_prompt_one_by_one(toy: 
     assert one_by_one.token_ids == toy.generate(prompt, max_new_tokens=40, temperature=1.0, seed=5).token_ids
 
 
-@pytest.mark.parametrize(
-    "index", [0, 1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("index", [0, *(pytest.param(index, marks=pytest.mark.long) for index in (1, 2, 3))])
 def test_reference_speculation_gives_the_tokens_of_plain_decoding(reference: Runtime, index: int) -> None:
     """Two held-out prompts each; many more in test_drafter_grid.py. Drafts are bit-exact on the CPU."""
     prompts = [reference.tokenizer.encode(text) for text in read_prompts(HELD_OUT)[2 * index : 2 * index + 2]]

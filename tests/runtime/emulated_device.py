@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,14 @@ class EagerDevice(EmulatedDevice):
             self._run_until(self._enqueued)
 
 
+@cache
+def _session(path: Path, _changed: int) -> ort.InferenceSession:
+    """What an engine computes, for all runtimes of a plan: to open it takes longer than most tests."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
 class EmulatedBackend:
     """The engines of a plan for `onnxruntime-cuda`, on the CPU; with `records_engines`, as TensorRT's would be."""
 
@@ -194,9 +203,8 @@ class EmulatedBackend:
         self._device, self._records, self._records_engines = device, records, records_engines
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         own = OneThread() if self._records and not self._records_engines else None  # as ONNX Runtime records itself
-        return _Enqueued(DeviceEngine(session, engine, ("cpu", 0), own), self._device)
+        return _Enqueued(DeviceEngine(_session(path, path.stat().st_mtime_ns), engine, ("cpu", 0), own), self._device)
 
     def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
         return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)

@@ -144,7 +144,7 @@ def test_threads_that_the_backend_chose_are_counted(monkeypatch: pytest.MonkeyPa
 def test_a_session_has_as_many_threads_as_are_counted(toy_plan: Path) -> None:
     before = len(os.listdir(threads._TASKS))
     engine = read_manifest(toy_plan).backends["onnxruntime-cpu"].engines["target"]
-    session = cpu_session(toy_plan / engine.file)
+    session = cpu_session(toy_plan / engine.file, threads=0)
     assert session.get_inputs()
     assert threads_used("onnxruntime-cpu", 0) == 1 + len(os.listdir(threads._TASKS)) - before
 

@@ -230,6 +230,7 @@ def test_tokens_of_a_block_are_read_without_pytorch(toy_recipe: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["5", "False"]
 
 
+@pytest.mark.long
 def test_a_sweep_goes_over_lengths_and_trees(measured: Any) -> None:
     rows = measured("sweep", "--drafters", "ngram", "--prompt-len", "20,40,20", "--depth", "2,own")
     assert [(row["prompt_tokens"], row["drafter"], row["depth"]) for row in rows] == [

@@ -131,7 +131,10 @@ def train_draft_model(folder: Path, lessons: Lessons, seconds: float, name: str)
     return load_decoder(folder / "out" / name)
 
 
-@pytest.mark.parametrize("train", [train_head, train_block_head, train_draft_model])
+@pytest.mark.parametrize(
+    "train",
+    [train_head, *(pytest.param(each, marks=pytest.mark.long) for each in (train_block_head, train_draft_model))],
+)
 def test_a_drafter_lowers_its_loss_and_goes_on_from_its_checkpoint(
     folder: Path, lessons: Lessons, train: Callable[..., nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def run(plan: Path, name: str, minutes: float, capsys: pytest.CaptureFixture[str
 SHORT = ("replaced-plan",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SCENARIOS]
 )

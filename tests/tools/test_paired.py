@@ -41,6 +41,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_every_way_of_two_versions_is_measured_and_says_the_same(
     before: Path, everything_plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "leave.c": ("/plans/branches", "40", "main"),
 }
 """The C API's own tests, and what they are run with."""
+SHORT = ("sessions.c", "requests.c", "throwing.cc")
 MOST_BYTES = 130e6
 
 
@@ -156,7 +157,9 @@ def torn(root: EmptyRoot) -> Iterator[EmptyRoot]:
 # In a root directory with a C library alone.
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in PROGRAMS]
+)
 def test_the_c_programs_run_where_there_is_only_a_c_library(
     program: str, root: EmptyRoot, ending_plan: tuple[Path, dict[str, int]]
 ) -> None:

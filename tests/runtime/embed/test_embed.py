@@ -286,7 +286,7 @@ def told(generation: Generation) -> str:
     return "".join(f"{word} " for word in words) + generation.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["watched", "threaded", pytest.param("plain", marks=pytest.mark.long)])
 def test_requests_give_together_what_python_gives_alone(
     kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
