@@ -77,7 +77,8 @@ class BlockGraph(DraftGraph):
             tips.caches, places.reshape(1, -1), seen, tips.start, tips.splits, later=not config.causal
         )
         embedded = self.block.embed(tokens.reshape(1, -1))
-        embedded = embedded * (1.0 + 0.0 * tips.hidden.sum())  # so that the block runs once the context is appended
+        one = 1.0 + 0.0 * tips.hidden.float().sum()  # so that the block runs once the context is appended
+        embedded = embedded * one.to(embedded.dtype)
         return self.block.head.run(embedded, execution).reshape(-1, each, config.hidden_size)
 
 

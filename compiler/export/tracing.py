@@ -9,11 +9,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import onnx_ir as ir
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config
+from torch.onnx._internal.exporter import _fx_passes
 
 from compiler.deferred import Deferred, deferred
 from compiler.export.ops import TRANSLATIONS
@@ -72,7 +75,7 @@ def trace(
     module are identical bytes. Large deferred parameters are read when the graph is written.
     """
     stored = deferred(module)
-    with _quiet(), _any_size():
+    with _quiet(), _any_size(), _once():
         exported = torch.export.export(
             module.eval().requires_grad_(False), (), kwargs=dict(inputs), dynamic_shapes=dict(dynamic), strict=False
         )
@@ -103,6 +106,15 @@ def _keep_operators(program: torch.export.ExportedProgram) -> None:
         in_place = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         assert not in_place or node.target in TRANSLATIONS, f"{node.target} works in place"
     program.run_decompositions = lambda *_: program
+
+
+@contextlib.contextmanager
+def _once() -> Iterator[None]:
+    """Leave out what takes a quarter of an export and changes none: a cache by symbolic shapes, whose keys cost more
+    than its hits save, and another trace that looks for types to promote, which our modules name."""
+    kept = mock.patch.object(_fx_passes, "insert_type_promotion_nodes", return_value=None)
+    with dynamo_config.patch(fake_tensor_cache_enabled=False), kept:
+        yield
 
 
 def _any_size() -> contextlib.AbstractContextManager[None]:
