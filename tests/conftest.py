@@ -210,6 +210,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 EXPORTS = (compiler.export.draft, compiler.export.target, attention_forms)
+"""Modules whose `trace` is shared."""
+
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.
 gc.set_threshold(100_000, 20, 100)
 

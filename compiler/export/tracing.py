@@ -75,7 +75,7 @@ def trace(
     module are identical bytes. Large deferred parameters are read when the graph is written.
     """
     stored = deferred(module)
-    with _quiet(), _any_size(), _once():
+    with _quiet(), _any_size(), _no_detours():
         exported = torch.export.export(
             module.eval().requires_grad_(False), (), kwargs=dict(inputs), dynamic_shapes=dict(dynamic), strict=False
         )
@@ -109,11 +109,12 @@ def _keep_operators(program: torch.export.ExportedProgram) -> None:
 
 
 @contextlib.contextmanager
-def _once() -> Iterator[None]:
-    """Leave out what takes a quarter of an export and changes none: a cache by symbolic shapes, whose keys cost more
-    than its hits save, and another trace that looks for types to promote, which our modules name."""
-    kept = mock.patch.object(_fx_passes, "insert_type_promotion_nodes", return_value=None)
-    with dynamo_config.patch(fake_tensor_cache_enabled=False), kept:
+def _no_detours() -> Iterator[None]:
+    """Leave out what takes a quarter of an export and changes nothing in ours: a cache by symbolic shapes, whose keys
+    cost more than its hits save, and one more trace, which casts where PyTorch would promote a type (half-precision
+    sums in float32, say): our modules cast by themselves."""
+    unpromoted = mock.patch.object(_fx_passes, "insert_type_promotion_nodes", return_value=None)
+    with dynamo_config.patch(fake_tensor_cache_enabled=False), unpromoted:
         yield
 
 

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,7 @@ class EagerDevice(EmulatedDevice):
             self._run_until(self._enqueued)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _session(path: Path, _changed: int) -> ort.InferenceSession:
     """What an engine computes, for all runtimes of a plan: to open it takes longer than most tests."""
     options = ort.SessionOptions()

@@ -50,13 +50,8 @@ def run(plan: Path, name: str, minutes: float, capsys: pytest.CaptureFixture[str
     return dict(row)
 
 
-SHORT = ("replaced-plan",)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in SCENARIOS]
-)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_is_lost_or_different_or_leaks(plan: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     row = run(plan, name, MINUTES[name], capsys)
     assert row["faults"] > 0
