@@ -9,9 +9,8 @@ import os
 import shutil
 import signal
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from torch.onnx._internal.exporter import _registration
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -38,9 +36,12 @@ import compiler.export.target
 from compiler.build import build
 from compiler.export import tracing
 from compiler.recipe import load_recipe
+from plans.manifest import Engine
 from plans.plan import Plan, open_plan
 from plugins.cuda.compile import CUBINS
 from runtime import Runtime
+from runtime.backends.base import LoadedEngine, Settings
+from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from runtime.drafters.adaptive import AdaptiveSpeculations
 from runtime.kv.partial_policy import Interval
 from tests.compiler import attention_forms
@@ -260,8 +261,7 @@ def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_exports() -> Iterator[None]:
-    """No graph is exported twice, nor in a later run, unless what exports it has changed; and what translates an
-    operator is read once, not for every export."""
+    """No graph is exported twice, nor in a later run, unless what exports it has changed."""
     kept = REPOSITORY / "build" / "exports" / sources_digest()
     for other in kept.parent.glob("*"):
         if other != kept:
@@ -269,10 +269,28 @@ def _shared_exports() -> Iterator[None]:
     kept.mkdir(parents=True, exist_ok=True)
     shared = SharedExports(lambda name, make: made_in(kept, name, make))
     with pytest.MonkeyPatch.context() as patch:
-        torchlib = _registration.onnxscript_apis
-        patch.setattr(torchlib, "get_torchlib_ops", cache(torchlib.get_torchlib_ops))
         for exports in EXPORTS:
             patch.setattr(exports, "trace", shared)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_sessions() -> Iterator[None]:
+    """An engine that is on one thread is opened once in a process, for all runtimes of a plan: it keeps nothing."""
+    load, kept = OnnxRuntimeCpu.load, OrderedDict[object, LoadedEngine]()
+
+    def shared(backend: OnnxRuntimeCpu, path: Path, engine: Engine) -> LoadedEngine:
+        if backend._settings != Settings(threads=1):
+            return load(backend, path, engine)
+        found = path.stat()
+        key = found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size, engine.model_dump_json()
+        kept[key] = kept.pop(key, None) or load(backend, path, engine)
+        if len(kept) > 64:
+            kept.popitem(last=False)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnnxRuntimeCpu, "load", shared)
         yield
 
 

@@ -94,9 +94,12 @@ def _shapes(inputs: Mapping[str, Any]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by what they hold, where a graph may depend on it; a pickle of a tensor says where it lay as well."""
+    """Tensors by what they hold, where a graph may depend on it; a pickle of a tensor says where it lay as well. The
+    same in any process."""
 
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, set | frozenset):  # its order is another in each process
+            return "set", sorted(value, key=repr)
         if not isinstance(value, torch.Tensor):
             return None
         stored = stored_of(value)

@@ -21,6 +21,7 @@ if [ "$(python -m pip freeze | grep -cxF "$wheels")" != 3 ]; then
 fi
 lap install
 mkdir -p build
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same files
 
 step "ruff"
 ruff format --check .

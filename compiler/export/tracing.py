@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
 import logging
 import warnings
@@ -13,10 +15,14 @@ from unittest import mock
 
 import onnx_ir as ir
 import torch
-from torch import nn
+from onnxscript import rewriter
+from torch import fx, nn
 from torch._dynamo import config as dynamo_config
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config
 from torch.onnx._internal.exporter import _fx_passes
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from compiler.deferred import Deferred, deferred
 from compiler.export.ops import TRANSLATIONS
@@ -24,6 +30,12 @@ from plugins.onnx_ops import OPSET
 
 Shape = Sequence[int | str]
 TRACED = "outrider.traced"
+_REWRITES = (
+    None, "MaterializeReshapeShape", "CastCast", "CastIdentity", "ExpandIdentity", "Flatten2Reshape", "ReshapeReshape",
+    "SqueezeReshape1d", "TransposeIdentity", "TransposeTranspose", "UnsqueezeUnsqueeze",
+)  # fmt: skip
+"""The optimiser's rules, by name, that have to do with our graphs: those without one are of arithmetic that changes
+nothing, and of reshaped products."""
 _COMPARED = 1024  # constants of up to so many numbers are compared by the optimiser, which merges equal ones
 
 
@@ -79,7 +91,6 @@ def trace(
         exported = torch.export.export(
             module.eval().requires_grad_(False), (), kwargs=dict(inputs), dynamic_shapes=dict(dynamic), strict=False
         )
-        _keep_operators(exported)
         program = torch.onnx.export(
             exported,
             opset_version=OPSET,
@@ -99,23 +110,51 @@ def trace(
     return model
 
 
-def _keep_operators(program: torch.export.ExportedProgram) -> None:
-    """Do not trace `program` again for operators that the exporter cannot translate: it has none, and a second trace
-    takes longer than everything else. What works in place would need it, and none of our modules does."""
+@contextlib.contextmanager
+def _no_detours() -> Iterator[None]:
+    """Leave out what takes half of an export and changes nothing in ours.
+
+    A cache by symbolic shapes, whose keys cost more than its hits save; where in our code each node is from, which
+    `_strip` drops; another trace for operators that the exporter cannot translate, which we have none of; one more,
+    which casts where PyTorch would promote a type (half-precision sums in float32, say): our modules cast by
+    themselves; rewrites of what they have none of: convolutions, clips, slices side by side. The shape of a norm is
+    that of what it norms, and what translates operators is read once.
+    """
+    nowhere = mock.Mock(**{"extract.return_value.summary.return_value": None})
+    rules = tuple(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule.name in _REWRITES)
+    with (
+        dynamo_config.patch(fake_tensor_cache_enabled=False),
+        mock.patch.object(fx.proxy, "CapturedTraceback", nowhere),
+        mock.patch.dict(fake_impls.get_fast_op_impls(), {torch.ops.aten.rms_norm.default: _of_one_shape}),
+        mock.patch.object(_fx_passes, "decompose_with_registry", _not_in_place),
+        mock.patch.object(_fx_passes, "insert_type_promotion_nodes", return_value=None),
+        mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", rules),
+        mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(_registry)),
+    ):
+        yield
+
+
+def _of_one_shape(mode: FakeTensorMode, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    with mode:
+        return torch.empty_like(x)
+
+
+_read_once = functools.cache(ONNXRegistry.from_torchlib)
+
+
+def _registry(opset_version: int) -> ONNXRegistry:
+    """Return what translates PyTorch's operators, to which an export adds its own translations."""
+    registry = copy.copy(_read_once(opset_version))
+    registry.functions = {target: [*found] for target, found in registry.functions.items()}
+    return registry
+
+
+def _not_in_place(program: torch.export.ExportedProgram, registry: object) -> torch.export.ExportedProgram:
+    """Return `program`: what works in place would need a second trace, and none of our modules does."""
     for node in program.graph.nodes:
         in_place = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         assert not in_place or node.target in TRANSLATIONS, f"{node.target} works in place"
-    program.run_decompositions = lambda *_: program
-
-
-@contextlib.contextmanager
-def _no_detours() -> Iterator[None]:
-    """Leave out what takes a quarter of an export and changes nothing in ours: a cache by symbolic shapes, whose keys
-    cost more than its hits save, and one more trace, which casts where PyTorch would promote a type (half-precision
-    sums in float32, say): our modules cast by themselves."""
-    unpromoted = mock.patch.object(_fx_passes, "insert_type_promotion_nodes", return_value=None)
-    with dynamo_config.patch(fake_tensor_cache_enabled=False), unpromoted:
-        yield
+    return program
 
 
 def _any_size() -> contextlib.AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from runtime.ray_serve.sent import Sent
 _MOST_CHOSEN = 256
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Requests that share a beginning go to the replica that holds it, load permitting."""
 
     def initialize_state(self, **_: Any) -> None:
@@ -68,7 +68,7 @@ class PrefixRouter(RequestRouter):
             self._index.hold(replica.routing_stats.get(BLOCKS, ()), replica.replica_id)
 
 
-class RoundRobinRouter(RequestRouter):
+class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
     """Each request to the next replica, whatever it holds: what routing by prefix is measured against."""
 
     def initialize_state(self, **_: Any) -> None:

@@ -90,12 +90,12 @@ def test_ranges_of_new_tokens(most: int, ranges: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path: Path) -> None:
-    options = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_89]}}"
+    options = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_80]}}"
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
     recipe = load_recipe(toy_recipe, [f"backends=[{options}]", f"drafters=[{head}]"])
     plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends[RTX]
     for engine in plan.engines.values():
-        assert engine.devices == ("sm_89",)
+        assert engine.devices == ("sm_80",)
         assert {t.dtype.value for t in engine.inputs if "cache" in t.name} == {dtype}
         assert engine.layers["ATTENTION_INPUT"] >= 1
     (kv,) = (buffer for buffer in plan.buffers if buffer.name == "target.kv")
@@ -114,7 +114,7 @@ def test_every_form_of_attention_is_built(name: str, dtype: torch.dtype, tmp_pat
     forms, limits = FORMS[name], LIMITS | {"N": 32, "S": 32, "F": 32, "T": 64}
     graph = export_forms(Forms(forms, limits["T"]).to(dtype), limits["T"])
     lower("target", graph, RTX, rows=1)
-    section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_89",))
+    section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_80",))
     engine = tensorrt.TensorRtEngines(tmp_path, RtxLibrary(section), lambda text: None).write("target", graph, limits)
     plain = dtype != torch.float32 and sum(not (form.softcap or form.sinks) for form in forms)
     assert engine.layers.get("CUMULATIVE", 0) == len({form.window for form in forms} - {0})
@@ -125,7 +125,7 @@ def test_every_form_of_attention_is_built(name: str, dtype: torch.dtype, tmp_pat
 
 def test_quantised_weights_stay_integers_in_the_engine(toy_recipe: Path, tmp_path: Path) -> None:
     """The layers' weights in 4 bits and the tied embedding in 8, which a look-up and the head dequantise each."""
-    options = f"{{kind: {RTX}, compute_capabilities: [sm_89]}}"
+    options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
     recipe = load_recipe(toy_recipe, [f"backends=[{options}]", "drafters=[]", "target.weights={type: int4}"])
     manifest = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest
     plan = manifest.backends[RTX]
@@ -141,7 +141,7 @@ FAMILIES = [name if name == "gemma2" else pytest.param(name, marks=pytest.mark.l
 def test_every_family_has_an_engine(name: str, toy_recipe: Path, tmp_path: Path) -> None:
     """A window is found once a pass, whatever number of layers has it."""
     write_toy(name, tmp_path, toy_recipe.parent / "target")
-    options = f"{{kind: {RTX}, compute_capabilities: [sm_89]}}"
+    options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
     overrides = [f"backends=[{options}]", "drafters=[]", "capacity={context: 160, prefill_chunk: 16}"]
     recipe = tmp_path / "model.yaml"
     built = build(load_recipe(recipe, overrides), recipe, tmp_path / "plan").plan.manifest

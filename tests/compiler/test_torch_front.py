@@ -125,7 +125,7 @@ def test_the_network_computes_what_the_model_does(
     "dtype", ["float16", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "bfloat16"))]
 )
 def test_engines_of_every_type_are_built(dtype: str, front: Any, toy_recipe: Path, tmp_path: Path) -> None:
-    section = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_89], frontend: torch-tensorrt}}"
+    section = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_80], frontend: torch-tensorrt}}"
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
     drafters = head if dtype == "float32" else ""
     recipe = load_recipe(toy_recipe, [f"backends=[{section}]", f"drafters=[{drafters}]"])

@@ -13,7 +13,7 @@ import torch
 from compiler.block_checkpoint import load_block
 from compiler.checkpoint import defer_decoder
 from compiler.export import export_draft, export_target, tracing
-from compiler.models.drafting import BlockDraft
+from compiler.models.drafting import BlockDraft, DecoderDraft
 from plans.manifest import Tree
 
 from .block_heads import VOCAB, random_target, write_block
@@ -24,6 +24,11 @@ def of_target(toy_recipe: Path, folder: Path) -> ir.Model:
     return export_target(defer_decoder(toy_recipe.parent / "target", "float16"), 32, (0, 1))
 
 
+def of_draft_model(toy_recipe: Path, folder: Path) -> ir.Model:
+    draft = DecoderDraft(defer_decoder(toy_recipe.parent / "drafter", "float16"))
+    return export_draft(draft, Tree(top_k=2, depth=1, nodes=4), 64, 300)
+
+
 def of_block_head(toy_recipe: Path, folder: Path) -> ir.Model:
     write_block(folder, layout="deepspec", markov=("rnn", 6), confidence="hidden")
     draft = BlockDraft(load_block(folder, target_config()), random_target()).to(torch.float16)
@@ -31,10 +36,14 @@ def of_block_head(toy_recipe: Path, folder: Path) -> ir.Model:
 
 
 @pytest.mark.usefixtures("fresh_exports")
-@pytest.mark.parametrize("export", [of_target, of_block_head])
-def test_no_type_is_promoted_that_a_module_does_not_cast(
+@pytest.mark.parametrize(
+    "export", [of_draft_model, *(pytest.param(each, marks=pytest.mark.long) for each in (of_target, of_block_head))]
+)
+def test_the_exporter_makes_the_same_nodes_with_all_that_it_does(
     export: Callable[[Path, Path], ir.Model], toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No type is promoted that a module does not cast, no operator comes apart, and no other rewrite applies."""
+
     def nodes() -> list[str]:
         return [node.op_type for node in export(toy_recipe, tmp_path).graph]
 

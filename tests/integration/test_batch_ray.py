@@ -103,6 +103,7 @@ def test_actors_write_the_bytes_of_one_process(
     assert not ray.is_initialized()
 
 
+@pytest.mark.long
 def test_an_actor_that_is_killed_costs_what_runs_and_changes_nothing(
     address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:

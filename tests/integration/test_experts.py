@@ -185,7 +185,7 @@ def test_experts_are_not_searched_on_text(recipe_path: Path) -> None:
 def test_tensorrt_rtx_builds_an_engine_of_experts(recipe_path: Path, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("tensorrt_rtx")
     weights = [] if kind == "float32" else [f"target.weights={{type: {kind}}}"]
-    backend = f"backends=[{{kind: {RTX}, compute_capabilities: [sm_89]}}]"
+    backend = f"backends=[{{kind: {RTX}, compute_capabilities: [sm_80]}}]"
     chain = "{name: chain, kind: model, checkpoint: drafter, gamma: 2"
     chain += "}" if kind == "float32" else f", weights: {{type: {kind}}}}}"
     recipe = load_recipe(recipe_path, [backend, f"drafters=[{chain}]", *weights])

@@ -159,6 +159,7 @@ def test_mistakes_are_told_as_one_server_tells_them(served: Deployed, single: st
         assert post(served.address, "completions", body) == expected
 
 
+@pytest.mark.long
 def test_nobody_notices_that_a_replica_died(served: Deployed, alone: Runtime, client: openai.OpenAI) -> None:
     """Eight streams and four whole answers lose the replica that serves them in their middle, by SIGKILL."""
     served.settle(2)

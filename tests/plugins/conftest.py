@@ -101,9 +101,9 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return _kernels(request, tmp_path_factory)
 
 
-@pytest.fixture(scope="session", params=["emulated", "ptx", GPU])
+@pytest.fixture(scope="session", params=["emulated", pytest.param("ptx", marks=pytest.mark.long), GPU])
 def engine_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
-    """As `kernels`, those of engines of the backend `cuda` among them."""
+    """As `kernels`, those of engines of the backend `cuda` among them, whose translation takes half a minute."""
     if request.param == "gpu":
         return Gpu(tmp_path_factory.mktemp("gpu"), "engine.cu")
     found: Emulator = request.getfixturevalue("translated_engines" if request.param == "ptx" else "engine_emulator")

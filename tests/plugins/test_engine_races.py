@@ -91,6 +91,7 @@ SPARE = {"attention": 1, "entropy": 1}
 """Barriers of inlined sums, before anyone writes again, behind which nobody does."""
 
 
+@pytest.mark.long  # half a minute of compilers; those of ops are watched in every run
 @pytest.mark.parametrize("header", RUNS)
 def test_a_barrier_that_is_missing_is_found(translated_engines: Emulator, header: str) -> None:
     """Every barrier of every kernel, those of warps, fences and waits for earlier kernels too, one after another."""

@@ -63,7 +63,7 @@ class Transformers:
         return clock.generated(out[0, prompt.shape[1] :].tolist(), total_ms)
 
 
-class _Counting(BaseStreamer):
+class _Counting(BaseStreamer):  # type: ignore[misc]
     """Is handed the prompt, and then the tokens of each round."""
 
     def __init__(self, clock: Clock) -> None:
