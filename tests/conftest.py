@@ -9,8 +9,9 @@ import os
 import shutil
 import signal
 import sys
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -277,17 +278,17 @@ def _shared_exports() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _shared_sessions() -> Iterator[None]:
     """An engine that is on one thread is opened once in a process, for all runtimes of a plan: it keeps nothing."""
-    load, kept = OnnxRuntimeCpu.load, OrderedDict[object, LoadedEngine]()
+    load, on_one_thread = OnnxRuntimeCpu.load, Settings(threads=1)
+
+    @lru_cache(maxsize=64)
+    def opened(path: Path, engine: str, _files: object) -> LoadedEngine:
+        return load(OnnxRuntimeCpu(on_one_thread), path, Engine.model_validate_json(engine))
 
     def shared(backend: OnnxRuntimeCpu, path: Path, engine: Engine) -> LoadedEngine:
-        if backend._settings != Settings(threads=1):
+        if backend._settings != on_one_thread:
             return load(backend, path, engine)
-        found = path.stat()
-        key = found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size, engine.model_dump_json()
-        kept[key] = kept.pop(key, None) or load(backend, path, engine)
-        if len(kept) > 64:
-            kept.popitem(last=False)
-        return kept[key]
+        files = sorted((file.inode(), file.stat().st_mtime_ns) for file in os.scandir(path.parent))  # weights too
+        return opened(path, engine.model_dump_json(), tuple(files))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OnnxRuntimeCpu, "load", shared)

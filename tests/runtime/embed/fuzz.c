@@ -85,7 +85,7 @@ static void options(const char *plan, long times) {
 
 enum { HANDLES = 8 };
 
-static long taken, full; /* requests that were; how many depends on the machine's pace, their sum does not */
+static long taken, full; /* requests, and refusals for a full queue: a slow machine has more of these */
 
 static int32_t any_number(void *user, const int64_t *tokens, size_t count, float *logits, size_t vocabulary) {
   (void)user, (void)tokens;
