@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from hypothesis import settings
+from onnxruntime import SessionOptions
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -215,7 +216,12 @@ EXPORTS = (compiler.export.draft, compiler.export.target, attention_forms)
 """Modules whose `trace` is shared."""
 
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.
-gc.set_threshold(100_000, 20, 100)
+gc.set_threshold(200_000, 20, 100)
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made is there to the end: no collection goes over it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -290,8 +296,15 @@ def _shared_sessions() -> Iterator[None]:
         files = sorted((file.inode(), file.stat().st_mtime_ns) for file in os.scandir(path.parent))  # weights too
         return opened(path, engine.model_dump_json(), tuple(files))
 
+    def resting(backend: OnnxRuntimeCpu, engine: Engine) -> SessionOptions:
+        found = options(backend, engine)
+        found.add_session_config_entry("session.intra_op.allow_spinning", "0")  # tests share the cores
+        return found
+
+    options = OnnxRuntimeCpu._options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OnnxRuntimeCpu, "load", shared)
+        patch.setattr(OnnxRuntimeCpu, "_options", resting)
         yield
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from plugins.onnxruntime_ops import cpu_library
+from runtime.backends.onnxruntime_cpu import session_options
 
 
-def cpu_session(path: Path, threads: int = 1) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.register_custom_ops_library(str(cpu_library()))
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+def cpu_session(model: Path | bytes, threads: int = 1) -> ort.InferenceSession:
+    """A session of a model, or of its file, whose threads sleep while there is nothing to do; 0: as many as cores."""
+    options = session_options(threads)
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    given = str(model) if isinstance(model, Path) else model
+    return ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])

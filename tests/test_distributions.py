@@ -67,6 +67,7 @@ def test_every_library_that_the_provider_is_linked_with_is_looked_for(cuda_provi
     assert linked - {DRIVER} <= {library.format(cuda=13) for library in LIBRARIES}
 
 
+@pytest.mark.long
 def test_it_has_no_files(tmp_path: Path) -> None:
     ended = pip("wheel", "--no-deps", "--wheel-dir", tmp_path, ON_GPU)
     skip_without_index(ended)

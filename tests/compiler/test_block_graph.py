@@ -103,6 +103,7 @@ def test_the_tree_of_a_block_is_the_one_of_the_definition(name: str, tmp_path: P
     _check(*CASES[name], CPU, tmp_path)
 
 
+@pytest.mark.long
 def test_a_level_more_of_a_chain_is_six_nodes_more_of_the_graph(tmp_path: Path) -> None:
     """Its scores, the bias behind the token before and their sum, noise, and the choice; confidences are predicted for
     all levels at once."""

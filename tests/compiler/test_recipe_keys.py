@@ -41,9 +41,9 @@ def printed(*wanted: str) -> str:
 def test_every_field_of_every_section_is_described_and_printed(section: type[Section]) -> None:
     assert section.__doc__
     assert " ".join(section.__doc__.split()) in printed()
+    (mapping,) = (m for m in recipe_keys() if m.meaning == " ".join(str(section.__doc__).split()))
     for name, field in section.model_fields.items():
         assert field.description, f"{section.__name__}.{name} has no description"
-        (mapping,) = (m for m in recipe_keys() if m.meaning == " ".join(str(section.__doc__).split()))
         (key,) = (key for key in mapping.keys if key.name == name)
         assert (key.meaning, key.default == "required") == (field.description, field.is_required())
         assert key.type

@@ -90,7 +90,9 @@ def test_a_locale_without_accents_finds_folders_with_them(toy_plan: Path, tmp_pa
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    "module", [*MODULES[:3], *(pytest.param(module, marks=pytest.mark.long) for module in MODULES[3:])]
+)
 def test_an_interrupt_while_importing_ends_the_command_quietly(module: str, tmp_path: Path) -> None:
     """rich, which all import, is one here that interrupts whoever imports it."""
     (tmp_path / "rich").mkdir()

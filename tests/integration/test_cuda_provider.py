@@ -38,7 +38,10 @@ print(json.dumps({"backend": runtime.backend, "found": found}))
 """
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["graphs", "kernel by kernel"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(True, id="graphs"), pytest.param(False, id="kernel by kernel", marks=pytest.mark.long)],
+)
 def recorded(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 

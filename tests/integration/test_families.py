@@ -129,8 +129,8 @@ def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any,
     scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens)
     used = Runtime.load(any_plan, threads=2, scheduler=scheduler, prefix_cache=PrefixCacheConfig(max_cached_tokens=300))
     user = RandomUse(alone, used, mode, seed=3, coupled=DRAFTERS, rejecting=())
-    user.run(40)
-    assert user.compared > 40
+    user.run(25)
+    assert user.compared > 25
     assert used.close(timeout=10)
     assert alone.close(timeout=10)
 

@@ -44,7 +44,7 @@ def alone(plan: Path) -> Iterator[Runtime]:
 
 
 @pytest.mark.usefixtures("run_ahead")
-@pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [25, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["batching", "in-one-sequence"])
 def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
     plan: Path, alone: Runtime, mode: str, rounds: int

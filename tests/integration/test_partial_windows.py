@@ -147,8 +147,8 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(rows: Path) -> N
         scheduler=SchedulerConfig(mode="batching"),
     )
     user = RandomUse(alone, used, "batching", seed=5, coupled=DRAFTERS, rejecting=())
-    user.run(40)
-    assert user.compared > 40
+    user.run(25)
+    assert user.compared > 25
     assert used.close(timeout=10)
     assert alone.close(timeout=10)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from plugins.onnxruntime_ops import cpu_library
 from plugins.schema import CPU_DOMAIN
+from tests.cpu_session import cpu_session
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -30,10 +30,7 @@ def gated_unit(activation: str) -> ort.InferenceSession:
     )
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid(CPU_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(cpu_library()))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return cpu_session(model.SerializeToString(), threads=0)
 
 
 def activated(activation: str, gate: NDArray[np.float64]) -> NDArray[np.float64]:

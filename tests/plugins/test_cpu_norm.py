@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from plugins.onnxruntime_ops import cpu_library
 from plugins.schema import CPU_DOMAIN
+from tests.cpu_session import cpu_session
 
 EPSILON = 1e-6
 Rows = NDArray[np.float32]
@@ -30,11 +30,8 @@ def session(added: bool, summed: bool) -> ort.InferenceSession:
         [helper.make_tensor_value_info(output, TensorProto.FLOAT, [None] * 3) for output in outputs],
     )
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid(CPU_DOMAIN, 1)]
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(cpu_library()))
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return cpu_session(model.SerializeToString(), threads=0)
 
 
 def norm(x: Rows, weight: Rows, added: Rows | None = None, *, summed: bool = False) -> list[Rows]:

@@ -13,7 +13,9 @@ from plugins.cuda.compile import CUBINS, compile_kernels
 pytest.importorskip("cuda.core")
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_90", pytest.param("sm_120", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "architecture", ["sm_80", "sm_90", *(pytest.param(other, marks=pytest.mark.long) for other in ("sm_75", "sm_120"))]
+)
 def test_every_kernel_is_in_the_cubin(architecture: str) -> None:
     cubin = compile_kernels(architecture)
     assert cubin[:4] == b"\x7fELF"
@@ -23,14 +25,15 @@ def test_every_kernel_is_in_the_cubin(architecture: str) -> None:
 
 def test_two_compilations_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(CUBINS)
-    (source := tmp_path / "one.cu").write_text('#include "tree_expand.cu.h"\n', encoding="utf-8")
+    (source := tmp_path / "one.cu").write_text('#include "set_numbers.cu.h"\n', encoding="utf-8")
     assert compile_kernels("sm_90", str(source)) == compile_kernels("sm_90", str(source))
 
 
 @pytest.mark.parametrize("architecture", ["sm_12", "compute_90", "gfx90a"])
-def test_what_is_no_architecture_is_refused(architecture: str) -> None:
+def test_what_is_no_architecture_is_refused(architecture: str, tmp_path: Path) -> None:
+    (source := tmp_path / "one.cu").write_text('#include "set_numbers.cu.h"\n', encoding="utf-8")
     with pytest.raises(PlanError, match=architecture):
-        compile_kernels(architecture)
+        compile_kernels(architecture, str(source))
 
 
 def test_shared_headers_need_no_standard_library() -> None:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from onnx import TensorProto, checker, helper, numpy_helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.onnxruntime_ops import THREADS, cpu_library
 from plugins.panel_layout import pack_panels
 from plugins.quant_layout import QuantLayout, fits_half, pack
 from plugins.reference import (
@@ -33,6 +32,7 @@ from plugins.reference import (
     route,
 )
 from plugins.schema import CPU_DOMAIN
+from tests.cpu_session import cpu_session
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
 
 Float32 = NDArray[np.float32]
@@ -56,12 +56,7 @@ def session(op: str, inputs: Sequence[tuple[str, int]], threads: int, **attribut
     )
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid(CPU_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    options.add_session_config_entry(THREADS, str(threads))
-    options.register_custom_ops_library(str(cpu_library()))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return cpu_session(model.SerializeToString(), threads)
 
 
 def routed(

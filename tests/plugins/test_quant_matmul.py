@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.onnxruntime_ops import THREADS, cpu_library
 from plugins.quant_layout import QuantLayout, fits_half, pack, unpack
 from plugins.reference import dequantize, quant_matmul
 from plugins.schema import CPU_DOMAIN
+from tests.cpu_session import cpu_session
 from tests.instruction_sets import BETTER_THAN_PLAIN
 
 BLOCK = 32
@@ -41,12 +41,7 @@ def session(op: str, layout: QuantLayout, threads: int = 1, rank: int = 2) -> or
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CPU_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    options.add_session_config_entry(THREADS, str(threads))
-    options.register_custom_ops_library(str(cpu_library()))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return cpu_session(model.SerializeToString(), threads)
 
 
 def packed_weights(weights: Weights, bits: int) -> tuple[NDArray[np.uint8], QuantLayout]:

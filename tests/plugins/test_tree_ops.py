@@ -17,10 +17,10 @@ from onnx import TensorProto, helper
 
 from compiler.lowering.unbranched import unbranch
 from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.onnxruntime_ops import cpu_library
 from plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
 from plugins.reference.tree_expand import chosen_log_probs
 from plugins.schema import CPU_DOMAIN
+from tests.cpu_session import cpu_session
 from tests.plugins.drafting import DOUBT, Tensors, apart, noise_of, settings_of
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
@@ -51,10 +51,7 @@ def session(
     functions = [unbranched(FUNCTIONS[op]()) if without_ifs else FUNCTIONS[op]()] if domain == DOMAIN else []
     model = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=11)
     onnx.checker.check_model(model)
-    options = ort.SessionOptions()
-    if domain == CPU_DOMAIN:
-        options.register_custom_ops_library(str(cpu_library()))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return cpu_session(model.SerializeToString())
 
 
 def unbranched(function: onnx.FunctionProto) -> onnx.FunctionProto:

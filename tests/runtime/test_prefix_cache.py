@@ -202,7 +202,7 @@ def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], 
     assert kept.get_cached_tokens() == 0
 
 
-@pytest.mark.parametrize("operations", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("operations", [5_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_operations_from_many_threads(operations: int) -> None:
     kept = cache(60 * PAGE, min_prefix_length=2)
     failures: list[BaseException] = []

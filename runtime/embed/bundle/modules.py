@@ -144,7 +144,7 @@ def _imports(module: Module) -> Iterator[str]:
     What only type checkers read is left out.
     """
     package = module.name if module.is_package else module.name.rpartition(".")[0]
-    waiting: list[ast.AST] = [ast.parse(module.path.read_bytes())]
+    waiting: list[ast.AST] = [ast.parse(module.path.read_bytes())]  # what has statements: expressions import nothing
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and _is_for_type_checkers(node.test):
@@ -159,7 +159,8 @@ def _imports(module: Module) -> Iterator[str]:
             yield base
             for alias in node.names:
                 yield f"{base}.{alias.name}"
-        waiting += ast.iter_child_nodes(node)
+        for part in ("body", "orelse", "handlers", "finalbody", "cases"):
+            waiting += getattr(node, part, ())
 
 
 def _is_for_type_checkers(test: ast.expr) -> bool:

@@ -154,21 +154,19 @@ class Grid {
   bool run_lanes(size_t warp) {
     const Index first = static_cast<Index>(warp) * kLanes;
     const Index count = std::min(kLanes, threads_ - first);
-    lanes_.resize(static_cast<size_t>(count));
-    std::iota(lanes_.begin(), lanes_.end(), first);
-    std::shuffle(lanes_.begin(), lanes_.end(), random_);
-    for (Index t : lanes_) resume(fibers_[t]);
-    if (count < kLanes || !meets(warp)) return false;
-    for (Index t : lanes_) fibers_[t].state = State::kReady;
-    return true;
-  }
-
-  // Whether all lanes of a warp wait at the same collective.
-  bool meets(size_t warp) const {
-    const auto lanes = fibers_.begin() + static_cast<std::ptrdiff_t>(warp * kLanes);
-    return std::all_of(lanes, lanes + kLanes, [&](const Fiber& fiber) {
-      return fiber.state == State::kAtCollective && fiber.collective == lanes->collective;
-    });
+    const auto random = static_cast<Index>(random_());
+    const Index step = random >> 10 | 1, start = random >> 5, flip = random % kLanes;  // one of 8192 orders
+    bool meet = count == kLanes;
+    for (Index i = 0; i < kLanes; ++i) {
+      const Index lane = (i * step + start) % kLanes ^ flip;
+      if (lane >= count) continue;
+      const Fiber& fiber = fibers_[first + lane];
+      resume(fibers_[first + lane]);
+      meet &= fiber.state == State::kAtCollective && (i == 0 || fiber.collective == collective_);
+      collective_ = fiber.collective;
+    }
+    for (Index t = first; meet && t < first + kLanes; ++t) fibers_[t].state = State::kReady;
+    return meet;
   }
 
   void pause(State state) {
@@ -203,7 +201,7 @@ class Grid {
   std::mt19937 random_;
   Index threads_ = 0;
   std::vector<size_t> waiting_;  // warps that have not come to the barrier
-  std::vector<Index> lanes_;     // of the warp that runs, in the order of their turns
+  int collective_ = 0;           // that the last lane has come to
   std::deque<Fiber> fibers_;  // kept from launch to launch, and never moved
   std::vector<std::unique_ptr<char[]>> stacks_;  // kept from launch to launch
   std::vector<Warp> warps_;

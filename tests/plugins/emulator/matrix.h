@@ -42,11 +42,10 @@ void add_products(T (&sums)[4], const Shown* lanes, Index lane) {
   for (int s = 0; s < 4; ++s) {
     const Index row = lane / 4, column = lane % 4 * 2 + s % 2;
     const int lower = s / 2;  // whether the row is one of the lower eight
-    for (int k = 0; k < 8 * kPacked; ++k) {
-      const int half = k / (4 * kPacked), of_four = k / kPacked % 4, i = k % kPacked;
-      const std::uint32_t a = lanes[row * 4 + of_four].word[2 * half + lower];
-      const std::uint32_t b = lanes[column * 4 + of_four].word[4 + half];
-      sums[s] = Kind::sum(Kind::a(a, i), Kind::b(b, i), sums[s]);
+    for (int word = 0; word < 8; ++word) {
+      const std::uint32_t a = lanes[row * 4 + word % 4].word[word / 4 * 2 + lower];
+      const std::uint32_t b = lanes[column * 4 + word % 4].word[word / 4 + 4];
+      for (int i = 0; i < kPacked; ++i) sums[s] = Kind::sum(Kind::a(a, i), Kind::b(b, i), sums[s]);
     }
   }
 }

@@ -19,7 +19,7 @@ from plugins.cuda.compile import SOURCES
 from plugins.quant_layout import QuantLayout
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", f"-I{SOURCES}", f"-I{HERE}")
+FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-fno-math-errno", f"-I{SOURCES}", f"-I{HERE}")
 COMMON = ("isa.cc", "kernels.cc", "kernels_plain.cc", "quant_kernels.cc", "quant_plain.cc")
 KINDS = ("product", "row", "float32", "float16", "int8", "panels")
 """Kinds of case, of which those named for a type are attention over a cache of such numbers."""

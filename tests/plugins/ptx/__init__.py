@@ -35,6 +35,6 @@ def compile_translated(library: Path, source: str) -> None:
     code = library.with_suffix(".cc")
     code.write_text(translate(parse(compile_ptx(source, "translated", "compute_90"))), encoding="utf-8")
     flags = ["-std=c++17", "-Og", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
-    flags.append("-fno-gnu-unique")  # libraries of several kernels in one process have a machine each
+    flags += ["-fvisibility-inlines-hidden", "-fno-gnu-unique"]  # a machine for each of a process's libraries
     includes = [f"-I{path}" for path in (HERE, EMULATOR, SOURCES)]
     subprocess.run(["g++", *flags, *includes, str(code), "-o", str(library)], check=True)

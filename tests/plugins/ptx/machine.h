@@ -4,6 +4,9 @@
 // memory are offsets in the block's, as on a GPU; all others are addresses of this process.
 #pragma once
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")  // what every access runs through; what is translated compiles fast
+
 #include <cstdlib>
 #include <vector>
 
@@ -151,3 +154,5 @@ inline uint64_t address_of(const void* memory) { return reinterpret_cast<uint64_
 using Code = void (*)(char* result, char** parameters);
 
 }  // namespace ptx
+
+#pragma GCC pop_options

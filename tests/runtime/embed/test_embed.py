@@ -64,6 +64,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "watched": ("watched", SANITIZE, WATCHED),
     "threaded": ("threaded", SANITIZE_THREADS, WATCHED_THREADS),
 }
+PLAIN = pytest.param("plain", marks=pytest.mark.long)  # programs of the bundle run it
 
 
 def compiled(name: str, library: Path, to: Path, *flags: str) -> Path:
@@ -225,33 +226,30 @@ def test_without_its_bridge_it_says_so(library: Path, toy_plan: Path, tmp_path: 
 # Calls.
 
 
-@pytest.mark.parametrize("kind", ["plain", "watched"])
+@pytest.mark.parametrize("kind", ["watched", PLAIN])
 def test_whatever_is_wrong_is_a_status_and_a_sentence(
     kind: str, toy_plan: Path, damaged: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    library = request.getfixturevalue("library" if kind == "plain" else "watched")
-    flags, environment = ((), {}) if kind == "plain" else (SANITIZE, WATCHED)
-    program = compiled("wrong.c", library, tmp_path, *flags)
+    fixture, flags, environment = KINDS[kind]
+    program = compiled("wrong.c", request.getfixturevalue(fixture), tmp_path, *flags)
     assert passes(program, toy_plan, damaged, **environment) == "ok\n"
 
 
-@pytest.mark.parametrize("kind", ["plain", "watched"])
+@pytest.mark.parametrize("kind", ["watched", PLAIN])
 def test_sessions_callbacks_and_threads(
     kind: str, toy_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    library = request.getfixturevalue("library" if kind == "plain" else "watched")
-    flags, environment = ((), {}) if kind == "plain" else (SANITIZE, WATCHED)
-    program = compiled("sessions.c", library, tmp_path, *flags)
+    fixture, flags, environment = KINDS[kind]
+    program = compiled("sessions.c", request.getfixturevalue(fixture), tmp_path, *flags)
     assert passes(program, toy_plan, **environment) == "ok\n"
 
 
-@pytest.mark.parametrize("kind", ["plain", "watched"])
+@pytest.mark.parametrize("kind", ["watched", PLAIN])
 def test_branches_say_what_they_say_in_python(
     kind: str, branch_plan: Path, toy_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    library = request.getfixturevalue("library" if kind == "plain" else "watched")
-    flags, environment = ((), {}) if kind == "plain" else (SANITIZE, WATCHED)
-    program = compiled("branches.c", library, tmp_path, *flags)
+    fixture, flags, environment = KINDS[kind]
+    program = compiled("branches.c", request.getfixturevalue(fixture), tmp_path, *flags)
     found = passes(program, branch_plan, toy_plan, **environment)
     runtime = Runtime.load(branch_plan, threads=1)
     ruled = {"prompt": [9, 8], "logit_bias": {40: 9}, "bad_words": ["H"], "presence_penalty": 1}
@@ -286,7 +284,7 @@ def told(generation: Generation) -> str:
     return "".join(f"{word} " for word in words) + generation.text
 
 
-@pytest.mark.parametrize("kind", ["watched", "threaded", pytest.param("plain", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["watched", pytest.param("threaded", marks=pytest.mark.long), PLAIN])
 def test_requests_give_together_what_python_gives_alone(
     kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -303,7 +301,7 @@ def test_requests_give_together_what_python_gives_alone(
     assert re.fullmatch("[a-z]{3,9}=[0-9]{2};", expected[1].text)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["watched", "threaded", PLAIN])
 def test_threads_submit_read_cancel_and_destroy_at_once(
     kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -327,7 +325,13 @@ def test_partial_kv_is_asked_for(library: Path, long_plan: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("source", "milliseconds"), [("main", 0), ("main", 40), ("main", 150), ("callback", 20), ("logits", 20)]
+    ("source", "milliseconds"),
+    [
+        ("main", 40),
+        ("callback", 20),
+        ("logits", 20),
+        *(pytest.param("main", n, marks=pytest.mark.long) for n in (0, 150)),
+    ],
 )
 def test_a_process_may_end_while_it_generates(
     library: Path, branch_plan: Path, tmp_path: Path, source: str, milliseconds: int
@@ -342,7 +346,7 @@ def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, branc
 
 
 def test_opening_and_closing_keeps_memory_flat(library: Path, toy_plan: Path, tmp_path: Path) -> None:
-    early, late = map(int, passes(compiled("again.c", library, tmp_path), toy_plan, 40).split())
+    early, late = map(int, passes(compiled("again.c", library, tmp_path), toy_plan, 20).split())
     assert late < 1.1 * early  # of which a plan that is not given back is more than 1 % each time
 
 
