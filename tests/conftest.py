@@ -58,7 +58,7 @@ from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 
 # A profile decides how many examples a property has, by default few: `--hypothesis-profile long` searches.
-settings.register_profile("short", max_examples=10, deadline=None)
+settings.register_profile("short", max_examples=7, deadline=None)
 settings.register_profile("long", max_examples=200, deadline=None)
 settings.load_profile("short")
 

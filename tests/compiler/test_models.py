@@ -130,9 +130,17 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gpt_oss-no-biases": ("gpt_oss", {**GPT_OSS, "attention_bias": False, "tie_word_embeddings": True}),
     "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": {"rope_theta": 1e6, **YARN}}),
 }
+COMBINED = {
+    "llama-no-gqa", "llama-one-kv-head", "mistral-wide-heads", "gemma2-no-caps", "gemma3-mixed", "olmo2-no-gqa",
+    "smollm3-window", "qwen2-tied", "qwen3-tied", "qwen3-biases", "qwen3_moe-not-normalised", "qwen3_moe-window",
+    "gpt_oss-no-biases",
+}  # fmt: skip
+"""What others have, put together otherwise."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in COMBINED else ()) for case in CASES]
+)
 def test_logits_and_greedy_tokens_equal_transformers(
     case: str, tmp_path: Path, make_checkpoint: MakeCheckpoint
 ) -> None:

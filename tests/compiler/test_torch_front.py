@@ -144,6 +144,7 @@ def test_engines_of_every_type_are_built(dtype: str, front: Any, toy_recipe: Pat
     assert shown["front_end"] == front.name
 
 
+@pytest.mark.long
 def test_attention_in_half_precision_has_the_models_mask(
     builder: Any, front: Any, toy_recipe: Path, tmp_path: Path
 ) -> None:
