@@ -216,7 +216,7 @@ EXPORTS = (compiler.export.draft, compiler.export.target, attention_forms)
 """Modules whose `trace` is shared."""
 
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.
-gc.set_threshold(200_000, 20, 100)
+gc.set_threshold(100_000, 20, 100)
 
 
 def pytest_collection_finish() -> None:
@@ -296,15 +296,23 @@ def _shared_sessions() -> Iterator[None]:
         files = sorted((file.inode(), file.stat().st_mtime_ns) for file in os.scandir(path.parent))  # weights too
         return opened(path, engine.model_dump_json(), tuple(files))
 
-    def resting(backend: OnnxRuntimeCpu, engine: Engine) -> SessionOptions:
-        found = options(backend, engine)
-        found.add_session_config_entry("session.intra_op.allow_spinning", "0")  # tests share the cores
-        return found
-
-    options = OnnxRuntimeCpu._options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OnnxRuntimeCpu, "load", shared)
-        patch.setattr(OnnxRuntimeCpu, "_options", resting)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sleeping_threads() -> Iterator[None]:
+    """The threads of engines sleep while there is nothing to do, where else they spin: tests share the cores."""
+    options = OnnxRuntimeCpu._options
+
+    def sleeping(backend: OnnxRuntimeCpu, engine: Engine) -> SessionOptions:
+        found = options(backend, engine)
+        found.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnnxRuntimeCpu, "_options", sleeping)
         yield
 
 

@@ -132,8 +132,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 COMBINED = {
     "llama-no-gqa", "llama-one-kv-head", "mistral-wide-heads", "gemma2-no-caps", "gemma3-mixed", "olmo2-no-gqa",
-    "smollm3-window", "qwen2-tied", "qwen3-tied", "qwen3-biases", "qwen3_moe-not-normalised", "qwen3_moe-window",
-    "gpt_oss-no-biases",
+    "qwen2-tied", "qwen3-tied", "qwen3-biases", "qwen3_moe-not-normalised",
 }  # fmt: skip
 """What others have, put together otherwise."""
 

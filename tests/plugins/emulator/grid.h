@@ -155,15 +155,16 @@ class Grid {
     const Index first = static_cast<Index>(warp) * kLanes;
     const Index count = std::min(kLanes, threads_ - first);
     const auto random = static_cast<Index>(random_());
-    const Index step = random >> 10 | 1, start = random >> 5, flip = random % kLanes;  // one of 8192 orders
+    const Index step = random >> 10 | 1, start = random >> 5, flip = random % kLanes;  // one of 4096 orders
     bool meet = count == kLanes;
+    int collective = 0;  // that the lane before has come to
     for (Index i = 0; i < kLanes; ++i) {
       const Index lane = (i * step + start) % kLanes ^ flip;
       if (lane >= count) continue;
-      const Fiber& fiber = fibers_[first + lane];
-      resume(fibers_[first + lane]);
-      meet &= fiber.state == State::kAtCollective && (i == 0 || fiber.collective == collective_);
-      collective_ = fiber.collective;
+      Fiber& fiber = fibers_[first + lane];
+      resume(fiber);
+      meet &= fiber.state == State::kAtCollective && (i == 0 || fiber.collective == collective);
+      collective = fiber.collective;
     }
     for (Index t = first; meet && t < first + kLanes; ++t) fibers_[t].state = State::kReady;
     return meet;
@@ -201,7 +202,6 @@ class Grid {
   std::mt19937 random_;
   Index threads_ = 0;
   std::vector<size_t> waiting_;  // warps that have not come to the barrier
-  int collective_ = 0;           // that the last lane has come to
   std::deque<Fiber> fibers_;  // kept from launch to launch, and never moved
   std::vector<std::unique_ptr<char[]>> stacks_;  // kept from launch to launch
   std::vector<Warp> warps_;

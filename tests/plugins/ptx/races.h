@@ -227,7 +227,8 @@ class Races {
   // A table of keys, in which what an earlier launch has left counts as free.
   Accesses& at(uintptr_t key) {
     if (2 * (used_ + 1) > table_.size()) grow();
-    size_t place = (key >> 9) * 0x9e3779b97f4a7c15ull >> 20 << 6 | (key >> 3 & 63);  // words that follow each other do so there
+    // The 64 words of a stretch of memory follow each other.
+    size_t place = (key >> 9) * 0x9e3779b97f4a7c15ull >> 20 << 6 | (key >> 3 & 63);
     for (;; ++place) {
       Accesses& entry = table_[place & (table_.size() - 1)];
       if (entry.launch != launch_) {
