@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.metadata import version
@@ -203,10 +203,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             grids[item.nodeid.partition("[")[0]].append(item)
     for cases in grids.values():
         met = {id(case): _met(case) for case in cases}
-        left = set[tuple[object, ...]]().union(*met.values())
-        while left:
-            case = max(cases, key=lambda case: len(left & met[id(case)]))
+        left, times = set[tuple[object, ...]]().union(*met.values()), Counter[tuple[object, ...]]()
+        while left:  # among cases that meet as many new values, one of values that were met least
+            case = max(cases, key=lambda case: (len(left & met[id(case)]), -sum(times[each] for each in met[id(case)])))
             left -= met[id(case)]
+            times.update(met[id(case)])
             cases.remove(case)
         for case in cases:
             case.add_marker("long")
@@ -214,9 +215,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 EXPORTS = (compiler.export.draft, compiler.export.target, attention_forms)
 """Modules whose `trace` is shared."""
+_KEPT = 24 * 3600.0  # seconds for which exports are kept of code that has changed
 
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.
 gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Where processes share the tests, the first one compiles them, and the others read what it compiled."""
+    folder = REPOSITORY / "build"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "collection.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
@@ -270,10 +285,11 @@ def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _shared_exports() -> Iterator[None]:
     """No graph is exported twice, nor in a later run, unless what exports it has changed."""
     kept = REPOSITORY / "build" / "exports" / sources_digest()
-    for other in kept.parent.glob("*"):
-        if other != kept:
-            shutil.rmtree(other, ignore_errors=True)
     kept.mkdir(parents=True, exist_ok=True)
+    kept.touch()
+    for other in kept.parent.glob("*"):
+        if other.stat().st_mtime < kept.stat().st_mtime - _KEPT:  # another run may be under way
+            shutil.rmtree(other, ignore_errors=True)
     shared = SharedExports(lambda name, make: made_in(kept, name, make))
     with pytest.MonkeyPatch.context() as patch:
         for exports in EXPORTS:

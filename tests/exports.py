@@ -25,6 +25,7 @@ import plans
 import plugins
 from compiler.deferred import Deferred, deferred, stored_of
 from compiler.export import tracing
+from tests.compiler import attention_forms
 
 Once = Callable[[str, Callable[[Path], object]], Path]
 
@@ -34,7 +35,7 @@ def sources_digest() -> str:
     folders = [Path(package.__file__).parent for package in (compiler, plans, plugins) if package.__file__]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     digest = hashlib.sha256("".join(version(name) for name in ("torch", "onnxscript", "onnx-ir")).encode())
-    for file in [*files, Path(__file__)]:
+    for file in [*files, Path(__file__), Path(attention_forms.__file__)]:
         digest.update(str(file).encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 

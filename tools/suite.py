@@ -13,13 +13,17 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from plans.machine import processor
 
 FOLDER = Path(__file__).resolve().parent.parent / "build" / "suite"
 KINDS = {"function": 30, "file": 30, "fixture": 20}
@@ -85,6 +89,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Suite(worker), "suite")
 
 
+def head(folder: Path) -> str:
+    """When, where and of what the run was, and how long its processes took."""
+    files = sorted(folder.glob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.open(encoding="utf-8")]
+    whole = max((row["clock"] for row in rows if row.get("phase") == "all"), default=0.0)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+    day = date.fromtimestamp(files[0].stat().st_mtime)
+    return (
+        f"$ bash tools/test.sh    ({day}, commit {commit.stdout.strip()}, {processor()})\n"
+        f"{len(files)} processes on {os.cpu_count()} cores: {whole:.0f} s"
+    )
+
+
 def tables(folder: Path) -> Iterator[str]:
     """The lines: the whole, then the dearest functions, files and fixtures, by the processor's seconds."""
     rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.open(encoding="utf-8")]
@@ -106,5 +125,5 @@ def tables(folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(f"{len(list(FOLDER.glob('*.jsonl')))} processes on {os.cpu_count()} cores\n")
+    print(head(FOLDER) + "\n")
     print("\n".join(tables(FOLDER)).rstrip())

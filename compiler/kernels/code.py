@@ -162,6 +162,20 @@ def count(result: Node) -> int:
     return len(_uses(result)) + 1
 
 
+def sources(result: Node) -> set[str]:
+    """Return the tensors that a result is loaded from."""
+    found, seen, order = set[str](), set[int](), [result]
+    while order:
+        node = order.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        order += node.operands
+        if node.word in (Word.LOAD_INTEGER, Word.LOAD_REAL):
+            found.add(str(node.of))
+    return found
+
+
 def write(result: Node) -> Code:
     """Write the code of `result`. Raises `TooLongError`."""
     return _Writer(_uses(result)).write(result)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from compiler.kernels.code import Nodes, TooLongError, count, write
+from compiler.kernels.code import MOST_SOURCES, Nodes, TooLongError, count, sources, write
 from compiler.kernels.sizes import Size, largest, product, quotient, size
 from compiler.kernels.values import Formed, Kind, Ruled, Shape, Stored, Value, Weight
 from compiler.kernels.workspace import arrange
@@ -73,7 +73,7 @@ class Emitter:
         self._counters: dict[str, Place] = {}
         self._items = _Items()
         self._made: dict[int, tuple[Value, Stored]] = {}  # by the identity of a value that was put into memory
-        self._lengths: dict[int, tuple[Value, int]] = {}
+        self._lengths: dict[int, tuple[Value, bool]] = {}
         self._weight_stores: dict[str, Stored] = {}
         self.shared: dict[str, Stored] = {}
         """What all layers of a pass share, by a key of who made it."""
@@ -122,8 +122,9 @@ class Emitter:
     def _is_long(self, value: Ruled) -> bool:
         """Return whether the rule is better run once: what is made of its elements then loads them."""
         if id(value) not in self._lengths:
-            self._lengths[id(value)] = value, count(value.at(self.nodes.index))
-        return self._lengths[id(value)][1] > _LONG
+            made = value.at(self.nodes.index)
+            self._lengths[id(value)] = value, count(made) > _LONG or len(sources(made)) > MOST_SOURCES - 2
+        return self._lengths[id(value)][1]
 
     def _single(self, value: Weight) -> Ruled:
         number = value.read().reshape(-1)[0]

@@ -75,7 +75,8 @@ def test_rejection_drafts_whole_chains(toy_recipe: Path) -> None:
 
 
 def test_taps_of_the_recipe_win_and_must_exist(toy_recipe: Path, tmp_path: Path) -> None:
-    deeper = Path(shutil.copytree(toy_recipe.parent, tmp_path / "deeper")) / toy_recipe.name
+    ignored = shutil.ignore_patterns("*plan*")  # which another process may be building
+    deeper = Path(shutil.copytree(toy_recipe.parent, tmp_path / "deeper", ignore=ignored)) / toy_recipe.name
     for key, value in {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}.items():
         change_json(deeper.parent / "target" / "config.json", key, value)
     head = "{name: a, kind: eagle3, checkpoint: head, aux_layers: [%s]}"

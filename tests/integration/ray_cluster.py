@@ -22,6 +22,11 @@ from runtime.ray_serve.replica import About
 from runtime.ray_serve.settings import Settings
 
 _NODE = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by default 5, within which a busy machine imports nothing
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
 
 
 def free_port() -> int:
@@ -36,7 +41,7 @@ def two_nodes(**resources: float) -> Iterator[tuple[Cluster, str]]:
 
     Both nodes have `resources`, and the first one "first".
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update(_ENVIRONMENT)
     os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address of what began last
     before = processes()
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets lie in it

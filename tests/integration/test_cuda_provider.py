@@ -243,6 +243,7 @@ def count(part: str, kernels: list[str]) -> int:
     return sum(part in kernel for kernel in kernels)
 
 
+NEEDED = [name for name in LIBRARIES if name != DRIVER]
 WITHOUT = """
 import json, sys
 from runtime import PlanError, Runtime
@@ -257,7 +258,9 @@ except PlanError as error:
 """
 
 
-@pytest.mark.parametrize("library", [name for name in LIBRARIES if name != DRIVER])
+@pytest.mark.parametrize(
+    "library", [name if "curand" in name else pytest.param(name, marks=pytest.mark.long) for name in NEEDED]
+)
 def test_a_missing_library_is_named_and_the_cpu_is_taken(
     library: str, cuda_provider: CudaProvider, cuda_plan: Plan, tmp_path: Path
 ) -> None:

@@ -1,10 +1,10 @@
 """Same seed, same tokens, on 120 held-out prompts: every kind of drafter at every kind of sampling.
 
-The toy plan's part is quick. That of the reference plan takes some minutes, and is run by
+It takes some minutes:
 
     python -m pytest -m long -s tests/integration/test_drafter_grid.py
 
-Both print how many tokens a target pass committed, and every near tie with its margin.
+It prints how many tokens a target pass committed, and every near tie with its margin.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from runtime.request import Options
 from tests.conftest import HELD_OUT, REFERENCE_RECIPE
 from tools.verify.agreement import compare_drafters
 from tools.verify.verification import verify_plan
+
+pytestmark = pytest.mark.long
 
 SAMPLINGS = {
     "greedy": Options(temperature=0.0),
@@ -64,13 +66,7 @@ def toy_tolerance(toy_recipe: Path, toy_plan: Path) -> float:
     return measured_tolerance(load_recipe(toy_recipe, [f"held_out={HELD_OUT}"]), toy_plan)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        "temperature 0.7, top-p 0.9",
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("greedy", "temperature 1.0, top-k 50")),
-    ],
-)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_drafter_of_the_toy_gives_the_tokens_of_plain_decoding(
     toy: Runtime, toy_tolerance: float, sampling: str
 ) -> None:
@@ -105,7 +101,6 @@ def reference_grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runtime, f
     return Runtime.load(out), measured_tolerance(recipe, out)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_drafter_of_the_reference_gives_the_tokens_of_plain_decoding(
     reference_grid: tuple[Runtime, float], sampling: str

@@ -35,7 +35,7 @@ from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels
 pytest.importorskip("cuda.core")
 
 CUDA, CPU = "cuda", "onnxruntime-cpu"
-PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
+PROMPT = [(37 * i) % 299 + 1 for i in range(24)]
 _DRAFTERS = (
     "drafters=[{name: ngram, kind: ngram}, {name: chain, kind: model, checkpoint: drafter, gamma: 4, weights: "
     "{type: int8}}, {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 3, depth: 1, nodes: 6}}]"
@@ -78,7 +78,7 @@ def emulated(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Emulate
 
 def asked(drafter: str, temperature: float) -> Options:
     return Options(
-        drafter=drafter, temperature=temperature, seed=5, max_new_tokens=12, ignore_eos=True, logprobs=3,
+        drafter=drafter, temperature=temperature, seed=5, max_new_tokens=8, ignore_eos=True, logprobs=3,
         auto_disable=False,
     )  # fmt: skip
 
@@ -87,10 +87,13 @@ def test_quantised_weights_give_the_bits_of_the_cpu(quantised_plan: Path, emulat
     """Log-probabilities and all, with any drafter, and drafters draft what they do on the CPU."""
     on_cpu = Runtime.load(quantised_plan, backend=CPU, threads=1)
     ours = Runtime.load(quantised_plan, backend=CUDA, cuda_graphs=False)
+    accepted = 0
     for drafter in ("none", "ngram", "chain", "block", "head"):
         expected, found = (each.generate(PROMPT, **asked(drafter, 0.9)) for each in (on_cpu, ours))
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
-        assert found.stats.rounds == expected.stats.rounds
+        assert (found.stats.rounds, found.stats.accepted) == (expected.stats.rounds, expected.stats.accepted)
+        accepted += found.stats.accepted
+    assert accepted > 0
     assert emulated.launched["outrider_quant_product"] > 0
 
 
@@ -101,15 +104,14 @@ def halves(x: NDArray[np.float32]) -> NDArray[np.float32]:
 def test_the_numbers_are_those_of_a_numpy_forward(half_plan: Path, toy_recipe: Path, emulated: EmulatedDevice) -> None:
     """In bfloat16, which is rounded to where NumPy rounds: what is left is the order of float32 sums."""
     runtime = Runtime.load(half_plan, backend=CUDA, cuda_graphs=False)
-    prompt = [(37 * i + 22) % 299 + 1 for i in range(40)]
-    found = runtime.generate(prompt, **asked("none", 0.0))
-    tokens = [*prompt, *found.token_ids]
-    expected = toy_log_probabilities(toy_recipe.parent / "target", tokens, halves)[len(prompt) - 1 : -1]
+    found = runtime.generate(PROMPT, **asked("none", 0.0))
+    tokens = [*PROMPT, *found.token_ids]
+    expected = toy_log_probabilities(toy_recipe.parent / "target", tokens, halves)[len(PROMPT) - 1 : -1]
     differences = [entry.logprob - row[entry.token_id] for entry, row in zip(found.logprobs, expected, strict=True)]
     assert found.token_ids == expected.argmax(-1).tolist()
     # A sum that rounds to the other neighbour, 2^-8 apart, is one of 32 inputs of a product: that is seldom, and small.
-    # Without rounding the median is 6e-3; with a prompt of which some sum rounds otherwise, all behind it are 4e-4 off.
-    assert np.median(np.abs(differences)) < 1e-5
+    # Behind a token of whose prompt some sum rounds otherwise all are 4e-4 off; without rounding the median is 6e-3.
+    assert np.median(np.abs(differences)) < 1e-3
     assert np.abs(differences).max() < 0.05
 
 
@@ -170,8 +172,8 @@ import json, sys
 from runtime import Runtime
 root, *drafters = sys.argv[1:]
 runtime = Runtime.load(root, backend="cuda")
-options = dict(max_new_tokens=12, ignore_eos=True, auto_disable=False, temperature=0.9, seed=5)
-prompt = [(37 * i) % 299 + 1 for i in range(40)]
+options = dict(max_new_tokens=8, ignore_eos=True, auto_disable=False, temperature=0.9, seed=5)
+prompt = [(37 * i) % 299 + 1 for i in range(24)]
 print(json.dumps([runtime.generate(prompt, drafter=drafter, **options).token_ids for drafter in drafters]))
 """
 
@@ -188,7 +190,7 @@ def test_it_needs_a_driver_and_no_onnx_runtime(
     assert ended.told == [expected.token_ids] * len(drafters)
     assert ended.events("fault") == []
     assert len(ended.events("capture")) > 0
-    assert len(ended.events("replay")) > 12
+    assert len(ended.events("replay")) > 8
 
 
 def test_weights_are_given_back_with_the_runtime(quantised_plan: Path, emulated: EmulatedDevice) -> None:

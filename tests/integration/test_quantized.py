@@ -106,5 +106,5 @@ def test_a_search_on_text_halves_what_int4_costs_the_reference(tmp_path: Path) -
         assert result.quantization.texts == 92
         costs.append(result.quantization)
     searched, rounded = costs
-    assert searched.kl < 0.6 * rounded.kl
+    assert searched.kl < 0.7 * rounded.kl
     assert 0 < searched.growth < 0.7 * rounded.growth < 0.01

@@ -159,8 +159,10 @@ def test_replicas_come_with_the_load(cluster: tuple[Cluster, str], branch_plan: 
         with ThreadPoolExecutor(3) as threads:
             asked = threads.map(ask, range(3))
             until = time.monotonic() + 120
-            while len(served.replicas()) == 1 and time.monotonic() < until:
-                time.sleep(0.5)
-            enough.set()
+            try:
+                while len(served.replicas()) == 1 and time.monotonic() < until:
+                    time.sleep(0.5)
+            finally:
+                enough.set()  # else the threads never end
             list(asked)
         assert len(served.replicas()) == 2

@@ -31,26 +31,19 @@ RUN, TOP_K, CELLS = 100, 12, 40
 
 
 @pytest.fixture(scope="module")
-def runtime(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
-    out = tmp_path_factory.mktemp("rejection") / "plan"
-    build(load_recipe(toy_recipe, [f"drafters=[{', '.join(REJECTING.values())}]"]), toy_recipe, out)
-    return Runtime.load(out, threads=1)
-
-
-@pytest.fixture(scope="module")
 def oracle(toy_recipe: Path) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM.from_pretrained(toy_recipe.parent / "target").float()
 
 
-def test_greedy_rejection_gives_the_tokens_of_plain_decoding(runtime: Runtime) -> None:
+def test_greedy_rejection_gives_the_tokens_of_plain_decoding(everything: Runtime) -> None:
     """All of p lies on one token: it is accepted or corrected to."""
     options = Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
-    plain = runtime.generate(PROMPT, drafter="none", **options).token_ids
+    plain = everything.generate(PROMPT, drafter="none", **options).token_ids
     for drafter in REJECTING:
-        run = runtime.generate(PROMPT, drafter=drafter, **options)
+        run = everything.generate(PROMPT, drafter=drafter, **options)
         assert run.token_ids == plain
         assert run.stats.drafted > 0
-    assert runtime.generate(PROMPT, drafter="classical", **options).stats.accepted > 0
+    assert everything.generate(PROMPT, drafter="classical", **options).stats.accepted > 0
 
 
 FILTERS = {
@@ -74,7 +67,7 @@ def target_weights(
 
 
 def places(
-    runtime: Runtime,
+    everything: Runtime,
     oracle: Qwen3ForCausalLM,
     drafter: str,
     draws: int,
@@ -93,10 +86,10 @@ def places(
     runs: list[list[int]] = []
     for seed in range(0, draws // RUN, branches):
         if branches == 1:
-            runs.append(runtime.generate(PROMPT, seed=seed, **asked).token_ids)
+            runs.append(everything.generate(PROMPT, seed=seed, **asked).token_ids)
             continue
         seeds: list[BranchPrompt] = [{"prompt": PROMPT[-1:], "seed": seed + i} for i in range(branches)]
-        runs += [each.token_ids for each in runtime.generate_branches(PROMPT[:-1], seeds, **asked)]
+        runs += [each.token_ids for each in everything.generate_branches(PROMPT[:-1], seeds, **asked)]
     for ids in runs:
         with torch.no_grad():
             logits = oracle(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy()
@@ -116,7 +109,7 @@ def chi_square(found: NDArray[np.float64]) -> float:
 @pytest.mark.parametrize(
     ("drafter", "draws", "filters"),
     [
-        ("classical", 6_000, "top-k"),
+        ("classical", 3_000, "top-k"),
         ("classical-egag", 3_000, "top-p"),
         ("classical-head", 2_000, "temperature last"),
         pytest.param("classical", 20_000, "top-k", marks=pytest.mark.long),
@@ -127,9 +120,9 @@ def chi_square(found: NDArray[np.float64]) -> float:
     ],
 )
 def test_tokens_have_the_distribution_of_the_target(
-    runtime: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str
+    everything: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str
 ) -> None:
-    assert chi_square(places(runtime, oracle, drafter, draws, filters)) < one_in_a_thousand(CELLS - 1)
+    assert chi_square(places(everything, oracle, drafter, draws, filters)) < one_in_a_thousand(CELLS - 1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -216,28 +209,34 @@ def test_tokens_of_many_sequences_have_the_distribution_of_the_target(
 
 
 @pytest.mark.parametrize("drafter", REJECTING)
-def test_a_nucleus_of_one_token_is_greedy(runtime: Runtime, drafter: str) -> None:
+def test_a_nucleus_of_one_token_is_greedy(everything: Runtime, drafter: str) -> None:
     options = Options(max_new_tokens=60, ignore_eos=True, auto_disable=False, drafter=drafter)
-    greedy = runtime.generate(PROMPT, temperature=0.0, **options)
+    greedy = everything.generate(PROMPT, temperature=0.0, **options)
     for top_p in (1e-3, 1e-46):
-        assert runtime.generate(PROMPT, temperature=1.0, top_p=top_p, **options).token_ids == greedy.token_ids
+        assert everything.generate(PROMPT, temperature=1.0, top_p=top_p, **options).token_ids == greedy.token_ids
 
 
-def test_tokens_do_not_depend_on_the_clock(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_depend_on_the_clock(everything: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
     monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
     monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
     for drafter in REJECTING:
-        kept, free = (runtime.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))
+        kept, free = (everything.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))
         assert free.token_ids == kept.token_ids
         assert free.stats.plain_rounds == 0
 
 
-@pytest.mark.long
-def test_without_the_adjustment_they_have_not(runtime: Runtime, oracle: Qwen3ForCausalLM) -> None:
-    found = places(runtime, oracle, "classical", 12_000, skip_sample_adjustment=True)
+def test_tokens_of_one_branch_have_it_too(toy_recipe: Path, oracle: Qwen3ForCausalLM, tmp_path: Path) -> None:
+    recipe = load_recipe(toy_recipe, [f"drafters=[{REJECTING['classical']}]"])
+    alone = Runtime.load(build(recipe, toy_recipe, tmp_path / "plan").plan.root, threads=1)
+    assert chi_square(places(alone, oracle, "classical", 3_000)) < one_in_a_thousand(CELLS - 1)
+
+
+@pytest.mark.long  # as many draws as tell the two apart
+def test_without_the_adjustment_they_have_not(everything: Runtime, oracle: Qwen3ForCausalLM) -> None:
+    found = places(everything, oracle, "classical", 12_000, skip_sample_adjustment=True)
     assert chi_square(found) > one_in_a_thousand(CELLS - 1)
 
 
@@ -246,9 +245,9 @@ def test_tokens_of_a_coupled_tree_have_the_distribution_of_the_target(toy: Runti
 
 
 @pytest.mark.parametrize("drafter", REJECTING)
-def test_rounds_tell_r_against_p_over_q(runtime: Runtime, drafter: str) -> None:
+def test_rounds_tell_r_against_p_over_q(everything: Runtime, drafter: str) -> None:
     rounds: list[Round] = []
-    session = runtime.session()
+    session = everything.session()
     session.generate(PROMPT, drafter=drafter, temperature=1.0, seed=3, max_new_tokens=80, on_round=rounds.append)
     nodes = [node for r in rounds[:-1] for node in r.nodes]  # the last may have been cut
     weighed = [node for node in nodes if node.draw is not None and node.ratio is not None]
@@ -258,7 +257,7 @@ def test_rounds_tell_r_against_p_over_q(runtime: Runtime, drafter: str) -> None:
         first_rejected = next((i for i, node in enumerate(r.nodes) if not node.accepted), len(r.nodes))
         assert [node.draw is not None for node in r.nodes] == [i <= first_rejected for i in range(len(r.nodes))]
     shown = StringIO()
-    RoundPrinter(runtime.tokenizer, Console(file=shown, width=1000))(rounds[1])
+    RoundPrinter(everything.tokenizer, Console(file=shown, width=1000))(rounds[1])
     assert f"r {rounds[1].nodes[0].draw:.2f} p/q {rounds[1].nodes[0].ratio:.2f}" in shown.getvalue()
 
 

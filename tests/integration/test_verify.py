@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,9 +22,11 @@ import compiler.probes.choice
 import tools.verify.__main__
 import tools.verify.exactness
 import tools.verify.oracle
+from compiler.build import build
 from compiler.models.rope import RopeScaling
 from compiler.probes.choice import ProbedOp
-from tests.conftest import PARTIAL_KV
+from compiler.recipe import load_recipe
+from tests.conftest import PARTIAL_KV, made_once
 from tests.inexact import INEXACT_OPS, make_target_inexact
 from tests.plans.damage import list_again
 from tools.verify.partial_check import PartialCheck
@@ -34,13 +37,27 @@ WEIGHTS = Path("engines") / "onnxruntime-cpu" / "weights.bin"
 Captured = pytest.CaptureFixture[str]
 
 
+@pytest.fixture(scope="session")
+def written(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of the toy with held-out text and one drafter, its checkpoints, and its plan."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        for checkpoint in ("target", "drafter"):
+            shutil.copytree(toy_recipe.parent / checkpoint, folder / checkpoint)
+        shutil.copyfile(toy_recipe.parent / "held_out.jsonl", folder / "held_out.jsonl")
+        recipe = "held_out: held_out.jsonl\n" + toy_recipe.read_text(encoding="utf-8")
+        drafters = re.compile(r"  - (?!{name: chain,).*\n")  # the others
+        (folder / "model.yaml").write_text(drafters.sub("", recipe), encoding="utf-8")
+        build(load_recipe(folder / "model.yaml"), folder / "model.yaml", folder / "plan")
+
+    return made_once(tmp_path_factory, "verified", write)
+
+
 @pytest.fixture
-def workplace(toy_recipe: Path, toy_plan: Path, tmp_path: Path) -> Path:
-    """The toy's recipe (with held-out text), checkpoint and plan, to change."""
-    folder = shutil.copytree(toy_recipe.parent, tmp_path / "work")
-    recipe = folder / "model.yaml"
-    recipe.write_text("held_out: held_out.jsonl\n" + recipe.read_text(encoding="utf-8"), encoding="utf-8")
-    return folder
+def workplace(written: Path, tmp_path: Path) -> Path:
+    """A copy, to change."""
+    return shutil.copytree(written, tmp_path / "work")
 
 
 def run(*arguments: object) -> int:
@@ -210,7 +227,7 @@ def test_every_op_and_every_chunk_is_probed_on_this_machine(workplace: Path, cap
     assert verify(workplace, "--json") == 0
     found = json.loads(capsys.readouterr().out)["exactness"]
     assert (found["passed"], found["inexact_ops"], found["inexact_chunks"]) == (True, [], [])
-    assert found["ops"] > 10
+    assert found["ops"] > 5
     assert found["largest_chunk"] == 16
 
 
@@ -288,22 +305,20 @@ def test_a_recipe_that_moved_is_asked_for(workplace: Path, capsys: Captured) -> 
     assert verify(workplace, "--recipe", workplace / "moved.yaml") == 0
 
 
-def test_partial_kv_is_checked_behind_long_contexts(toy_recipe: Path, tmp_path: Path, capsys: Captured) -> None:
-    folder = shutil.copytree(toy_recipe.parent, tmp_path / "work")
-    recipe = folder / "model.yaml"
-    text = recipe.read_text(encoding="utf-8")
-    recipe.write_text(f"held_out: held_out.jsonl\npartial_kv: {PARTIAL_KV}\n{text}", encoding="utf-8")
-    shutil.rmtree(folder / "plan")
-    assert run("build", recipe, "--out", folder / "plan") == 0
+def test_partial_kv_is_checked_behind_long_contexts(workplace: Path, capsys: Captured) -> None:
+    recipe = workplace / "model.yaml"
+    recipe.write_text(f"partial_kv: {PARTIAL_KV}\n{recipe.read_text(encoding='utf-8')}", encoding="utf-8")
+    shutil.rmtree(workplace / "plan")
+    assert run("build", recipe, "--out", workplace / "plan") == 0
     capsys.readouterr()
-    assert verify(folder, "--json") == 0
+    assert verify(workplace, "--json") == 0
     found = json.loads(capsys.readouterr().out)["partial_kv"]
     assert found["context"] == 2 * 30
     assert found["runs"] == found["lossless_equal_runs"] == 2
     assert found["partial_rounds"] > 0
     assert 0 <= found["same"] <= 1
     assert 0 <= found["agreement"] <= 1
-    assert verify(folder) == 0
+    assert verify(workplace) == 0
     assert "lossless 2 of 2 runs with the tokens of full KV; lossy drifts: " in capsys.readouterr().out
 
 

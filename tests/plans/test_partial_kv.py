@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from plans.partial_kv import PartialKv
 from plugins.reference.partial_kv import blocks_in_reach, candidate_blocks
 from tests.plans.damage import BACKEND, Edit, edit, refused
+from tests.properties import cheap
 
 
+@cheap
 @given(
     block=st.integers(1, 40),
     sink=st.integers(0, 3),
@@ -42,6 +44,7 @@ def test_the_layout_is_that_of_the_ops(
     assert settings.capacity(128) % 128 == 0
 
 
+@cheap
 @given(block=st.integers(1, 40), blocks=st.integers(1, 5), window=st.integers(0, 900), covered=st.integers(0, 3000))
 def test_the_least_budget_reaches_a_window_and_one_block_less_does_not(
     block: int, blocks: int, window: int, covered: int

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from plugins import native
 from plugins.reference import bim_mask
+from tests.properties import cheap
 
 LOWEST = np.finfo(np.float32).min
 POISON = np.float32(7)
@@ -67,6 +68,7 @@ def masks(draw, least_rows=0, most_rows=5, padded=True):
     return Mask(bim, past, new, branch, parent, view, places, spare=draw(st.integers(0, 2)))
 
 
+@cheap
 @given(mask=masks())
 def test_kernel_equals_reference_and_writes_nothing_behind_its_part(mask):
     bias = mask.run()
@@ -74,6 +76,7 @@ def test_kernel_equals_reference_and_writes_nothing_behind_its_part(mask):
     assert (mask.bias.reshape(-1)[bias.size :] == POISON).all()
 
 
+@cheap
 @given(mask=masks())
 def test_reference_is_the_definition(mask):
     _, view, rows, places = mask.extents
@@ -96,6 +99,7 @@ def test_reference_is_the_definition(mask):
                 assert bias[row, 0, place, key] == (0 if visible else LOWEST)
 
 
+@cheap
 @given(mask=masks(least_rows=1, most_rows=1, padded=False))
 def test_one_row_is_the_plain_step(mask):
     """As if there were no rows: `[1, 1, N, T]`, the committed keys in front, then the lines of the parents."""
@@ -110,6 +114,7 @@ def test_one_row_is_the_plain_step(mask):
     np.testing.assert_array_equal(mask.run(), np.where(visible, np.float32(0), LOWEST)[None, None])
 
 
+@cheap
 @given(mask=masks())
 def test_a_row_is_the_same_alone_as_among_others(mask):
     _, view, rows, places = mask.extents

@@ -24,6 +24,7 @@ from tests.plugins.drawn_pairs import (
     distribution,
     one_in_a_thousand,
 )
+from tests.properties import cheap
 
 CHAIN_INPUTS = ("logits", "logit_indices", "positions", "branch", "token_ids", "parent", "draft_probs")
 
@@ -76,7 +77,7 @@ KINDS = ["equal", "nearly equal", "faint", "one-hot", "one-hot elsewhere", "disj
 KINDS += ["tiny", "zero"]
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(cheap, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 3, 64, 65, 200]), gamma=st.integers(0, 9))
 def test_kernel_equals_reference(data, vocabulary, gamma, slots, logits_rows):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -97,7 +98,7 @@ def test_kernel_equals_reference(data, vocabulary, gamma, slots, logits_rows):
     step.run().assert_equals_reference()
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(cheap, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), vocabulary=st.sampled_from([2, 5, 65]))
 def test_trees_of_other_branches_are_walked_as_tree_accept_walks_them(data, vocabulary, slots, logits_rows):
     """Chains of branch 0 stand between trees of others, and each has what it has alone, by its own rule."""
@@ -142,7 +143,7 @@ def test_kernel_equals_reference_on_a_big_vocabulary(filters, noise):
     chains_of(token_ids, logits, q, slots).assert_equals_reference()
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(cheap, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 63, 64, 65, 1000]), kind=st.sampled_from(KINDS))
 def test_kernel_residuals_equal_reference_bit_for_bit(data, vocabulary, kind, slots, logits_rows):
     """Tokens alone would hide a difference of some 2**-50."""
@@ -169,12 +170,14 @@ def test_kernel_residuals_equal_reference_over_the_whole_range():
 
 
 @example(r=2**52, q=2**50, p=2**49, off=0)
+@cheap
 @given(r=st.integers(0, 2**53 - 1), q=st.integers(0, 2**50), p=st.integers(0, 2**50), off=st.integers(-1, 1))
 def test_acceptance_is_decided_exactly(r, q, p, off):
     for bound in (p, max(0, (r * q >> 53) + off)):
         assert native.accepts(r, bound, q) == accepts(r, bound, q) == (bound > 0 and r * q <= bound * 2**53)
 
 
+@cheap
 @given(seed=st.integers(0, 2**32 - 1), straight=st.floats(0, 1))
 def test_greedy_chains_commit_what_tree_accept_commits(seed, straight):
     """p is one-hot: the argmax is accepted and all else is corrected to it, whatever q is."""

@@ -12,6 +12,7 @@ from plugins import native
 from plugins.reference import RaceKey, Sampling, choice, exponential, fixed_weights, noise_words, shared_exp
 from plugins.reference.choice import filtered_weights
 from plugins.schema import FilterOrder
+from tests.properties import cheap
 
 KEYS = st.builds(RaceKey, st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 2**31), st.just(0))
 KEY = RaceKey(0, 0, 0, 0)
@@ -37,6 +38,7 @@ def test_shared_exp_of_zero_is_one_and_it_never_falls():
     assert (shared_exp(x) <= 1.0).all()
 
 
+@cheap
 @given(data=st.data(), vocabulary=st.sampled_from([1, 2, 63, 64, 65, 700]))
 def test_kernel_weights_equal_reference_bit_for_bit(data, vocabulary, logits_rows):
     logits = data.draw(logits_rows(1, vocabulary))[0]
@@ -127,6 +129,7 @@ def test_filter_order_decides_which_distribution_min_p_sees():
     assert kept(logits, temperature=5.0, min_p=0.6, filter_order=LAST) == [0]
 
 
+@cheap
 @given(seed=st.integers(0, 2**32 - 1), top_p=st.floats(0.01, 0.999), top_k=st.integers(0, 30))
 def test_filters_keep_the_smallest_likely_set(seed, top_p, top_k):
     """Against float64 softmax and sorting; the random cut is never within rounding of a sum."""
@@ -139,6 +142,7 @@ def test_filters_keep_the_smallest_likely_set(seed, top_p, top_k):
     assert set(np.flatnonzero(weights)) == set(expected.tolist())
 
 
+@cheap
 @given(logits=st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=40), key=KEYS, temperature=st.floats(0.5, 5))
 def test_choice_is_the_largest_of_log_probabilities_with_gumbel_noise(logits, key, temperature):
     """But for what rounding decides."""

@@ -12,12 +12,13 @@ from tests.plugins.test_cpu_attention import TYPES, attend, capped_step, step, t
 from tests.plugins.test_cpu_gated_unit import ACTIVATIONS, gated_unit
 from tests.plugins.test_cpu_norm import norm
 from tests.plugins.test_cpu_softcap import softcap, sweep
+from tests.plugins.test_mixture_of_experts import of_experts
 from tests.plugins.test_quant_matmul import drawn, packed_weights, session
 
 
 def of_ops(_: Path) -> Results:
     rng = np.random.default_rng(7)
-    found: Results = {}
+    found = of_experts()
     for size in (8, 20, 72):  # whole vectors of lanes, and parts of one
         for kind in sorted(TYPES):
             inputs = typed(step(rng, 4, 2, size, [1, 7, 3], [0, 90, 300], 2), kind)

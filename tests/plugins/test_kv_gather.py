@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from plugins import native
 from plugins.reference import kv_gather
+from tests.properties import cheap
 
 CAPACITY = 32
 
@@ -58,6 +59,7 @@ def gathers(draw):
     return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)), dtype=dtype)
 
 
+@cheap
 @given(gather=gathers())
 def test_kernel_equals_reference_also_where_moves_feed_each_other(gather):
     expected = gather.expected()
@@ -74,6 +76,7 @@ def compactions(draw):
     return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)))
 
 
+@cheap
 @given(gather=compactions())
 def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(gather):
     expected = gather.kv.copy()
@@ -87,6 +90,7 @@ def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(gather):
     np.testing.assert_array_equal(gather.kv, expected)
 
 
+@cheap
 @given(kept=st.sets(st.integers(0, 15)), base=st.integers(0, 16), lower=st.integers(0, 16))
 def test_one_row_is_the_plain_compaction(kept, base, lower):
     source, destination = sorted(kept), max(0, base - lower)

@@ -11,10 +11,12 @@ from hypothesis.extra import numpy as arrays
 from plans.buffers import DType
 from plans.kv_slots import SCALE_BYTES, slot_size
 from plugins.reference import from_slots, to_slots
+from tests.properties import cheap
 
 NUMBERS = arrays.arrays(np.float32, (5, 24), elements=st.floats(-(2.0**60), 2.0**60, width=32))
 
 
+@cheap
 @given(numbers=NUMBERS)
 def test_int8_rounds_each_number_by_half_a_step_at_most(numbers) -> None:
     found = from_slots(to_slots(numbers, np.int8))
@@ -25,6 +27,7 @@ def test_int8_rounds_each_number_by_half_a_step_at_most(numbers) -> None:
     assert ((np.abs(found).max(axis=-1) >= 0.999999 * largest[:, 0]) | (largest[:, 0] < 2.0**-100)).all()
 
 
+@cheap
 @given(numbers=NUMBERS, dtype=st.sampled_from(["float32", "float16", "int8"]))
 def test_a_slot_is_that_of_its_numbers_alone(numbers, dtype) -> None:
     with np.errstate(over="ignore"):

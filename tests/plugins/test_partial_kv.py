@@ -11,6 +11,7 @@ from plugins import native
 from plugins.reference import block_select, block_summary, partial_kv_gather
 from plugins.reference.partial_kv import blocks_in_reach
 from tests.plugins.partial_caches import PartialCaches
+from tests.properties import cheap
 
 
 @st.composite
@@ -44,6 +45,7 @@ def spoil(cache: PartialCaches) -> None:
         cache.kv[cache.rng.random(cache.kv.shape) < 0.05] = np.nan
 
 
+@cheap
 @given(cache=caches(), data=st.data(), spoiled=st.booleans())
 def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(cache, data, spoiled):
     if spoiled:
@@ -70,6 +72,7 @@ def test_a_summary_is_of_the_keys_between_sink_and_window():
     assert not cache.key_max[0].any()  # of the other row
 
 
+@cheap
 @given(
     cache=caches(),
     data=st.data(),
@@ -94,6 +97,7 @@ def test_selection_is_the_reference(cache, data, reduction, most_queries, spoile
     np.testing.assert_array_equal(cache.selected, expected)
 
 
+@cheap
 @given(cache=caches(), data=st.data())
 def test_a_layer_with_a_window_finds_all_that_it_sees_in_one_piece_and_in_order(cache, data):
     """Of the slots that the gather fills, the last ones hold the very tokens that the full cache ends with."""
@@ -174,6 +178,7 @@ def test_reductions_differ_as_they_say(reduction, chosen):
     assert cache.selected[0, 0].tolist()[:1] == chosen
 
 
+@cheap
 @given(cache=caches(), data=st.data())
 def test_gathering_is_the_reference_and_copies_only_what_is_not_there(cache, data):
     sink = cache.layout["sink_blocks"] * cache.layout["block_size"]

@@ -12,6 +12,7 @@ from plugins.reference import sample, tree_accept
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import DRAFTERS, DRAWS, FILTERS, TABLE, chi_squares, decode_two, one_in_a_thousand
 from tests.plugins.test_race_noise import noise_inputs, noise_outputs
+from tests.properties import cheap
 
 
 def tree_step(logits, logit_indices, positions, branch, slots, token_ids, parent, *, trees=8):
@@ -20,7 +21,7 @@ def tree_step(logits, logit_indices, positions, branch, slots, token_ids, parent
     return AcceptStep("TreeAccept", tree_accept, slots, tensors, trees=trees)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(cheap, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), deep=st.booleans(), vocabulary=st.sampled_from([1, 2, 3, 70]))
 def test_kernel_equals_reference(data, deep, vocabulary, slots, logits_rows):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -32,6 +33,7 @@ def test_kernel_equals_reference(data, deep, vocabulary, slots, logits_rows):
     tree_step(logits, logit_indices, positions, branch, settings_, token_ids, parent).run().assert_equals_reference()
 
 
+@cheap
 @given(seed=st.integers(0, 2**32 - 1), temperature=st.sampled_from([0.0, 0.7, 1.5]), top_p=st.sampled_from([0.8, 1.0]))
 def test_a_tree_commits_what_plain_decoding_commits(seed, temperature, top_p):
     """The target is a fixed table of logits by last token; decoding it one token at a time is the oracle."""

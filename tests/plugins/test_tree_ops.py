@@ -22,6 +22,7 @@ from plugins.reference.tree_expand import chosen_log_probs
 from plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
 from tests.plugins.drafting import DOUBT, Tensors, apart, noise_of, settings_of
+from tests.properties import cheap
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
@@ -121,6 +122,7 @@ def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32
         assert frontier[tree].tolist() == sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
+@cheap
 @given(
     k=st.sampled_from([1, 3, 4]),
     trees=st.integers(1, 3),
@@ -138,6 +140,7 @@ def test_tree_expand_is_the_reference(expand, k, trees, nodes, vocabulary, scale
     check(expand, k, logits, score, settings_of([GREEDY] * trees, np.ones((trees, vocabulary), np.float32)))
 
 
+@cheap
 @given(
     k=st.sampled_from([1, 3, 4]),
     nodes=st.integers(1, 4),
@@ -155,6 +158,7 @@ def test_children_of_a_sampling_branch_are_the_likeliest_with_the_targets_noise(
     check(expand, k, logits, score, settings_of(branches, noise_of(random, trees, vocabulary)))
 
 
+@cheap
 @given(
     nodes=st.integers(1, 3),
     vocabulary=st.sampled_from([5, 64, 300]),
@@ -185,6 +189,7 @@ def test_probabilities_are_those_of_a_disturbed_race() -> None:
     np.testing.assert_allclose(found, expected, atol=4e-3)  # 5 standard deviations of 400,000 draws
 
 
+@cheap
 @given(
     k=st.sampled_from([1, 3, 4]),
     temperature=st.sampled_from([0.0, 1e-46, 1e-40, 1e-10, 1.0]),
@@ -261,6 +266,7 @@ def grown(k: int, depth: int, trees: int, seed: int, zeros: float) -> tuple[NDAr
 
 
 @both_forms
+@cheap
 @given(shape=candidates(), trees=st.integers(1, 3), zeros=st.sampled_from([0.0, 0.4, 1.0]))
 def test_tree_rerank_is_the_reference_and_gives_a_tree(domain, shape, trees, zeros) -> None:
     k, depth, nodes, seed = shape

@@ -15,6 +15,7 @@ from plans.manifest import NgramDrafter as NgramSettings
 from runtime.drafters import make_host_drafter
 from runtime.drafters.ngram import NgramDrafter
 from runtime.sampling import SamplingParams
+from tests.properties import cheap
 from tests.runtime.ngram_oracle import (
     GREEDY,
     SAMPLINGS,
@@ -30,6 +31,7 @@ STEPS = st.lists(
 )
 
 
+@cheap
 @given(settings=SETTINGS, steps=STEPS, limit=st.integers(0, 9), root=st.integers(0, 3), sampling=SAMPLINGS)
 def test_drafts_are_those_of_the_scanning_oracle(
     settings: tuple[int, int, int, float],
@@ -54,6 +56,7 @@ def test_drafts_are_those_of_the_scanning_oracle(
         assert drafted_tree(drafter, limit, root, sampling) == expected
 
 
+@cheap
 @given(settings=SETTINGS, steps=st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=8), sampling=SAMPLINGS)
 def test_scores_are_the_logarithms_of_the_oracles_chances(
     settings: tuple[int, int, int, float], steps: list[list[int]], sampling: SamplingParams
@@ -71,6 +74,7 @@ def test_scores_are_the_logarithms_of_the_oracles_chances(
         np.testing.assert_allclose(np.exp(score[1 : 1 + count]), oracle.chances, rtol=1e-5)
 
 
+@cheap
 @given(
     settings=SETTINGS,
     turns=st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=9)] * 2), max_size=6),
@@ -106,6 +110,7 @@ def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
         assert drafted_tree(drafter, 9, sampling=sampling) == expected
 
 
+@cheap
 @given(steps=st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6))
 def test_spans_arrays_and_drafting_twice_make_no_difference(steps: list[list[int]]) -> None:
     whole, parts = NgramDrafter(), NgramDrafter()

@@ -17,6 +17,7 @@ from plugins.native import NgramMemory
 from runtime.drafters import make_memories
 from runtime.drafters.ngram import NgramDrafter
 from runtime.sampling import SamplingParams
+from tests.properties import cheap
 from tests.runtime.ngram_oracle import (
     SAMPLINGS,
     SETTINGS,
@@ -38,6 +39,7 @@ def recalling(memory: NgramMemory, *settings: float, **named: float) -> NgramDra
     return drafter
 
 
+@cheap
 @given(
     settings=SETTINGS,
     room=st.integers(2, 50),
@@ -119,6 +121,7 @@ def test_long_runs_give_the_drafts_of_the_scanning_oracle(seed: int, temperature
     assert recalled > 20
 
 
+@cheap
 @given(texts=st.lists(st.tuples(TOKENS, TOKENS), max_size=8), room=st.integers(2, 60), tokens=TOKENS)
 def test_the_same_outputs_in_the_same_order_give_the_same_drafts(
     texts: list[tuple[list[int], list[int]]], room: int, tokens: list[int]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.ray_serve.prefixes import Balance, PrefixIndex, blocks_of, choose
+from tests.properties import cheap
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 REPLICAS = st.sampled_from("abc")
@@ -22,6 +23,7 @@ def common(one: list[int], other: list[int]) -> int:
     return same - same % 2
 
 
+@cheap
 @given(STEPS, TOKENS)
 def test_the_longest_beginning_that_each_replica_was_sent(
     steps: list[tuple[str, list[int], str]], asked: list[int]
@@ -43,6 +45,7 @@ def test_the_longest_beginning_that_each_replica_was_sent(
         assert index.size(name) == len({tuple(each[:end]) for each in all_of for end in range(2, len(each) + 1, 2)})
 
 
+@cheap
 @given(STEPS, TOKENS, st.integers(1, 6))
 def test_memory_is_bounded_and_what_is_found_was_sent(
     steps: list[tuple[str, list[int], str]], asked: list[int], capacity: int
@@ -92,6 +95,7 @@ LOADS = st.dictionaries(REPLICAS, st.integers(0, 20), min_size=1)
 HELD = st.dictionaries(REPLICAS, st.integers(1, 100))
 
 
+@cheap
 @given(
     st.integers(1, 100), HELD, LOADS, st.dictionaries(REPLICAS, st.integers(0, 9)), st.randoms(use_true_random=False)
 )

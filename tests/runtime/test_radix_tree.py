@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, common_length
+from tests.properties import cheap
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
@@ -38,6 +39,7 @@ def known(values: list[list[int]], tokens: list[int]) -> int:
     return max((common_length(each, tokens) for each in values), default=0)
 
 
+@cheap
 @given(a=TOKENS, b=TOKENS)
 def test_the_common_length_is_that_of_a_loop(a: list[int], b: list[int]) -> None:
     expected = 0
@@ -128,7 +130,7 @@ class AgainstADictionary(RuleBasedStateMachine):
 
 
 TestAgainstADictionary = AgainstADictionary.TestCase
-TestAgainstADictionary.settings = settings(stateful_step_count=60)
+TestAgainstADictionary.settings = settings(cheap, stateful_step_count=60)
 
 
 def test_the_worked_example_of_splits() -> None:

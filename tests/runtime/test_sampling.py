@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from plans.errors import PlanError, RequestError
 from plugins import native
 from runtime.sampling import SamplingParams, likeliest, logprobs
+from tests.properties import cheap
 
 
 def test_the_default_is_greedy() -> None:
@@ -57,6 +58,7 @@ def test_what_is_out_of_limits_is_refused_with_name_value_and_limits(
 ROWS = st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=40)
 
 
+@cheap
 @given(row=ROWS, data=st.data())
 def test_logprobs_are_the_log_softmax(row: list[float], data: st.DataObject) -> None:
     token, top = data.draw(st.integers(0, len(row) - 1)), data.draw(st.integers(0, len(row)))
@@ -69,6 +71,7 @@ def test_logprobs_are_the_log_softmax(row: list[float], data: st.DataObject) -> 
     assert [value for _, value in result.top] == pytest.approx([expected[i] for i in ids], abs=1e-9)
 
 
+@cheap
 @given(st.lists(st.sampled_from([-np.inf, -2.0, 0.0, 0.5, 3.0]), min_size=1, max_size=40), st.data())
 def test_the_likeliest_are_those_of_a_sort(values: list[float], data: st.DataObject) -> None:
     row, count = np.array(values, np.float32), data.draw(st.integers(0, len(values)))
@@ -124,6 +127,7 @@ def test_logprobs_have_the_same_bits_whatever_the_processor_has() -> None:
     assert found[0] == found[1]
 
 
+@cheap
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70))
 def test_the_sum_of_exponentials_is_right_at_any_length(values: list[float]) -> None:
     row = np.array(values, np.float32)

@@ -17,6 +17,7 @@ from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 from runtime.text.stream import TextStream
 from tests.plans.test_tokenizer import byte_level as trained
+from tests.properties import cheap
 
 CORPUS = ["the end of the world, 日本語 and wörld, 😀😀 emoji! <|stop|> User: hello\n\nUser: end"] * 4
 
@@ -112,6 +113,7 @@ def stream(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
+@cheap
 @given(data=st.data(), stops=STOPS, spans=st.lists(st.integers(1, 7), min_size=1, max_size=3))
 def test_streamed_text_is_the_decoded_text_cut_at_the_first_stop_string(
     kind: str, data: st.DataObject, stops: list[str], spans: list[int]
@@ -125,6 +127,7 @@ def test_streamed_text_is_the_decoded_text_cut_at_the_first_stop_string(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
+@cheap
 @given(data=st.data(), stops=STOPS, pushed=st.integers(0, 9))
 def test_a_preview_is_what_would_be_shown_and_changes_nothing(
     kind: str, data: st.DataObject, stops: list[str], pushed: int
@@ -142,6 +145,7 @@ def test_a_preview_is_what_would_be_shown_and_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
+@cheap
 @given(data=st.data(), stops=STOPS, least=st.integers(0, 9), size=st.integers(1, 7))
 def test_stop_strings_count_behind_the_least_tokens(
     kind: str, data: st.DataObject, stops: list[str], least: int, size: int
@@ -161,6 +165,7 @@ def test_stop_strings_count_behind_the_least_tokens(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
+@cheap
 @given(data=st.data(), stops=STOPS)
 def test_a_stop_is_reported_at_the_token_that_completes_it(kind: str, data: st.DataObject, stops: list[str]) -> None:
     """With the counted tokens the stop string is there; with one token less it is not, or not for sure."""
@@ -174,6 +179,7 @@ def test_a_stop_is_reported_at_the_token_that_completes_it(kind: str, data: st.D
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
+@cheap
 @given(data=st.data())
 def test_a_context_is_continued(kind: str, data: st.DataObject) -> None:
     """Behind whole characters, what is streamed is what the decoded whole has more than the decoded context."""
@@ -282,11 +288,11 @@ def test_a_token_costs_the_same_at_any_length(kind: str, invalid: bool) -> None:
         best = 1e9
         for _ in range(3):
             text_stream = TextStream(tokenizer, stop=["\n\nUser:", "never"])
-            start = time.perf_counter()
+            start = time.thread_time()
             for token_id in ids[:count]:
                 text_stream.push([token_id])
             text_stream.finish()
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     assert seconds(20_000) < 40 * seconds(2_000)

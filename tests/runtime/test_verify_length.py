@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plans.pass_prices import Price
 from runtime.drafters.calibration import Calibration
 from runtime.drafters.verify_length import PriceCurve, VerifyLength, common_rate, worth_verifying
+from tests.properties import cheap
 
 CHANCE = st.floats(0.0, 1.0)
 # What each row more costs: nothing, little, or all at once, as where a kernel's next tile begins.
@@ -44,6 +45,7 @@ def closed(parent: Sequence[int]) -> Iterator[list[int]]:
             yield nodes
 
 
+@cheap
 @given(own=st.lists(CHANCE, min_size=1, max_size=10), steps=STEPS, draft=st.floats(0.0, 5.0), rate=st.floats(0.0, 10.0))
 def test_chains_bring_the_most_tokens_a_second_from_any_rate_on(
     own: list[float], steps: list[float], draft: float, rate: float
@@ -61,6 +63,7 @@ def test_chains_bring_the_most_tokens_a_second_from_any_rate_on(
     assert rate == pytest.approx(best)
 
 
+@cheap
 @given(first=drafts(), second=drafts(4), rows=st.integers(1, 3), steps=STEPS, rate=st.floats(0.0, 3.0))
 def test_no_other_nodes_of_several_trees_bring_more_by_a_rate(
     first: tuple[list[int], list[float]],
@@ -83,6 +86,7 @@ def test_no_other_nodes_of_several_trees_bring_more_by_a_rate(
     assert gain(one, other) == pytest.approx(max(every))
 
 
+@cheap
 @given(draft=drafts(12), rows=st.integers(1, 3), steps=STEPS)
 def test_the_nodes_of_one_draft_are_those_that_it_has_among_several(
     draft: tuple[list[int], list[float]], rows: int, steps: list[float]

@@ -113,7 +113,7 @@ def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
         assert row["round_ms"] == pytest.approx(row["engine_ms"] + row["host_gap_ms"])
         assert row["host_gap_ms"] > 0
         assert row["accepted"] <= row["drafted"]
-        assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p90"] <= row["tpot_ms_p99"] < row["e2e_ms_p90"]
+        assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p90"] <= row["tpot_ms_p99"]
         assert row["ttft_ms"] < row["e2e_ms"]
         assert row["first_divergence"] is row["divergence_margin"] is row["synthetic_accept"] is None
         assert (row["sampling"], row["reps"], row["prompts"], row["new_tokens"]) == ("greedy", 1, 2, 12)

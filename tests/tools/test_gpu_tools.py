@@ -103,7 +103,7 @@ def driver(fake_cuda: Path, engine_emulator: Emulator, tmp_path: Path, monkeypat
 
 def run(prepared: Path, out: Path, *options: str) -> tuple[int, list[str], dict[str, list[dict[str, Any]]]]:
     command = [sys.executable, "-m", "tools.gpu.measure", "--prepared", str(prepared), "--out", str(out), *options]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1500)
     assert ended.stderr == ""
     stages = {path.stem: measure.read_rows(path) for path in out.glob("*.jsonl")}
     return ended.returncode, ended.stdout.splitlines(), stages
@@ -115,7 +115,7 @@ def test_every_stage_is_measured_whatever_happens_to_others(
     """And what was complete is not run again, unless something of it has changed."""
     first, second = tmp_path / "first", prepared / "before"
     monkeypatch.setenv("SABOTAGE", str(tmp_path / "pid"))
-    status, said, stages = run(prepared, first, "--stages", "env,smoke=4,steps,plan")
+    status, said, stages = run(prepared, first, "--stages", "env,smoke=4,steps=600,plan=600")
     log = (first / "log.txt").read_text()
     assert status == 1, log
     assert {name: rows[-1]["status"] for name, rows in stages.items()} == {

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from plans.errors import EmbedError
 from runtime import Runtime
+from runtime.__main__ import main
 from runtime.embed.bundle import modules as bundle_modules
 from runtime.embed.bundle.bundle import LIST, MODULES, PRIVATE, Bundle, bundle
 from runtime.embed.bundle.component import Component, of_distribution
@@ -54,10 +57,9 @@ MOST_BYTES = 130e6
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A bundle that was moved after it was made, and what the command said."""
     folder = tmp_path_factory.mktemp("bundle")
-    command = [sys.executable, "-m", "runtime", "embed", "--bundle", str(folder / "made"), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return (folder / "made").rename(folder / "moved"), json.loads(done.stdout)
+    with redirect_stdout(StringIO()) as said:
+        assert main(["embed", "--bundle", str(folder / "made"), "--json"]) == 0
+    return (folder / "made").rename(folder / "moved"), json.loads(said.getvalue())
 
 
 @pytest.fixture(scope="session")
