@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
@@ -163,17 +163,8 @@ def count(result: Node) -> int:
 
 
 def sources(result: Node) -> set[str]:
-    """Return the tensors that a result is loaded from."""
-    found, seen, order = set[str](), set[int](), [result]
-    while order:
-        node = order.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        order += node.operands
-        if node.word in (Word.LOAD_INTEGER, Word.LOAD_REAL):
-            found.add(str(node.of))
-    return found
+    """Return the names of the tensors that a result is loaded from."""
+    return {str(node.of) for node in _parts(result) if node.word in (Word.LOAD_INTEGER, Word.LOAD_REAL)}
 
 
 def write(result: Node) -> Code:
@@ -181,20 +172,20 @@ def write(result: Node) -> Code:
     return _Writer(_uses(result)).write(result)
 
 
+def _parts(result: Node) -> Iterator[Node]:
+    """Yield every operation that `result` is made of, itself among them, once."""
+    seen, waiting = set[int](), [result]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            waiting += node.operands
+            yield node
+
+
 def _uses(result: Node) -> Counter[int]:
     """Count, by the identity of a node, the operations that `result` takes which read it."""
-    uses = Counter[int]()
-    seen = set[int]()
-    order = [result]
-    while order:
-        node = order.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        for operand in node.operands:
-            uses[id(operand)] += 1
-            order.append(operand)
-    return uses
+    return Counter(id(operand) for node in _parts(result) for operand in node.operands)
 
 
 class _Writer:

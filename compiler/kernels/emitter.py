@@ -26,6 +26,7 @@ from plugins.quant_layout import BLOCK
 
 _ITEM = {"real": 4, "integer": 8}
 _MOST_KNOWN = 64  # elements of a small tensor that are known one by one
+_MANY = MOST_SOURCES - 2  # tensors that a rule reads, so that what is made of it may read others
 _LONG = 80  # operations of a rule that others are not made of: its elements are put into memory
 _MOST_SPREAD = 1024  # blocks of a launch whose threads take as many elements as there are
 
@@ -123,7 +124,7 @@ class Emitter:
         """Return whether the rule is better run once: what is made of its elements then loads them."""
         if id(value) not in self._lengths:
             made = value.at(self.nodes.index)
-            self._lengths[id(value)] = value, count(made) > _LONG or len(sources(made)) > MOST_SOURCES - 2
+            self._lengths[id(value)] = value, count(made) > _LONG or len(sources(made)) > _MANY
         return self._lengths[id(value)][1]
 
     def _single(self, value: Weight) -> Ruled:
