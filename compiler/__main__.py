@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 from commands.arguments import Parser
-from commands.console import guarded, print_json, progress_bar, stdout
+from commands.console import guarded, print_json, progress_bar, stderr, stdout
 from commands.packages import optional_packages
 from compiler.arguments import add_set
 
@@ -40,10 +40,14 @@ def _parser(called: str) -> Parser:
         "build",
         help="recipe to plan",
         description="Build the plan of a recipe.",
-        epilog="examples: %(prog)s plans/recipes/reference.yaml; %(prog)s model.yaml --set capacity.context=4096 --out "
-        f"build/wide. {called} recipe prints every key that a recipe may have, and what --set may override.",
+        epilog="examples: %(prog)s plans/recipes/reference.yaml; %(prog)s path/to/checkpoint; "
+        f"%(prog)s model.yaml --set capacity.context=4096 --out build/wide. {called} recipe prints every key that a "
+        "recipe may have, and what --set may override.",
     )
-    build.add_argument("recipe", type=Path, help="the recipe, a YAML file")
+    build.add_argument(
+        "recipe", type=Path,
+        help="the recipe, a YAML file; of a checkpoint, a folder or a GGUF file, a recipe is written beside the plan",
+    )  # fmt: skip
     build.add_argument("--out", type=Path, help="folder of the plan (default: build/NAME)")
     build.add_argument(
         "--backend", action="append", default=[], metavar="NAME", dest="backends",
@@ -88,9 +92,13 @@ def _parser(called: str) -> Parser:
 
 
 def _build(options: argparse.Namespace) -> int:
+    from compiler.default_recipe import is_checkpoint, write_recipe
     from compiler.recipe import load_recipe
 
     started = perf_counter()
+    if is_checkpoint(options.recipe):
+        options.recipe = write_recipe(options.recipe, options.out)
+        stderr.print(f"the recipe is {options.recipe}: change it there, and build it again", soft_wrap=True)
     recipe = load_recipe(options.recipe, options.overrides)
     recipe = recipe.for_backends(options.backends) if options.backends else recipe
     out: Path = options.out or Path("build") / recipe.name

@@ -155,7 +155,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             recipe=recipe.resolved(),
             source=source,
             models=design.models,
-            text=text.text,
+            text=text.text.model_copy(update={"tool_parser": recipe.target.tool_parser}),
             partial_kv=design.partial,
             drafters=design.drafters,
             backends={kind: _backend_plan(design, sections[kind], engines[kind], keys[kind]) for kind in sections},

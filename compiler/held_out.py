@@ -10,6 +10,8 @@ from pathlib import Path
 
 from plans.errors import RecipeError
 
+_LARGEST = 2**28  # characters of a text that a file unpacks to
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -30,10 +32,13 @@ def read_text(path: Path) -> str:
     Raises `OSError` naming the file, also where what gzip wrote is broken, and `UnicodeDecodeError`.
     """
     if path.suffix != ".gz":
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return file.read()
+        with gzip.open(path, "rt", encoding="utf-8-sig") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:  # a small file may unpack to all of the memory
+            raise gzip.BadGzipFile(f"{path}: it unpacks to more than {_LARGEST} characters")
+        return text
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise gzip.BadGzipFile(f"{path}: {error}") from None
 

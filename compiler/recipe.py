@@ -42,7 +42,7 @@ from plans import names
 from plans.buffers import DType
 from plans.errors import PlanError, RecipeError
 from plans.kv_slots import KvType
-from plans.manifest import Manifest
+from plans.manifest import Manifest, ToolParser
 from plans.plan import read_manifest
 from plans.skeleton import is_branch_template
 
@@ -65,6 +65,9 @@ class TargetSection(Section):
         None, description="quantised weights; without it they are of `dtype`, or the checkpoint's own integers"
     )
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
+    tool_parser: ToolParser | None = Field(
+        None, description="format in which the model writes calls of tools; without it as its chat template prints them"
+    )
 
 
 class CapacitySection(Section):

@@ -63,7 +63,7 @@ class RecipeSource:
         """
         source = cls(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise RecipeError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
         except OSError as error:
@@ -83,7 +83,9 @@ class RecipeSource:
 
     def errors(self, invalid: ValidationError, model: type[BaseModel]) -> RecipeError:
         """Return pydantic's errors for `values` as a `model`, one sentence per line, in the order of the file."""
-        found = [self._sentence(error, model) for error in invalid.errors()]
+        # A default that follows from another key has no error of its own where that key has one.
+        errors = [error for error in invalid.errors() if error["type"] != "default_factory_not_called"]
+        found = [self._sentence(error, model) for error in errors]
         return RecipeError("\n".join(sentence for _, sentence in sorted(found, key=lambda pair: pair[0])))
 
     def _beside(self, location: Location) -> Collection[str]:

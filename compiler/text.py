@@ -114,6 +114,9 @@ def _folder(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
     marked = _marked(content, settings, _decoder(checkpoint, settings.get("added_tokens_decoder")))
     if marked != content:
         tokenizer, content = Tokenizer.of_json(marked, file), marked
+    served = _without_rowless(content, config)
+    if served != content:
+        tokenizer, content = Tokenizer.of_json(served, file), served
     _check_size(tokenizer, file, config)
     special = _special_tokens(settings)
     templates = _checked(_templates(checkpoint, settings), special)
@@ -122,10 +125,22 @@ def _folder(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
 
 
 def _check_size(tokenizer: Tokenizer, file: Path, config: DecoderConfig) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.last_id >= config.vocab_size:
         raise CheckpointError(
-            f"{file} has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; they do not belong together"
+            f"{file} has tokens up to id {tokenizer.last_id}, and the model {config.vocab_size} of them; they do not "
+            "belong together"
         )
+
+
+def _without_rowless(content: bytes, config: DecoderConfig) -> bytes:
+    """Return a `tokenizer.json` without special tokens behind the model's last row, such as a `<pad>` of training: the
+    model can neither read nor write them, and their spelling is text like any other."""
+    parts = json.loads(content)
+    added = parts.get("added_tokens") or ()
+    kept = [token for token in added if token["id"] < config.vocab_size or not token["special"]]
+    if len(kept) == len(added):
+        return content
+    return json.dumps(parts | {"added_tokens": kept}, ensure_ascii=False).encode()
 
 
 def _tokenizer_json(checkpoint: Path, settings: Mapping[str, Any]) -> tuple[Path, bytes]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from itertools import product
 from typing import Any, Literal, NoReturn
 
@@ -34,8 +37,14 @@ _IN_PLACE = ("tool_calls", *_REASONING)
 """What an assistant's message may have without a content."""
 _DEEPEST = 64
 """Lists and mappings within another that a value may have; `tojson` and templates' macros follow them by recursion."""
-_LARGEST = 2**20
-"""Characters and elements that a repetition may make, and bits of a product: as `range` has a limit in the sandbox."""
+_LARGEST = 2**22
+"""Characters and elements of what a template makes at once, and bits of a product."""
+_MOST_STEPS = 2**18
+"""Turns of loops and calls of a rendering: a second or two."""
+_MOST_PARTS = 2**18
+"""Values in the lists and mappings that are printed at once."""
+_MOST_OUTPUT = 2**26
+"""Characters of a prompt."""
 _PROBED = ("system", "user", "assistant")
 """Roles whose content is text, or text in parts."""
 _Form = Literal["text", "parts"]
@@ -52,19 +61,159 @@ class _NothingAtOnce(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which products and powers have a limit too."""
+    """Jinja's sandbox, with a limit to what a template does: turns of loops, calls, and sizes of what it makes.
+
+    A rendering of a real conversation is far below them. Sizes are known before anything is made: of products and sums
+    of texts and lists, and of the methods and filters by which a small text becomes a large one.
+    """
 
     code_generator_class = _NothingAtOnce
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._left = threading.local()
+
+    def begin(self) -> None:
+        """A rendering begins, in this thread."""
+        self._left.steps = _MOST_STEPS
+
+    def count_step(self) -> str:
+        """Called at every turn of a loop, and at every call."""
+        self._left.steps = left = getattr(self._left, "steps", _MOST_STEPS) - 1
+        if left < 0:
+            raise OverflowError(f"it takes more than {_MOST_STEPS} turns of loops and calls")
+        return ""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        parsed = super()._parse(source, name, filename)
+        for body in [getattr(each, "body") for each in parsed.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:  # noqa: B009
+            counted = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
+            body.insert(0, nodes.ExprStmt(counted, lineno=body[0].lineno if body else 1))
+        for concat in list(parsed.find_all(nodes.Concat)):  # which is no operator to Jinja
+            texts = concat.nodes
+            concat.nodes = [nodes.Call(nodes.EnvironmentAttribute("joined"), texts, [], None, None)]
+        return parsed.set_environment(self)  # type: ignore[return-value]
+
+    def joined(self, *values: object) -> str:
+        texts = [str(_printable(value)) for value in values]
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            large = abs(left) > 1 and left.bit_length() * right > _LARGEST
-        else:
-            large = operator == "*" and _product_size(left, right) > _LARGEST
-        if large:
-            raise OverflowError(f"the result of {operator!r} is too large; the sandbox allows a size of {_LARGEST}")
+            _check_size(left.bit_length() * right if abs(left) > 1 else 0)
+        elif operator == "*":
+            _check_size(_product_size(left, right))
+        elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
+            _check_size(len(left) + len(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left, _printable(right))
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **options: Any) -> Any:
+        self.count_step()
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, str):
+            _check_made(getattr(called, "__name__", ""), owner, args, options)
+        else:
+            _check_numbers(args, options)
+        return super().call(context, called, *args, **options)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's own `format`, whose widths are in the text."""
+        made = super().wrap_str_format(value)
+        if made is None:
+            return None
+
+        def checked(*args: Any, **options: Any) -> str:
+            _check_format(value.__self__, ())
+            _printable([args, options])
+            return made(*args, **options)
+
+        return checked
+
+    def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that makes nothing too large."""
+        first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
+
+        @wraps(function)
+        def guard(*args: Any, **options: Any) -> Any:
+            self.count_step()
+            value, rest = args[first], args[first + 1 :]
+            if name in ("join", "sum", "list", "map", "string") and not isinstance(value, str):
+                value = list(value) if name in ("join", "sum") else value
+                args = (*args[:first], value, *rest)
+            _check_made(name, value, rest, options)
+            return function(*args, **options)
+
+        return guard
+
+
+_SIZED = (str, list, tuple)
+_WIDTH = re.compile(r"\d{7,}")
+
+
+def _check_size(size: int) -> None:
+    if size > _LARGEST:
+        raise OverflowError(f"what it makes is too large, of the size {size}; the sandbox allows {_LARGEST}")
+
+
+def _printable(value: Any) -> Any:
+    """The value. Raises OverflowError where its text would be too long: lists that hold one another twice double it."""
+    waiting, size, left = [value], 0, _MOST_PARTS
+    while waiting:
+        each, left = waiting.pop(), left - 1
+        if not left:
+            raise OverflowError(f"what it prints has more than {_MOST_PARTS} parts")
+        if isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+        size += len(each) if isinstance(each, _SIZED) else 1
+        _check_size(size)
+    return value
+
+
+def _check_numbers(args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    for each in (*args, *options.values()):
+        if isinstance(each, int):
+            _check_size(each)
+
+
+def _check_format(pattern: str, values: Any) -> None:
+    """A format, whose widths are digits, or among the values."""
+    if _WIDTH.search(pattern):
+        _check_size(_LARGEST + 1)
+    for each in values if isinstance(values, tuple) else ():
+        if isinstance(each, int) and "*" in pattern:
+            _check_size(each)
+
+
+def _check_made(name: str, value: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raise OverflowError for a method of a text, or a filter, that would make something too large of `value`."""
+    if name in ("tojson", "pprint", "string", "join", "format"):
+        _printable([value, args])
+    given = [*args, *options.values()]
+    texts = [each for each in given if isinstance(each, str)]
+    numbers = [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
+    if name == "replace" and isinstance(value, str) and len(texts) > 1:
+        _check_size(len(value) + (value.count(texts[0]) if texts[0] else len(value) + 1) * len(texts[1]))
+    elif name == "join":
+        parts, between = (given[0], value) if isinstance(value, str) and given else (value, texts[0] if texts else "")
+        if isinstance(parts, _SIZED):
+            _check_size(sum(len(str(each)) + len(str(between)) for each in parts))
+    elif name == "sum":
+        _check_size(sum(len(each) for each in value if isinstance(each, _SIZED)))
+    elif name in ("format", "format_map"):
+        _check_format(str(value), tuple(given))
+        _check_size(sum(map(len, texts)))
+    elif name in ("indent", "wordwrap", "tojson", "pprint", "expandtabs"):
+        widths = max([*numbers, *map(len, texts)], default=4)
+        _check_size(widths * (1 + (len(value) if isinstance(value, str) else 64)) if widths > 64 else 0)
+    else:
+        for number in numbers:
+            _check_size(number)
 
 
 def _product_size(left: object, right: object) -> int:
@@ -72,7 +221,7 @@ def _product_size(left: object, right: object) -> int:
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() + right.bit_length()
     for repeated, times in ((left, right), (right, left)):
-        if isinstance(repeated, (str, list, tuple)) and isinstance(times, int):
+        if isinstance(repeated, _SIZED) and isinstance(times, int):
             return len(repeated) * times
     return 0
 
@@ -84,7 +233,9 @@ class ChatTemplate:
     that is what templates are written for: `raise_exception`, `strftime_now`, `tojson`, `{% break %}`,
     `{% generation %}`. `names` are those that this one reads and does not set, `special_names` those of special tokens.
 
-    A message's content is a text or a list of parts. Where a template knows one form of a role alone, texts and parts
+    A message's content is a text or a list of parts. What OpenAI's API has and most templates do not know reaches them
+    as they know it: arguments of calls, JSON in a text there, as objects, and the developer's messages as the system's
+    where the template names no developer. Where a template knows one form of a role alone, texts and parts
     that are all texts reach it in that form: transformers would print a list as Python does, or nothing of a text.
     All else is as transformers has it.
     """
@@ -106,8 +257,12 @@ class ChatTemplate:
             extensions=[loopcontrols, _GenerationBlock],
             loader=DictLoader({}),
             optimized=False,
+            finalize=_printable,
         )
+        self._environment = environment
         environment.filters["tojson"] = _to_json
+        environment.filters = {name: environment.guarded(name, each) for name, each in environment.filters.items()}
+        del environment.globals["lipsum"]  # texts of any length, for tests of pages
         environment.globals["raise_exception"] = _refuse_messages
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         environment.globals["namespace"] = _PublicNamespace
@@ -132,7 +287,7 @@ class ChatTemplate:
         """The prompt text. Raises RequestError and PlanError as `Tokenizer.apply_chat_template` says."""
         names = {name: _plain_data(value, name) for name, value in variables.items()}
         names["add_generation_prompt"] = add_generation_prompt
-        plain = _plain_messages(messages)
+        plain = _plain_messages(messages, "system" if "developer" not in self.text else "developer")
         return self._render(names | {"messages": _in_forms(plain, self._forms_of(plain, names))})
 
     def _forms_of(self, messages: list[_Plain], names: dict[str, object]) -> dict[str, _Form]:
@@ -169,7 +324,14 @@ class ChatTemplate:
 
     def _render(self, names: dict[str, object]) -> str:
         try:
-            return self._template.render(self._names | names)
+            self._environment.begin()
+            pieces, size = list[str](), 0
+            for piece in self._template.generate(self._names | names):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _MOST_OUTPUT:
+                    raise OverflowError(f"it writes more than {_MOST_OUTPUT} characters")
+            return "".join(pieces)
         except _MessagesRefusedError as error:
             raise RequestError(f"The chat template {self._source} refuses these messages: {error}") from error
         except TemplateNotFound as error:
@@ -209,10 +371,14 @@ def _given(message: _Plain) -> _Given | None:
         return None
     if isinstance(content, str):
         return str(role), "text"
-    texts = isinstance(content, list) and all(
+    return (str(role), "parts") if _are_texts(content) else None
+
+
+def _are_texts(content: object) -> bool:
+    """Whether a content is a list of parts that are all texts."""
+    return isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     )
-    return (str(role), "parts") if texts else None
 
 
 def _choices(role: str, given: frozenset[_Given]) -> list[_Form | None]:
@@ -316,9 +482,9 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _plain_messages(messages: object) -> list[_Plain]:
+def _plain_messages(messages: object, developer: str) -> list[_Plain]:
     """Copies of messages of plain data, as transformers has them: without keys that are null, and with their reasoning
-    under the names that templates read."""
+    under the names that templates read. Those of the developer have the role `developer`."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(
             "`messages` must be a list of at least one message, each a mapping such as "
@@ -332,17 +498,34 @@ def _plain_messages(messages: object) -> list[_Plain]:
         if empty or isinstance(content, bool | int | float) or (isinstance(content, Mapping) and role != "tool"):
             found = f"is {reprlib.repr(content)}" if "content" in message else "is missing"
             raise RequestError(f'messages[{place}]: "content" {found}; pass its text.')
-    return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_plain_message(message, f"messages[{place}]", developer) for place, message in enumerate(messages)]
 
 
-def _plain_message(message: Mapping[str, object], where: str) -> _Plain:
+def _plain_message(message: Mapping[str, object], where: str, developer: str) -> _Plain:
     plain: _Plain = {
         _plain_data(key, f"{where} (a key)"): _plain_data(value, f"{where}.{key}")
         for key, value in message.items()
         if value is not None
     }
+    if plain["role"] == "developer":
+        plain["role"] = developer
+    calls = plain.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            found = arguments_of(text)
+            function["arguments"] = text if found is None else _plain_data(found, f"{where}.tool_calls.arguments")
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """The arguments of a call, whose JSON `text` is, or which is empty as there are none; None where it is neither."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _plain_data(value: object, where: str, depth: int = 0) -> object:

@@ -56,13 +56,18 @@ class Geometry(Strict):
         return self.sink + 2 * self.window if self.window else self.context
 
 
+ToolParser = Literal["hermes", "llama", "json"]
+
+
 class Text(Strict):
     """The tokenizer, which turns text into tokens and back. Files lie in `tokenizer/`.
 
-    `special_tokens` are the texts that chat templates print by name, such as `bos_token`.
+    `special_tokens` are the texts that chat templates print by name, such as `bos_token`. `tool_parser` is the format
+    in which the model writes calls of tools; None: as its chat template prints them.
     """
 
     eos_token_ids: tuple[int, ...]
+    tool_parser: ToolParser | None = None
     special_tokens: dict[str, str] = Field(default_factory=dict)
 
 

@@ -6,6 +6,7 @@ read, is whole.
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -68,8 +69,10 @@ def read_pass_prices(root: Path) -> PassPrices | None:
     holds none, or keys that are not known here; the plan needs none."""
     path = root / PASS_PRICES
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
+        if path.is_symlink() or not path.is_file():  # reading a pipe would never end
+            raise PlanError(f"{path} is a link, or no file; {_ADVICE}")
         with path.open(encoding="utf-8") as file:
             text = file.read(_LARGEST + 1)
         if len(text) > _LARGEST:

@@ -32,6 +32,7 @@ TOOLS_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 
 TokenIds = Sequence[int] | NDArray[np.int64]
 
+_MOST_GROWTH = 64  # characters that a normalizer makes of one
 _REPAIR = "Restore the file from the plan's source, or build the plan again."
 _BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 # Decoders under which a token adds the same text wherever it stands, but for the first token and for runs of bytes.
@@ -62,6 +63,7 @@ class Tokenizer:
         self._source = source
         self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
 
+        _check_growth(tokenizer, source)
         decoder = _flat_decoder(tokenizer)
         self._byte_level = _is_byte_level(decoder, source)
         self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoder)
@@ -110,6 +112,11 @@ class Tokenizer:
         """How many tokens it knows, added tokens included. A model's logits may be wider (padding)."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def last_id(self) -> int:
+        """The largest id of a token; -1 where there is none."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 
@@ -120,14 +127,13 @@ class Tokenizer:
         Raises RequestError for what is not text.
         """
         check_text(text, "The prompt")
-        # Unlike `encode`, the library's batches let other threads of Python run, and leave out offsets.
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        return _encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of `text` where it goes on from another: nothing is put before it, and no token is special."""
         if self._continuing is None:
             self._continuing = _without_prefix(self._tokenizer)
-        return list(self._continuing.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return _encoded(self._continuing, text, add_special_tokens=False)
 
     def least_tokens(self, text: str) -> int:
         """Tokens that `text` becomes at least, known without encoding it; 0 where nothing is known."""
@@ -202,7 +208,7 @@ class Tokenizer:
 
     def text_bytes(self) -> list[bytes]:
         """Bytes that each token adds to a text that has begun; none for skipped tokens and ids without one."""
-        ids = range(max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
+        ids = range(self.last_id + 1)
         if self._byte_level:
             return [self.token_bytes(token_id) for token_id in ids]
         texts = self._tokenizer.decode_batch([[self._anchor, token_id] for token_id in ids])
@@ -210,6 +216,15 @@ class Tokenizer:
             b"" if self.is_skipped(token_id) else self.fallback_byte(token_id) or text[self._anchor_length :].encode()
             for token_id, text in zip(ids, texts, strict=True)
         ]
+
+    def added_bytes(self, token_id: int, *, begun: bool = True) -> bytes:
+        """Bytes that one token adds to a text that has `begun`, or begins a text with; none for skipped tokens."""
+        if self._byte_level:
+            return self.token_bytes(token_id)
+        if self.is_skipped(token_id):
+            return b""
+        text = self.continuation([token_id]) if begun else self.decode([token_id])
+        return self.fallback_byte(token_id) or text.encode()
 
     def fallback_byte(self, token_id: int) -> bytes:
         """The byte that a token such as `<0xE2>` stands for in a tokenizer with byte fallback; none for others."""
@@ -271,6 +286,17 @@ def as_ids(token_ids: TokenIds) -> list[int]:
     return ids
 
 
+def _encoded(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text. Raises RequestError for one at which the library fails."""
+    try:
+        # Unlike `encode`, the library's batches let other threads of Python run, and leave out offsets.
+        return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # of the library's Rust code, and no Exception
+            raise RequestError(f"The tokenizer fails on the text ({error!s:.200}); pass a shorter one.") from None
+        raise
+
+
 def _chat_template(text: str, file: Path, special_tokens: Mapping[str, str] | None) -> ChatTemplate:
     from plans.chat_template import ChatTemplate  # with Jinja, which plans without a template do without
 
@@ -312,6 +338,22 @@ def _flat_parts(part: dict[str, Any] | None, within: str) -> list[dict[str, Any]
     if part is None:
         return []
     return [each for inner in part[within] for each in _flat_parts(inner, within)] if within in part else [part]
+
+
+def _check_growth(tokenizer: tokenizers.Tokenizer, source: str) -> None:
+    """Raise PlanError where the normalizer can make a text so long that it takes all memory."""
+    if tokenizer.normalizer is None:
+        return
+    growth = 1
+    for part in _flat_parts(json.loads(tokenizer.normalizer.__getstate__()), "normalizers"):
+        if part["type"] == "Replace":
+            plain = part["pattern"].get("String")
+            growth *= max(1, -(-len(part["content"]) // len(plain)) if plain else 1 + len(part["content"]))
+    if growth > _MOST_GROWTH:
+        raise PlanError(
+            f"{source} has a normalizer that makes {growth} characters of one, and texts that take all memory; at most "
+            f"{_MOST_GROWTH} are taken"
+        )
 
 
 def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:

@@ -43,6 +43,8 @@ class WeightGroup:
     targets: tuple[str, ...]
     bits: int
     symmetric: bool
+    size: int | None = None
+    """Inputs of a group; None where an output is one."""
 
 
 def read_groups(raw: Mapping[str, Any], path: Path) -> tuple[WeightGroup, ...]:
@@ -66,7 +68,9 @@ def _read_group(key: str, group: Mapping[str, Any], path: Path) -> WeightGroup:
             re.compile(pattern.removeprefix(_PATTERN))
         except re.error as error:
             raise CheckpointError(f"{path}: {key}.targets has {pattern!r}, no regular expression: {error}") from None
-    return WeightGroup(key, tuple(targets), group["weights"]["num_bits"], symmetric)
+    size = group["weights"].get("group_size")
+    size = size if isinstance(size, int) and size > 0 else None
+    return WeightGroup(key, tuple(targets), group["weights"]["num_bits"], symmetric, size)
 
 
 def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
@@ -112,6 +116,11 @@ class CompressedModule(PackedModule):
             return
         if self.bits != group.bits:
             raise self._wrong(_WEIGHT, f"has integers of {self.bits} bits, and {group.key} has {group.bits}")
+        if group.size is not None and self._count != -(-self.shape[1] // group.size):
+            raise self._wrong(
+                _SCALE,
+                f"has {self._count} groups for {self.shape[1]} inputs, and those of {group.key} have {group.size}",
+            )
         if not group.symmetric and _ZERO not in self._parts:
             raise CheckpointError(
                 f"{self.file}: tensor {f'{self._name}.{_ZERO}'!r} is missing, and {group.key} is not symmetric; "

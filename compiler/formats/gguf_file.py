@@ -95,6 +95,8 @@ class GgufFile:
     def open(cls, path: Path) -> GgufFile:
         """Read the header. Raises `CheckpointError` for a file that is no GGUF file, is damaged or truncated, or has
         tensors of a type that is not read."""
+        if path.exists() and not path.is_file():  # a pipe, or a device: reading it may never end
+            raise CheckpointError(f"{path} is no file; give a GGUF file")
         try:
             with path.open("rb") as file:
                 return _Header(path, file).read()

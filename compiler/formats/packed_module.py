@@ -128,6 +128,28 @@ class PackedModule(ABC):
             )
         return minimums
 
+    def check_said(self, said: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` where the tensors contradict one of a `Packing`'s settings."""
+        zeros, scales = "qzeros", self._parts["scales"].shape
+        for key, value in said.items():
+            last = key.rpartition(".")[2]
+            if last == "bits" and value != self.bits:
+                raise self._wrong("qweight", f"has integers of {self.bits} bits, and {key} is {value!r}")
+            if last == "group_size" and isinstance(value, int):
+                size = value if value > 0 else self.shape[1]
+                if scales[0] != -(-self.shape[1] // size):
+                    raise self._wrong(
+                        "scales", f"has {scales[0]} groups for {self.shape[1]} inputs, and {key} is {value}"
+                    )
+            middle = 1 << (self.bits - 1)
+            if (last, value) in (("sym", True), ("zero_point", False)) and (self.zeros() != middle).any():
+                other = int(next(each for each in self.zeros().flat if each != middle))
+                raise self._wrong(
+                    zeros,
+                    f"has a zero point of {other}, and {key} is {str(value).lower()}, so that all are {middle}: "
+                    "either the setting is wrong, or the one that says how zero points are stored (checkpoint_format)",
+                )
+
     def _part(self, last: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Return the shape of one of the module's tensors. Raises `CheckpointError` unless it is there and as said."""
         stored = self._parts.get(last)

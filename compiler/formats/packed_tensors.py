@@ -133,4 +133,6 @@ def _modules(stored: TensorSource, packing: Packing, groups: Sequence[WeightGrou
     for made in modules.values():
         if isinstance(made, CompressedModule):
             made.check(groups)
+        else:
+            made.check_said(packing.said)
     return modules

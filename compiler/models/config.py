@@ -211,7 +211,7 @@ _INSIDE = dict.fromkeys(
 
 def _family(raw: Mapping[str, Any], path: Path) -> Family:
     name = raw.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         hint = _INSIDE.get(name, "") if isinstance(name, str) else ""
         raise CheckpointError(
             f"{path}: model_type {name!r} is not supported{hint}; known families: {', '.join(FAMILIES)} "

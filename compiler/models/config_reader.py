@@ -88,7 +88,9 @@ class Reader:
 def read_json(path: Path, missing: str = "a checkpoint folder needs config.json and *.safetensors") -> dict[str, Any]:
     """Read the JSON object in the file. Raises `CheckpointError`; `missing` is its advice where there is no file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # a pipe, or a device: reading it may never end
+            raise OSError("it is no file")
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; {missing}") from None
     except (OSError, ValueError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,10 +34,15 @@ _ADVICE = "give the checkpoint that it was made from, in float32, float16 or bfl
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint packs its quantised weights. With `zeros_less_one` GPTQ stores each zero point less one."""
+    """How a checkpoint packs its quantised weights. With `zeros_less_one` GPTQ stores each zero point less one.
+
+    `said` are settings that its tensors must not contradict, by their keys in the file: `bits`, `group_size`, and of
+    GPTQ `sym`, of AWQ `zero_point`. Not there are those that are not given, or differ between projections.
+    """
 
     method: Literal["awq", "gptq", "compressed-tensors"]
     zeros_less_one: bool = False
+    said: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
@@ -106,6 +111,10 @@ class _Settings:
         value = self._values.get(key)
         return default if value is None else value
 
+    def given(self, *keys: str) -> dict[str, Any]:
+        """Return the values of those of the keys that have one, by the keys' places in the file."""
+        return {f"{self._key}.{key}": value for key in keys if (value := self.get(key)) is not None}
+
     def part(self, key: str) -> dict[str, _Settings]:
         """Return the objects in the object under `key`, by name."""
         values = self.get(key, {})
@@ -128,7 +137,7 @@ def _awq(settings: _Settings) -> Packing:
     layout = settings.get(key, "gemm")
     settings.need(key, layout.lower() if isinstance(layout, str) else layout, ("gemm",), "AWQ")
     settings.need("bits", settings.get("bits", 4), (4,), "AWQ")
-    return Packing("awq")
+    return Packing("awq", said=settings.given("group_size", "zero_point"))
 
 
 def _gptq(settings: _Settings) -> Packing:
@@ -139,7 +148,9 @@ def _gptq(settings: _Settings) -> Packing:
     settings.need(key, layout, ("gptq", "gptq_v2"), "GPTQ")
     settings.need("bits", settings.get("bits"), BITS, "GPTQ")
     settings.need("pack_dtype", settings.get("pack_dtype", "int32"), ("int32",), "GPTQ")
-    return Packing("gptq", zeros_less_one=layout == "gptq")
+    differing = bool(settings.get("dynamic"))
+    said = {} if differing else settings.given("bits", "group_size", "sym")
+    return Packing("gptq", zeros_less_one=layout == "gptq", said=said)
 
 
 def _compressed_tensors(settings: _Settings) -> Packing:

@@ -61,7 +61,10 @@ class RopeScaling:
         known = {f.name for f in fields(cls)} - {"kind", "divisors", *(() if kind == "longrope" else _TABLES)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"rope scaling has an unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"rope scaling has an unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}. "
+                "Engines differ in what others mean: say what is to hold as target.rope_scaling in the recipe"
+            )
         for key, value in values.items():
             _check_value(key, value)
         wanted = _TABLES if kind == "longrope" else () if kind == "default" else ("factor",)

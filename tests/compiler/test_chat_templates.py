@@ -357,7 +357,7 @@ def test_a_plain_chat_is_rendered_once(template: str, monkeypatch: pytest.Monkey
     if template in (GEMMA, GRANITE):  # which read a `text` of something: what they print is learnt once
         chat.render([TEXT], True, {})
     rendered: list[object] = []
-    monkeypatch.setattr(chat._template, "render", lambda names: rendered.append(names) or "")  # type: ignore[func-returns-value]
+    monkeypatch.setattr(chat._template, "generate", lambda names: rendered.append(names) or [])  # type: ignore[func-returns-value]
     chat.render([TEXT], True, {})
     assert len(rendered) == 1
 

@@ -170,6 +170,10 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     ("values", "sentence"),
     [
         (
+            {"model_type": {"a": 1}},
+            "model_type {'a': 1} is not supported; known families: llama,",
+        ),
+        (
             {"model_type": "mamba"},
             "model_type 'mamba' is not supported; known families: llama, mistral, ministral, qwen2, qwen3, qwen3_moe,",
         ),

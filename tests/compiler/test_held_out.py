@@ -57,3 +57,12 @@ def test_a_gzipped_file_reads_as_the_plain_one_and_a_broken_one_is_named(tmp_pat
         packed.write_bytes(broken)
         with pytest.raises(RecipeError, match=r"prompts\.jsonl\.gz cannot be read as UTF-8 text"):
             read_tasks(packed)
+    packed.write_bytes(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compiler.held_out._LARGEST", 10)
+        with pytest.raises(RecipeError, match="unpacks to more than 10 characters"):
+            read_tasks(packed)
+    plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())  # as editors of Windows write it
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_tasks(plain) == read_tasks(packed)
+    assert read_tasks(plain)[0].text == "ä"

@@ -71,6 +71,8 @@ def test_every_field_is_read(recipe_file: Path) -> None:
 
 def test_a_short_context_shortens_the_default_chunk(recipe_file: Path) -> None:
     assert load(recipe_file, SHORT, "capacity.context=100").capacity.prefill_chunk == 100
+    with pytest.raises(RecipeError, match=r"^[^\n]*capacity.context must be a whole number, found 'lots'[^\n]*$"):
+        load(recipe_file, SHORT, "capacity.context=lots")
 
 
 def test_defaults(recipe_file: Path) -> None:

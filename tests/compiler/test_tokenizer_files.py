@@ -93,8 +93,13 @@ def test_tokens_that_the_settings_alone_add_are_added_and_counted(tmp_path: Path
     table[str(size + 5)] = {"content": "<behind a gap>"}
     folder = checkpoint(tmp_path / "checkpoint", families.qwen(), {"added_tokens_decoder": table}, padding=1)
     assert loaded(folder).encode("<new>") == [size] == AutoTokenizer.from_pretrained(folder)("<new>").input_ids
+    other = checkpoint(tmp_path / "other", families.qwen(), {"added_tokens_decoder": table})
+    rowless = loaded(other)  # its spelling is text like any other
+    assert rowless.last_id < size
+    assert rowless.decode(rowless.encode("<new>")) == "<new>"
+    table[str(size)]["special"] = False
     checkpoint(folder, families.qwen(), {"added_tokens_decoder": table})
-    with pytest.raises(CheckpointError, match=f"has {size + 1} tokens, the model {size}"):
+    with pytest.raises(CheckpointError, match=f"has tokens up to id {size}, and the model {size} of them"):
         read(folder)
     checkpoint(folder, families.qwen(), {"added_tokens_decoder": {"1": "<s>"}})
     with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):

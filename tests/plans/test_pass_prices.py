@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / PASS_PRICES).mkdir()
     with pytest.raises(PlanError, match=r"prices\.json cannot be written"):
         write_pass_prices(TABLE, tmp_path)
-    with pytest.raises(PlanError, match=r"prices\.json cannot be read"):
-        read_pass_prices(tmp_path)
+    for name, make in (("a", Path.mkdir), ("b", os.mkfifo), ("c", lambda path: path.symlink_to("/etc/hostname"))):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / PASS_PRICES)
+        with pytest.raises(PlanError, match=r"prices\.json is a link, or no file"):
+            read_pass_prices(tmp_path / name)
 
 
 def test_a_plan_is_whole_with_a_table_and_without(plan: Path) -> None:

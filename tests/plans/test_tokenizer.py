@@ -162,6 +162,63 @@ def test_a_missing_or_binary_tokenizer_is_a_plan_error(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+TOO_MUCH = [
+    "{{ 'a'.ljust(2000000000) }}",
+    "{{ 'a'.zfill(width=2000000000) }}",
+    "{{ '%2000000000d' % 1 }}",
+    "{{ '%*d' % (2000000000, 1) }}",
+    "{{ '%2000000000d'|format(1) }}",
+    "{{ '{:2000000000}'.format(1) }}",
+    "{{ '\t'.expandtabs(2000000000) }}",
+    "{{ ('a' * 1000000).replace('a', 'b' * 1000) }}",
+    "{{ ('a' * 1000000)|replace('', 'b' * 1000) }}",
+    "{{ 'a'|center(2000000000) }}",
+    "{{ 'a'|indent(2000000000) }}",
+    "{{ 'a b'|wordwrap(1, wrapstring='x' * 2000000) }}",
+    "{{ {}|tojson(indent=500000000) }}",
+    "{{ (['a' * 100000] * 10000)|join }}",
+    "{{ ','.join(['a' * 100000] * 10000) }}",
+    "{{ ([[1] * 100000] * 1000)|sum(start=[]) }}",
+    "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in range(90000) %}{{ 'a' * 10000 }}{% endfor %}",
+    "{{ lipsum(n=100000) }}",
+    *(
+        "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}" + printed
+        for printed in (
+            "{{ ns.s }}",
+            "{{ ns.s | tojson }}",
+            "{{ ns.s | string }}",
+            "{{ ns.s ~ '' }}",
+            "{{ '%s' % ns.s }}",
+            "{{ '{}'.format(ns.s) }}",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("template", TOO_MUCH)
+def test_a_template_that_takes_all_time_or_memory_fails(template: str) -> None:
+    began = thread_time()
+    with pytest.raises(RequestError, match="failed on these messages"):
+        ChatTemplate(template, source="the test's").render([{"role": "user", "content": "hi"}], False, {})
+    assert thread_time() - began < 20  # of the processor's; without limits minutes, or no end
+
+
+def test_limits_of_a_template_change_no_text() -> None:
+    text = (
+        "{% macro m(x) %}<{{ x }}>{% endmacro %}{% for a in messages recursive %}{{ loop.index ~ '/' ~ loop.length }}"
+        "{{ m(a.content | trim) }}{{ '%05.2f' % 1.5 }}{{ '{:>4}'.format('x') }}{{ a.content.ljust(4) + '|' }}"
+        "{% break %}{% endfor %}{{ messages | map(attribute='role') | join(',') }}"
+    )
+    messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "b"}]
+    found = ChatTemplate(text, source="the test's").render(messages, False, {})
+    assert found == "1/2<hi>01.50   x hi |user,assistant"
+
+
 def test_a_template_that_is_no_jinja_is_a_plan_error_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"chat_template\.jinja, line 2, is not a Jinja template"):
         Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "a\n{% if %}"))
@@ -182,6 +239,15 @@ def test_a_template_that_is_no_jinja_is_a_plan_error_with_its_line(tmp_path: Pat
 def test_a_decoder_that_cannot_be_streamed_is_refused_when_loaded(decoder: decoders.Decoder) -> None:
     with pytest.raises(PlanError, match="cannot be streamed exactly through"):
         Tokenizer(pieces(decoder))
+
+
+def test_a_normalizer_that_makes_texts_that_take_all_memory_is_refused() -> None:
+    library = byte_level()
+    library.normalizer = normalizers.Sequence([normalizers.Replace(" ", "▁"), normalizers.Replace("ab", "c" * 100)])
+    Tokenizer(library)
+    library.normalizer = normalizers.Sequence([normalizers.Replace("a", "b" * 9), normalizers.Replace("b", "c" * 9)])
+    with pytest.raises(PlanError, match="makes 81 characters of one"):
+        Tokenizer(library)
 
 
 def test_decoders_within_decoders_are_read() -> None:

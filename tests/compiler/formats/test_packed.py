@@ -237,6 +237,35 @@ def test_tensors_that_do_not_fit_are_named(method: Any, parts: dict[str, Any], s
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("method", "symmetric", "less_one", "said", "words"),
+    [
+        ("gptq", True, True, {"bits": 4, "group_size": 32, "sym": True}, None),
+        ("gptq", False, True, {"bits": 4, "group_size": 32, "sym": False}, None),
+        ("gptq", True, False, {"sym": True}, "has a zero point of 9, and q.sym is true, so that all are 8"),
+        ("gptq", False, True, {"sym": True}, "and q.sym is true, so that all are 8: either the setting"),
+        ("gptq", True, True, {"bits": 8}, "has integers of 4 bits, and q.bits is 8"),
+        ("gptq", True, True, {"group_size": 128}, "has 8 groups for 256 inputs, and q.group_size is 128"),
+        ("gptq", True, True, {"group_size": -1}, "has 8 groups for 256 inputs, and q.group_size is -1"),
+        ("awq", True, True, {"group_size": 32, "zero_point": False}, None),
+        ("awq", False, True, {"group_size": 32, "zero_point": True}, None),
+        ("awq", False, True, {"zero_point": False}, "and q.zero_point is false, so that all are 8"),
+        ("awq", True, True, {"group_size": 64}, "has 8 groups for 256 inputs, and q.group_size is 64"),
+    ],
+)
+def test_settings_are_what_the_tensors_say(
+    method: Any, symmetric: bool, less_one: bool, said: dict[str, Any], words: str | None
+) -> None:
+    made = round_in_groups(weights(1), 4, 32, symmetric=symmetric)
+    parts = awq_tensors(made) if method == "awq" else gptq_tensors(made, less_one=less_one)
+    packing = Packing(method, zeros_less_one=method == "gptq", said={f"q.{key}": value for key, value in said.items()})
+    if words is None:
+        opened(parts, packing)
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            opened(parts, packing)
+
+
 SYMMETRIC = compressed_tensors(torch.from_numpy(weights(1)), 4, 32, True)[0]
 GROUPS = (
     WeightGroup("config_groups.group_0", ("Linear",), 4, False),
@@ -257,6 +286,11 @@ GROUPS = (
             GROUPS,
             SYMMETRIC,
             "weight_packed' of compressed-tensors has integers of 4 bits, and config_groups.group_2 ha",
+        ),
+        (
+            (WeightGroup("config_groups.group_4", ("Linear",), 4, True, 64),),
+            SYMMETRIC,
+            "weight_scale' of compressed-tensors has 8 groups for 256 inputs, and those of config_groups.group_4 h",
         ),
         ((WeightGroup("config_groups.group_3", ("Embedding", "re:lm_head"), 8, False),), SYMMETRIC, None),
     ],

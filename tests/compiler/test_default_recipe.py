@@ -1,0 +1,51 @@
+"""A checkpoint without a recipe: what is written, and that it builds."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from compiler.__main__ import main
+from compiler.default_recipe import is_checkpoint, write_recipe
+from compiler.recipe import load_recipe
+from plans.errors import CheckpointError, RecipeError
+
+
+def test_a_recipe_is_written_beside_the_plan_and_kept(
+    toy_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = load_recipe(toy_plan.parent / "model.yaml").checkpoint_path
+    place = tmp_path / "My Model: 1"
+    place.symlink_to(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    assert is_checkpoint(place)
+    assert not is_checkpoint(toy_plan.parent / "model.yaml")
+    file = write_recipe(place, None)
+    assert file == tmp_path / "build" / "my-model-1.yaml"
+    recipe = load_recipe(file)
+    assert recipe.checkpoint_path.resolve() == checkpoint.resolve()
+    assert [drafter.kind for drafter in recipe.drafters] == ["ngram"]
+    file.write_text(file.read_text(encoding="utf-8").replace("ngram, kind", "mine, kind"), encoding="utf-8")
+    assert write_recipe(place, None) == file
+    assert yaml.safe_load(file.read_text(encoding="utf-8"))["drafters"][0]["name"] == "mine"
+    assert main(["build", str(place), "--out", "plan", "--set", "capacity.context=64"]) == 0
+    assert (tmp_path / "plan" / "plan.json").exists()
+    assert (tmp_path / "plan.yaml").exists()
+
+
+def test_the_recipe_of_another_checkpoint_is_not_taken(toy_plan: Path, tmp_path: Path) -> None:
+    checkpoint = load_recipe(toy_plan.parent / "model.yaml").checkpoint_path
+    long = tmp_path / f"{'long ' * 20}name" / "hf"
+    shutil.copytree(checkpoint, long)
+    file = write_recipe(long, tmp_path / "plan")
+    assert load_recipe(file).checkpoint_path == long
+    with pytest.raises(RecipeError, match="is the recipe of another checkpoint; pass --out"):
+        write_recipe(checkpoint, tmp_path / "plan")
+
+
+def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist; a checkpoint folder needs"):
+        write_recipe(tmp_path, tmp_path / "plan")
