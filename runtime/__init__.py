@@ -7,7 +7,7 @@ quietly on Ctrl-C while the rest is imported.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from plans.errors import BusyError, EmbedError, OutriderError, PlanError, RequestError
+from plans.errors import BusyError, ClosedError, EmbedError, OutriderError, PlanError, RequestError
 
 if TYPE_CHECKING:
     from runtime.beam_search import BeamResult
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runtime.memory import MemoryUse
     from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
     from runtime.prefix_cache.stats import PrefixCacheStats
+    from runtime.request import Options
     from runtime.runtime import Runtime
     from runtime.scheduler import SchedulerConfig
     from runtime.scheduler_stats import SchedulerStats
@@ -29,6 +30,7 @@ _MODULES = {
     "memory": ("MemoryUse",),
     "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
     "prefix_cache.stats": ("PrefixCacheStats",),
+    "request": ("Options",),
     "runtime": ("Runtime",),
     "scheduler": ("SchedulerConfig",),
     "scheduler_stats": ("SchedulerStats",),
@@ -39,11 +41,13 @@ _MODULES = {
 __all__ = [
     "BeamResult",
     "BusyError",
+    "ClosedError",
     "EmbedError",
     "FinishReason",
     "Generation",
     "Handle",
     "MemoryUse",
+    "Options",
     "OutriderError",
     "PlanError",
     "PrefixCache",

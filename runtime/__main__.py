@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports, which take a second
 
 import argparse
 import sys
+from contextlib import suppress
 
 from commands.arguments import Parser, at_least_0, at_least_1, number
 from commands.console import guarded, print_json, report_error, stderr
@@ -65,11 +66,13 @@ def _parser(called: str) -> Parser:
         '"import os" --drafter ngram --temperature 0.8 --seed 7 --json',
     )
     add_shared(generate)
-    add_prompt(generate)
+    add_prompt(generate).add_argument(
+        "--message", help="a message to the model, by its chat template, in place of a prompt"
+    )
     add_form(generate)
     generate.add_argument("--stream", action="store_true", help="print text as it is committed")
     generate.add_argument(
-        "--json", action="store_true", help="print one JSON object: text token_ids finish_reason stats"
+        "--json", action="store_true", help="print one JSON object: text token_ids finish_reason seed stats"
     )
     generate.add_argument(
         "--debug",
@@ -125,7 +128,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise RequestError(f"{given[0]} is an option of beam search; add --beams N, or leave it out.")
     if arguments.logprobs is not None and not arguments.json:
         raise RequestError("--logprobs are printed with --json only; add it.")
-    prompt = read_prompt(arguments)
+    prompt = None if arguments.message is not None else read_prompt(arguments)
+    messages = [{"role": "user", "content": arguments.message}] if prompt is None else None
     options = read_options(arguments)
     options["logprobs"] = arguments.logprobs
     options["structured_outputs"] = read_form(arguments)
@@ -133,7 +137,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.debug:
         options["on_round"] = RoundPrinter(runtime.tokenizer, stderr)
         log_to(stderr)
-    stream = runtime.stream(prompt, **options)
+    stream = runtime.stream(prompt, messages=messages, **options)
     if arguments.stream and not arguments.json:
         for span in stream:
             print(span.text, end="", flush=True)
@@ -189,7 +193,12 @@ def _chat(arguments: argparse.Namespace) -> int:
     options["structured_outputs"] = read_form(arguments)
     session = runtime.session()
     session.stream([0], whole=True, **options).close()  # wrong options end the command, not a turn
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages, interactive = list(opening), sys.stdin.isatty() and not arguments.json
+    if interactive:
+        with suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401  (`input` then has lines that can be edited, and those before)
+        stderr.print(f"{runtime.manifest.name}: /reset begins anew, an empty line or Ctrl-D ends", style="dim")
     while True:
         try:
             line = input("" if arguments.json else "> ")
@@ -199,6 +208,9 @@ def _chat(arguments: argparse.Namespace) -> int:
             raise RequestError(f"standard input cannot be read as {sys.stdin.encoding} text: {error}") from None
         if not line.strip():
             return 0
+        if line.strip() == "/reset":
+            messages = list(opening)
+            continue
         messages.append({"role": "user", "content": line})
         try:
             stream = session.stream(messages=messages, **options)
@@ -211,6 +223,8 @@ def _chat(arguments: argparse.Namespace) -> int:
                 print(span.text, end="", flush=True)
             print()
         reply = stream.result
+        if interactive:
+            stderr.print(_summary(reply), style="dim")
         if arguments.json:
             print_json(generation_json(reply))
         messages.append({"role": "assistant", "content": reply.text})

@@ -20,6 +20,7 @@ from plans import names
 from plans.errors import PlanError, RequestError
 from plugins import native
 from runtime.generation import FinishReason
+from runtime.numbers import as_real, told
 from runtime.request import Options, Request, check_options
 from runtime.session import Session
 from runtime.stats import Stats
@@ -129,20 +130,19 @@ class _Settings:
         most = session.limits[names.LOGITS]
         beams = _whole(options.get("beams", 4), "beams", most, "the plan gives the logits of that many tokens a step")
         num_return = _whole(options.get("num_return", 1), "num_return", beams, "the number of beams")
-        penalty = options.get("length_penalty", 1.0)
-        number = isinstance(penalty, (int, float, np.integer, np.floating)) and not isinstance(penalty, bool)
-        if not number or not abs(penalty) <= MAX_LENGTH_PENALTY:
+        penalty = as_real(given := options.get("length_penalty", 1.0))
+        if penalty is None or not abs(penalty) <= MAX_LENGTH_PENALTY:
             limits = f"from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
-            raise RequestError(f"length_penalty is {penalty!r}; pass a number {limits}.")
+            raise RequestError(f"length_penalty is {told(given)}; pass a number {limits}.")
         early_stopping = options.get("early_stopping", False)
         if not isinstance(early_stopping, bool) and early_stopping != "never":
-            raise RequestError(f"early_stopping is {early_stopping!r}; pass False, True or 'never'.")
+            raise RequestError(f"early_stopping is {told(early_stopping)}; pass False, True or 'never'.")
         shared = Options(max_new_tokens=options.get("max_new_tokens", 128), cancel=options.get("cancel"))
         if (ends := options.get("eos_token_ids")) is not None:
             shared["eos_token_ids"] = ends
         return cls(
             beams=beams,
-            length_penalty=float(penalty),
+            length_penalty=penalty,
             early_stopping=early_stopping,
             num_return=num_return,
             request=check_options(
@@ -271,5 +271,5 @@ def _highest(totals: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 def _whole(value: object, name: str, most: int, why: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
-        raise RequestError(f"{name} is {value!r}; pass a whole number from 1 to {most}, {why}.")
+        raise RequestError(f"{name} is {told(value)}; pass a whole number from 1 to {most}, {why}.")
     return int(value)

@@ -31,7 +31,8 @@ def run_branches(
     drafters of this run or of `keep_for` only.
     """
     with engine.counting(stats):
-        if engine.begin(prefix, {each.request.drafter for each in asked} | set(keep_for), mode):
+        owner = asked[0].request.cache_salt
+        if engine.begin(prefix, {each.request.drafter for each in asked} | set(keep_for), mode, owner=owner):
             stats.reused_tokens = len(prefix)
         else:
             stats.reused_tokens = stats.cached_tokens = engine.recall_prefix()
@@ -47,7 +48,9 @@ def run_branches(
             for place, each in [(place, each) for place, each in waiting if each.request.cancelled]:
                 waiting.remove((place, each))
                 untouched = Stats(prompt_tokens=len(prefix) + len(each.token_ids))
-                result = ended[place] = Generation("", [], FinishReason.CANCELLED, untouched)
+                result = ended[place] = Generation(
+                    "", [], FinishReason.CANCELLED, untouched, seed=each.request.sampling.seed
+                )
                 yield Span([], "", sequence=place, result=result)
             for place, each in waiting:
                 if place not in beginnings and each.late is not None:

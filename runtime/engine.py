@@ -81,7 +81,7 @@ class Engine:
         self._adaptive = AdaptiveSpeculations(self.manifest, loaded.prices)
         self.mode: Mode = "in-one-sequence"
         self.prefix: list[int] = []
-        self._prefix_computed = 0
+        self._prefix_computed, self._owner = 0, ""  # of the prefix
         self._free: list[int] = []
         self._live: dict[int, Sequence] = {}  # those that are generated, by number
         self._open: dict[int, Sequence] = {}  # those that have KV
@@ -115,16 +115,22 @@ class Engine:
     # Between runs.
 
     def begin(
-        self, prefix: List[int] = (), drafters: Collection[str | None] = (), mode: Mode = "in-one-sequence"
+        self,
+        prefix: List[int] = (),
+        drafters: Collection[str | None] = (),
+        mode: Mode = "in-one-sequence",
+        *,
+        owner: str = "",
     ) -> bool:
-        """Forget all sequences; those to come stand behind `prefix`, ask these drafters, and share a row or have one
-        each.
+        """Forget all sequences; those to come stand behind the owner's `prefix`, ask these drafters, and share a row or
+        have one each.
 
         Returns whether the KV of the prefix is here: else `compute_prefix` gives it.
         """
         self._launched.outstanding = None
         prefix, pooled = list(prefix), mode == "in-one-sequence"
-        here = bool(prefix) and self.mode == mode and self.prefix == prefix and self._prefix_computed == len(prefix)
+        same = self.mode == mode and self._owner == owner and self.prefix == prefix
+        here = bool(prefix) and same and self._prefix_computed == len(prefix)
         here = here and self.drafting.has_prefix(prefix, set(drafters))
         if here:
             self.cache.rewind()
@@ -132,7 +138,7 @@ class Engine:
             self.cache.arrange(pooled=pooled)
             self._prefix_computed = 0
         self.drafting.begin(prefix, set(drafters), pooled=pooled, here=here)
-        self.mode, self.prefix = mode, prefix
+        self.mode, self.prefix, self._owner = mode, prefix, owner
         self._free = list(range(self._geometry.branches - 1, -1, -1))
         for number in self._free:
             self._set_greedy(number)
@@ -148,7 +154,7 @@ class Engine:
     def recall_prefix(self) -> int:
         """Copy in what the prefix cache knows of a prefix that has just begun; how many tokens that is."""
         if self.prefix_cache is not None:
-            self._prefix_computed = self.prefix_cache.recall_prefix(self.prefix)
+            self._prefix_computed = self.prefix_cache.recall_prefix(self.prefix, self._owner)
         return self._prefix_computed
 
     def compute_prefix(self) -> Iterator[None]:
@@ -166,7 +172,7 @@ class Engine:
                 drafter.sync_prefix(self._prefix_computed, len(tokens))
             self._prefix_computed += len(tokens)
         if self.prefix_cache is not None and self._prefix_computed > began:
-            self.prefix_cache.keep_prefix(self.prefix)
+            self.prefix_cache.keep_prefix(self.prefix, self._owner)
 
     @property
     def sequences(self) -> List[Sequence]:
@@ -231,7 +237,7 @@ class Engine:
         number = self._free[-1] if number is None else number
         self._free.remove(number)
         shared = len(self.prefix)
-        sequence = Sequence(id, number, [*self.prefix, *tokens], shared, shared)
+        sequence = Sequence(id, number, [*self.prefix, *tokens], shared=shared, computed=shared)
         self._open[number] = sequence
         self.cache.open(number)
         if self._partial is not None:
@@ -242,7 +248,7 @@ class Engine:
         """Open a sequence that fits, and begin its generation; its spans carry `id`."""
         number = None
         if self.prefix_cache is not None and not self.prefix:
-            number = self.prefix_cache.number_for(tokens, self._free)
+            number = self.prefix_cache.number_for(tokens, request.cache_salt, self._free)
         sequence = self.open(tokens, number=number, id=id)
         text = TextStream(self._loaded.tokenizer, sequence.tokens, request.stop)
         self.start(sequence, request, text)
@@ -258,6 +264,7 @@ class Engine:
             request = replace(request, drafter=None)
         given = len(request.generated)
         stats = Stats(prompt_tokens=len(tokens), resumed_tokens=given, partial_mode=request.partial_kv)
+        sequence.owner = request.cache_salt
         sequence.request, sequence.generation = request, GrowingGeneration(request, text, stats)
         sequence.began, sequence.rounds, sequence.inserted = self.now(), 0, False
         sequence.reason = sequence.stuck = sequence.error = sequence.chosen_by = None

@@ -23,13 +23,17 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished generation. `token_ids` ends with the end token, if one ended it; `text` leaves it out."""
+    """A finished generation. `token_ids` ends with the end token, if one ended it; `text` leaves it out.
+
+    With `seed`, the same request has the same tokens again.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -178,4 +182,5 @@ class GrowingGeneration:
 
     def result(self) -> Generation:
         assert self.finish_reason is not None
-        return Generation("".join(self._shown), self._token_ids, self.finish_reason, self.stats, self.logprobs)
+        text, seed = "".join(self._shown), self._request.sampling.seed
+        return Generation(text, self._token_ids, self.finish_reason, self.stats, self.logprobs, seed)

@@ -19,6 +19,9 @@ class Handle:
 
     Every iteration starts with the first span, whatever was read before. An error that ended the request is raised
     behind the last span.
+
+    Cancelling a task that awaits or iterates it, or `asyncio.wait_for` on it, ends the request, as nobody waits for it
+    then; `asyncio.shield` keeps it. Whoever leaves an iteration otherwise calls `cancel`.
     """
 
     def __init__(self, cancel: Callable[[], None]) -> None:
@@ -139,7 +142,7 @@ class Handle:
     async def __aiter__(self) -> AsyncIterator[Span]:
         import asyncio  # which those who await nothing do without
 
-        loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
+        loop, changed, seen, task = asyncio.get_running_loop(), asyncio.Event(), 0, asyncio.current_task()
         end = self.listen(lambda: _wake(loop, changed))
         try:
             while True:
@@ -152,6 +155,13 @@ class Handle:
                 if done:
                     break
                 await changed.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        except GeneratorExit:
+            if task is not None and (task.cancelled() or task.cancelling()):  # between two spans
+                self.cancel()
+            raise
         finally:
             end()
         if self._error is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import islice
 from typing import Literal
 
@@ -14,7 +15,8 @@ from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from plans.text_check import check_text
 from runtime.draft_options import DraftLimits, DraftOptions, check_draft_limits
 from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
-from runtime.sampling import FilterOrder, SamplingParams
+from runtime.numbers import told
+from runtime.sampling import FilterOrder, SamplingParams, new_seed
 from runtime.text.grammars import Grammars
 from runtime.text.rules import LogitsRule
 from runtime.trace import Watcher
@@ -22,6 +24,7 @@ from runtime.trace import Watcher
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 1000
+MAX_SALT = 256
 
 
 class Options(LogitsOptions, DraftOptions, total=False):
@@ -29,9 +32,11 @@ class Options(LogitsOptions, DraftOptions, total=False):
     `DraftOptions` too.
 
     - `max_new_tokens` (128): most tokens to generate; the context's end comes first where it is nearer.
-    - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `min_p` (0, off), `seed` (0), `stream_id` (0),
-      `filter_order`: see `sampling.SamplingParams`; `stream_id` is its `stream`.
-    - `stop`: texts that end the generation, at most 16 of at most 1,000 bytes; they are not part of its text.
+    - `temperature` (0, greedy), `top_k` (0, off), `top_p` (1, off), `min_p` (0, off), `seed` (None: a new one for
+      each call, which the result has), `stream_id` (0), `filter_order`: see `sampling.SamplingParams`; `stream_id` is
+      its `stream`.
+    - `stop`: texts that end the generation, at most 16 of at most 1,000 bytes; they are not part of its text. The
+      spelling of a special token, which prints nothing, makes it an end token.
     - `eos_token_ids`: end tokens of the vocabulary, in place of the plan's; `ignore_eos` (False): go on past them.
     - `drafter`: name of a drafter of the plan, "none" for plain decoding; default: the plan's first. Of a drafter
       by rejection, tokens depend on what was drafted too, and so on what the session has seen.
@@ -53,6 +58,8 @@ class Options(LogitsOptions, DraftOptions, total=False):
     - `remember` (True): once the generation has ended by itself, keep its tokens for later drafts of other requests,
       where the drafter asked has a memory (`memory` of the recipe). Those who share a runtime share the memory: by how
       fast its own tokens come, a request can tell what others have put out.
+    - `cache_salt` (""): whose request it is, as vLLM has it. What the prefix cache and drafters' memories keep of it,
+      requests of the same salt alone find: else one could tell, by what is known already, what others have asked.
     - `generated` (none): tokens that the same request has given before, elsewhere or before a restart. It goes on
       behind them with the tokens and the text that it would have had, `max_new_tokens` and rules counting them; its
       spans, and the log-probabilities of its result, are those of tokens to come. Not with drafters by rejection or
@@ -64,7 +71,7 @@ class Options(LogitsOptions, DraftOptions, total=False):
     top_k: int
     top_p: float
     min_p: float
-    seed: int
+    seed: int | None
     stream_id: int
     filter_order: FilterOrder
     stop: Sequence[str]
@@ -80,6 +87,7 @@ class Options(LogitsOptions, DraftOptions, total=False):
     partial_budget: int | Literal["auto"] | None
     tentative: bool
     remember: bool
+    cache_salt: str
     generated: Sequence[int]
 
 
@@ -103,6 +111,7 @@ class Request:
     partial_budget: int | Literal["auto"] | None = None
     tentative: bool = False
     remember: bool = True
+    cache_salt: str = ""
     generated: tuple[int, ...] = ()
 
     @property
@@ -131,25 +140,29 @@ def check_options(
     """
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
-        raise RequestError(f"Unknown option {unknown[0]!r}; the options are {', '.join(Options.__annotations__)}.")
+        names = sorted(Options.__annotations__)
+        meant = "".join(f" (did you mean {each!r}?)" for each in get_close_matches(unknown[0], names, 1))
+        raise RequestError(f"Unknown option {unknown[0]!r}{meant}; the options are {', '.join(names)}.")
     max_new_tokens = options.get("max_new_tokens", 128)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise RequestError(f"max_new_tokens is {max_new_tokens!r}; pass a whole number of at least 1.")
+        raise RequestError(f"max_new_tokens is {told(max_new_tokens)}; pass a whole number of at least 1.")
     logprobs = options.get("logprobs")
     whole = isinstance(logprobs, int) and not isinstance(logprobs, bool)
     if logprobs is not None and not (whole and 0 <= logprobs <= MAX_LOGPROBS):
-        raise RequestError(f"logprobs is {logprobs!r}; pass a whole number from 0 to {MAX_LOGPROBS}.")
+        raise RequestError(f"logprobs is {told(logprobs)}; pass a whole number from 0 to {MAX_LOGPROBS}.")
     drafter = options.get("drafter") or (drafters[0] if drafters else "none")
     if drafter != "none" and drafter not in drafters:
-        raise RequestError(f"The plan has no drafter {drafter!r}; it has {', '.join([*drafters, 'none'])}.")
+        raise RequestError(f"The plan has no drafter {told(drafter)}; it has {', '.join([*drafters, 'none'])}.")
     stop = check_stops(options.get("stop", ()))
-    ends = options.get("eos_token_ids", eos_token_ids)
+    spelled = _special_stops(stop, grammars)
+    ends: Collection[int] = options.get("eos_token_ids", eos_token_ids)
     if not isinstance(ends, Collection) or any(type(end) is not int for end in ends):
-        raise RequestError(f"eos_token_ids is {ends!r}; pass a list of token ids.")
+        raise RequestError(f"eos_token_ids is {told(ends)}; pass a list of token ids.")
     if vocab_size is not None and (wrong := [end for end in ends if not 0 <= end < vocab_size]):
         raise RequestError(
-            f"eos_token_ids holds {wrong[0]}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
+            f"eos_token_ids holds {told(wrong[0])}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
         )
+    ends = {*ends, *spelled}
     on_round = options.get("on_round")
     if on_round is not None and not callable(on_round):
         raise RequestError(f"on_round is of type {type(on_round).__name__}; pass a function of one `Round`.")
@@ -163,7 +176,7 @@ def check_options(
     rules = check_rules(options, max_new_tokens=max_new_tokens, ends=ends, vocab_size=vocab_size, grammars=grammars)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
-        raise RequestError(f"partial_kv is {mode!r}; pass one of {', '.join(PARTIAL_MODES)}.")
+        raise RequestError(f"partial_kv is {told(mode)}; pass one of {', '.join(PARTIAL_MODES)}.")
     if partial is None and mode not in (None, "off"):
         raise RequestError(
             f"partial_kv is {mode!r}, and the plan has no partial KV cache; build it with partial_kv.enabled."
@@ -191,7 +204,7 @@ def check_options(
     counted = isinstance(budget, int) and not isinstance(budget, bool) and least <= budget <= most
     if budget not in (None, "auto") and not counted:
         why = "" if least == 1 else f": layers of the model see the last {window} tokens, which {least} blocks reach"
-        raise RequestError(f"partial_budget is {budget!r}; pass auto, or {least} to {most} blocks{why}.")
+        raise RequestError(f"partial_budget is {told(budget)}; pass auto, or {least} to {most} blocks{why}.")
     if partial is None or rules or drafter in rejecting or shared:
         mode = "off"
     if partial is not None and budget is None:
@@ -203,7 +216,9 @@ def check_options(
         raise RequestError(
             f"generated holds tokens, and those of {who} depend on where rounds end; begin the request again without."
         )
-    ending = frozenset[int]() if options.get("ignore_eos", False) else frozenset(ends)
+    if generated and options.get("seed") is None and options.get("temperature", 0.0):
+        raise RequestError("generated holds tokens that were drawn, and there is no seed; pass that of their draws.")
+    ending = spelled if options.get("ignore_eos", False) else frozenset(ends)
     if not ending.isdisjoint(generated):
         raise RequestError("generated holds an end token, behind which nothing follows; the request is over.")
     return Request(
@@ -213,7 +228,7 @@ def check_options(
             top_k=options.get("top_k", 0),
             top_p=options.get("top_p", 1.0),
             min_p=options.get("min_p", 0.0),
-            seed=options.get("seed", 0),
+            seed=new_seed() if (seed := options.get("seed")) is None else seed,
             stream=options.get("stream_id", 0),
             filter_order=options.get("filter_order", "temperature_first"),
             skip_sample_adjustment=bool(options.get("skip_sample_adjustment", False)),
@@ -231,6 +246,7 @@ def check_options(
         partial_budget=budget,
         tentative=bool(options.get("tentative", False)),
         remember=bool(options.get("remember", True)),
+        cache_salt=_check_salt(options.get("cache_salt", "")),
         generated=generated,
     )
 
@@ -261,7 +277,7 @@ def _check_generated(given: object, max_new_tokens: int, vocab_size: int | None)
         raise RequestError(f"generated is of type {type(given).__name__}; pass a list of token ids.")
     if vocab_size is not None and (wrong := [each for each in given if not 0 <= each < vocab_size]):
         raise RequestError(
-            f"generated holds {wrong[0]}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
+            f"generated holds {told(wrong[0])}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
         )
     if given and len(given) >= max_new_tokens:
         raise RequestError(
@@ -270,17 +286,37 @@ def _check_generated(given: object, max_new_tokens: int, vocab_size: int | None)
     return tuple(given)
 
 
+def _check_salt(salt: object) -> str:
+    if not isinstance(salt, str) or len(salt) > MAX_SALT:
+        raise RequestError(f"cache_salt is {told(salt)}; pass a text of at most {MAX_SALT} characters.")
+    check_text(salt, "cache_salt")
+    return salt
+
+
+def _special_stops(stops: Sequence[str], grammars: Grammars | None) -> frozenset[int]:
+    """Return the special tokens that are stops. Raises RequestError for a stop that holds one among other text, which
+    no text has: special tokens print nothing."""
+    special = grammars.tokenizer.special_tokens if stops and grammars is not None else {}
+    for place, stop in enumerate(stops):
+        if (held := next((each for each in special.values() if each in stop and each != stop), None)) is not None:
+            raise RequestError(
+                f"stop[{place}] holds the special token {held!r} among other text, and special tokens print nothing; "
+                "pass it as a text of its own."
+            )
+    return frozenset(token_id for token_id, each in special.items() if each in stops)
+
+
 def check_stops(stop: object) -> tuple[str, ...]:
     """Stop strings as a caller passes them: one text, or several. Raises RequestError naming the one that is wrong."""
     given = (stop,) if isinstance(stop, str) else stop
     if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping):
-        raise RequestError(f"stop is {stop!r}; pass a list of texts.")
+        raise RequestError(f"stop is {told(stop)}; pass a list of texts.")
     stops = tuple(islice(given, MAX_STOPS + 1))
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop holds more than {MAX_STOPS} texts; pass at most {MAX_STOPS}.")
     for place, text in enumerate(stops):
         if not isinstance(text, str) or not text:
-            raise RequestError(f"stop[{place}] is {text!r}; pass a text of at least one character.")
+            raise RequestError(f"stop[{place}] is {told(text)}; pass a text of at least one character.")
         check_text(text, f"stop[{place}]")
         size = len(text.encode())
         if size > MAX_STOP_BYTES:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Unpack, cast, get_args, overload
+from typing import Self, Unpack, cast, get_args, overload
 
 import numpy as np
 
@@ -146,7 +146,11 @@ class Runtime:
         return self._plan.manifest
 
     def session(self) -> Session:
-        """A new, empty sequence, with an engine to itself from its first use until it is closed."""
+        """A new, empty sequence, with an engine to itself from its first use until it is closed.
+
+        Raises ClosedError once the runtime is closed.
+        """
+        self._check_open()
         return Session(self.engines)
 
     @overload
@@ -179,7 +183,13 @@ class Runtime:
         values of further names that the template reads, such as `{"enable_thinking": False}`.
 
         Several are served at once, or one after another where the plan has one branch, with the tokens that each would
-        get alone. Raises RequestError, before anything runs.
+        get alone.
+
+        Of the `options`, all of which `runtime.request.Options` explains, these are asked for most: `max_new_tokens`
+        (128), `temperature` (0: greedy), `top_k`, `top_p`, `min_p`, `seed`, `stop` (texts), `drafter` (a name, or
+        "none"), `logprobs` (how many), `structured_outputs` (such as `{"json": schema}`), `ignore_eos` (False).
+
+        Raises RequestError, before anything runs.
         """
         if messages is not None or _is_one(prompt):
             one = cast("str | Sequence[int] | None", prompt)
@@ -208,11 +218,11 @@ class Runtime:
     ) -> Handle:
         """Have `prompt`, or `messages` as in `generate`, served beside others, in a thread of the runtime's own.
 
-        Those of a higher `priority` begin first. A request that is not over `deadline` seconds from now ends with what
-        it has. `client` names who asks, where each may have a share of the queue. Tokens are those that `generate`
-        gives. On a plan of several branches a pass serves all that live; a plan of one branch serves one request at a
-        time. `on_round` is called in a thread of the runtime. Raises RequestError, BusyError where
-        too many wait, and ClosedError once the runtime is closed.
+        Of one client those of a higher `priority` begin first, and clients take turns: `client` names who asks, where
+        each may have a share of the queue. A request that is not over `deadline` seconds from now ends with what it
+        has. Tokens are those that `generate` gives. On a plan of several branches a pass serves all that live; a plan
+        of one branch serves one request at a time. `on_round` is called in a thread of the runtime. Raises
+        RequestError, BusyError where too many wait, and ClosedError once the runtime is closed.
         """
         chosen = self._choose(prompt, messages, chat_template_kwargs)
         return self.submit_all([(chosen, options)], priority=priority, deadline=deadline, client=client)[0]
@@ -241,10 +251,13 @@ class Runtime:
     ) -> str | Sequence[int]:
         return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target, variables)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("The runtime takes no more requests: it was closed.")
+
     def _serve(self) -> Scheduler:
         with self._making:
-            if self._closed:
-                raise ClosedError("The runtime takes no more requests: it was closed.")
+            self._check_open()
             if self._scheduler is None:
                 self._scheduler = Scheduler(self.engines, self.scheduler_config)
             return self._scheduler
@@ -266,7 +279,7 @@ class Runtime:
         Raises RequestError without a cache, and PlanError for a file that is damaged, or that another plan, processor,
         or build of ONNX Runtime or our ops has made: its KV would not be, bit for bit, what is computed here.
         """
-        return load_prefix_cache(self._cache(), Path(path), self._bound_to())
+        return load_prefix_cache(self._cache(), Path(path), self._bound_to(), self.manifest.target.context)
 
     def _cache(self) -> PrefixCache:
         if self.prefix_cache is None:
@@ -288,7 +301,8 @@ class Runtime:
         return SchedulerStats() if self._scheduler is None else self._scheduler.stats
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Take no more requests by `submit`, and finish the present ones or, without `drain`, cancel them.
+        """Take no more requests, and finish those of `submit` or, without `drain`, cancel them. Sessions and streams
+        that are open go on. So ends a `with` statement.
 
         Returns whether all were finished after at most `timeout` seconds.
         """
@@ -296,6 +310,16 @@ class Runtime:
             self._closed = True
             scheduler = self._scheduler
         return True if scheduler is None else scheduler.close(drain=drain, timeout=timeout)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Runtime of {self.manifest.name!r} on {self.backend}{state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close(drain=error is None)
 
     def stream(
         self,
@@ -306,6 +330,7 @@ class Runtime:
         **options: Unpack[Options],
     ) -> Stream:
         """Generate as `generate` does, a span of tokens and text per step; no engine is taken before the first one."""
+        self._check_open()
         return Stream(self._once(self._check(self._choose(prompt, messages, chat_template_kwargs), options)))
 
     def _once(self, asked: BranchRequest) -> Run:
@@ -357,6 +382,7 @@ class Runtime:
         Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that
         given, plus the branch's place. Raises RequestError, before anything runs.
         """
+        self._check_open()
         asked = check_branches(self.manifest, self.grammars, self.tokenizer, prompt, branches, n, mode, options)
         most = self.manifest.target.branches
         parallel = most if max_parallel is None else max_parallel
@@ -385,7 +411,7 @@ class Runtime:
 
     def beam_search(self, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
         """Return the most probable continuations of `prompt` by beam search, best first. Raises RequestError."""
-        with Session(self.engines) as session:
+        with self.session() as session:
             return beam_search(session, prompt, **options)
 
 

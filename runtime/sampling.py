@@ -6,6 +6,7 @@ The choice itself is an op (`plugins`, `Sample` and `TreeAccept`); these are the
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import PlanError, RequestError
 from plugins import native
+from runtime.numbers import as_real, told
 
 FilterOrder = Literal["temperature_first", "temperature_last"]
 
@@ -124,13 +126,18 @@ def likeliest(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     return ids
 
 
+def new_seed() -> int:
+    """A seed of a request that has none: 53 bits, which programs that hold numbers in floats can keep."""
+    return secrets.randbits(53)
+
+
 def _real(value: object, name: str, limits: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise RequestError(f"{name} is {value!r}; pass a number {limits}.")
-    return float(value)
+    if (number := as_real(value)) is None:
+        raise RequestError(f"{name} is {told(value)}; pass a number {limits}.")
+    return number
 
 
 def _integer(value: object, name: str, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
-        raise RequestError(f"{name} is {value!r}; pass a whole number from 0 to {limit}.")
+        raise RequestError(f"{name} is {told(value)}; pass a whole number from 0 to {limit}.")
     return int(value)

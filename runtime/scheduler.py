@@ -8,14 +8,13 @@ tokens that it would get alone.
 from __future__ import annotations
 
 import atexit
-import heapq
 import logging
 import threading
 import weakref
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from time import monotonic, perf_counter
 
@@ -26,6 +25,7 @@ from runtime.engine import Engine
 from runtime.engine_pool import EnginePool
 from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from runtime.handle import Handle
+from runtime.numbers import as_real, told
 from runtime.scheduler_stats import SchedulerStats
 from runtime.sequence import Committed, Sequence
 from runtime.stats import Stats
@@ -76,9 +76,9 @@ class SchedulerConfig:
 def check_place_in_queue(priority: object, deadline: object) -> None:
     """Raise RequestError for a priority that is no whole number, and a deadline that is no time to come."""
     if type(priority) is not int:
-        raise RequestError(f"priority is {priority!r}; pass a whole number, 0 for the usual one.")
-    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
-        raise RequestError(f"deadline is {deadline!r}; pass seconds from now, more than 0.")
+        raise RequestError(f"priority is {told(priority)}; pass a whole number, 0 for the usual one.")
+    if deadline is not None and ((seconds := as_real(deadline)) is None or seconds <= 0):
+        raise RequestError(f"deadline is {told(deadline)}; pass seconds from now, more than 0.")
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,17 @@ class Queue:
             )
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Request:
-    """A submitted request; requests sort in the order in which they start."""
+    """A submitted request; those of one client start in the order of their ranks."""
 
     rank: tuple[int, int]
     asked: BranchRequest
     handle: Handle
     submitted: float
     deadline: float | None
-    cancel: threading.Event = field(compare=False)  # the request's own; the caller's event sets it too
-    given: threading.Event | None = field(compare=False)
+    cancel: threading.Event  # the request's own; the caller's event sets it too
+    given: threading.Event | None
     client: str | None = None
     begun: bool = False  # whether its first tokens have been delivered
     queued_ms: float = 0.0
@@ -179,6 +179,10 @@ class Scheduler:
         self._numbers = count()
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
+        # Start-time fair queuing (Goyal et al., 1996): the tokens that clients with a request here have been granted,
+        # and how many the one had who began last, with which whoever comes anew begins.
+        self._granted: dict[str | None, int] = {}
+        self._level = 0
         self._running: list[Sequence] = []
         self._by_place: dict[int, _Request] = {}
         self._stats = SchedulerStats(kv_slots=slots)
@@ -196,7 +200,8 @@ class Scheduler:
         client: str | None = None,
         wait: bool = False,
     ) -> list[Handle]:
-        """Submit requests: higher `priority` starts first, then earlier submissions.
+        """Submit requests: of a client, higher `priority` starts first, then earlier submissions; of several clients,
+        who has been granted the fewest tokens.
 
         `deadline` is in seconds from now; what a request has by then is its result. `client` names the submitter. With
         `wait`, the call blocks until the queue has room. All requests are taken, or none. Raises BusyError where too
@@ -215,8 +220,8 @@ class Scheduler:
                 self._stats.refused += len(asked)
                 raise
             made = [self._made(each, -priority, until, client) for each in asked]
-            for request in made:
-                heapq.heappush(self._waiting, request)
+            self._enter(client)
+            self._waiting += made
             self._stats.submitted += len(made)
             if self._thread is None:
                 self._start()
@@ -235,6 +240,19 @@ class Scheduler:
         asked = replace(asked, request=replace(asked.request, cancel=cancel))
         place = rank, next(self._numbers)
         return _Request(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
+
+    def _enter(self, client: str | None) -> None:
+        """A client of whom nobody waits begins anew: it is owed nothing."""
+        waiting = {each.client for each in self._waiting}
+        here = waiting | {each.client for each in self._by_place.values()}
+        self._granted = {each: granted for each, granted in self._granted.items() if each in here}
+        if client not in waiting:
+            self._granted[client] = max(self._granted.get(client, 0), self._level)
+
+    def _next(self) -> _Request:
+        """The waiting request that starts next: of the client that has been granted least, the first by its rank."""
+        first = min(self._waiting, key=lambda each: (self._granted[each.client], each.place))
+        return min((each for each in self._waiting if each.client == first.client), key=lambda each: each.rank)
 
     def _queue(self, client: str | None) -> Queue:
         own = sum(each.client == client for each in self._waiting)
@@ -360,8 +378,7 @@ class Scheduler:
         with self._changed:
             over = [each for each in self._waiting if each.late or each.cancelled]
             if over:
-                self._waiting = [each for each in self._waiting if not any(each is other for other in over)]
-                heapq.heapify(self._waiting)
+                self._waiting = [each for each in self._waiting if each not in over]
             late = [each for each in self._by_place.values() if not each.cancelled and each.late]
             self._changed.notify_all()
         for each in over:
@@ -387,10 +404,13 @@ class Scheduler:
             with self._changed:
                 if not self._waiting:
                     return
-                asked = self._waiting[0].asked
+                request = self._next()
+                asked = request.asked
                 if self._running and not engine.fits(len(asked.token_ids), asked.request):
                     return
-                request = heapq.heappop(self._waiting)
+                self._waiting.remove(request)
+                self._level = self._granted[request.client]
+                self._granted[request.client] += len(asked.token_ids) + asked.request.max_new_tokens
                 self._by_place[request.place] = request
                 self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from plans.errors import BusyError, OutriderError, PlanError, RequestError
+from plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
 from plans.manifest import rejects
 from runtime.batch.body import asked_of
 from runtime.batch.requests import BatchRequest
 from runtime.generation import FinishReason, Generation
+from runtime.handle import Handle
 from runtime.runtime import Runtime
 from runtime.server.answers import Answer
 from runtime.server.asked import ChatAsked, CompletionAsked
@@ -76,10 +78,13 @@ class Answering:
     def answer(self, requests: Iterable[BatchRequest]) -> Generator[Answered, None, None]:
         """Answers as they come, not in the order of the requests. Closed before its end, it cancels what runs.
 
-        Raises OutriderError, naming the request, where one fails by no fault of its own.
+        A request that fails while it runs is asked for again, alone, when the others are over: where it fails again,
+        and others did not, that is its result. Raises OutriderError, naming the request, where none did.
         """
         ended: SimpleQueue[int] = SimpleQueue()
         waiting, under_way, choices = enumerate(requests), dict[int, _UnderWay](), 0
+        again: list[tuple[int, BatchRequest]] = []
+        succeeded = False
         try:
             while True:
                 while choices < self._width and (following := next(waiting, None)) is not None:
@@ -92,12 +97,29 @@ class Answering:
                     for handle in begun.submitted.handles:
                         handle.when_done(partial(ended.put, begun.number))
                 if not under_way:
-                    return
+                    break
                 number = ended.get()
                 choices -= 1
                 under_way[number].left -= 1
-                if not under_way[number].left:
-                    yield self._end(under_way.pop(number))
+                if under_way[number].left:
+                    continue
+                over = under_way.pop(number)
+                if any(_is_fault(handle.error) for handle in over.submitted.handles):
+                    again.append((number, over.request))
+                    continue
+                succeeded = True
+                yield self._end(over)
+            for place in again:
+                begun = self._begin(*place)
+                if isinstance(begun, _UnderWay):
+                    under_way[begun.number] = begun
+                    failed = [_failure(handle) for handle in begun.submitted.handles]
+                    if (fault := next(filter(_is_fault, failed), None)) is not None and not succeeded:
+                        raise PlanError(
+                            f"The request {begun.request.custom_id!r} cannot be answered: {fault}"
+                        ) from None
+                    begun = self._end(under_way.pop(begun.number))
+                yield begun
         finally:
             for each in under_way.values():
                 for handle in each.submitted.handles:
@@ -108,7 +130,7 @@ class Answering:
         try:
             asked = self._settled(asked_of(request.text, self.model), stamps)
             submitted = self._submitter.submit(asked)
-        except (ApiError, OutriderError) as error:
+        except Exception as error:  # whatever it is, the other requests have nothing to do with it
             return self._refused(number, request, stamps, error)
         return _UnderWay(number, request, asked, submitted, stamps, len(submitted.handles))
 
@@ -132,26 +154,25 @@ class Answering:
             settled["partial_kv"] = "off"
         return asked.model_copy(update=settled)
 
-    def _refused(
-        self, number: int, request: BatchRequest, stamps: DerivedStamps, error: ApiError | OutriderError
-    ) -> Answered:
-        found = error if isinstance(error, ApiError) else as_api_error(error)
-        if found.status >= 500 or isinstance(error, BusyError):
+    def _refused(self, number: int, request: BatchRequest, stamps: DerivedStamps, error: Exception) -> Answered:
+        """The line of a request that failed. Raises PlanError where others would fail as well, by the runtime's end."""
+        if isinstance(error, BusyError | ClosedError | UnavailableError):
             raise PlanError(f"The request {request.custom_id!r} cannot be answered: {error}") from None
+        found = error if isinstance(error, ApiError) else as_api_error(error)
         return Answered(number, request, _result(request, stamps, found.status, found.body))
 
     def _end(self, ended: _UnderWay) -> Answered:
         request, asked, submitted, stamps = ended.request, ended.asked, ended.submitted, ended.stamps
         try:
             found = [handle.result() for handle in submitted.handles]
-        except OutriderError as error:
+        except Exception as error:
             return self._refused(ended.number, request, stamps, error)
         if any(each.finish_reason is FinishReason.CANCELLED for each in found):
             raise PlanError(f"The request {request.custom_id!r} was cut off: the runtime was closed meanwhile.")
         name, kind = ("chatcmpl", "chat.completion") if isinstance(asked, ChatAsked) else ("cmpl", "text_completion")
         chat = isinstance(asked, ChatAsked)
         answer = Answer(name, kind, kind, self.model, self.runtime, chat=chat, stamps=stamps, costs=False)
-        answer.calling, answer.drafter = submitted.calling, asked.drafter
+        answer.describe(submitted, asked.drafter)
         body = answer.whole(found, submitted.prompts, submitted.logprobs)
         prompts = found[:: len(found) // submitted.prompts]
         return Answered(
@@ -161,6 +182,18 @@ class Answering:
             sum(each.stats.prompt_tokens for each in prompts),
             _tokens(found),
         )
+
+
+def _failure(handle: Handle) -> Exception | None:
+    """Wait for the end of a request; the error that ended it."""
+    with suppress(Exception):
+        handle.result()
+    return handle.error
+
+
+def _is_fault(error: Exception | None) -> bool:
+    """Whether a request has failed by no fault of its own, as far as one knows."""
+    return error is not None and not isinstance(error, RequestError)
 
 
 def _tokens(found: Iterable[Generation]) -> int:

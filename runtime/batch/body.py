@@ -36,7 +36,7 @@ def check_columns(columns: Iterable[str], source: str) -> None:
     kinds = [_KINDS[url] for column, url in _PROMPTS.items() if column in given]
     if not kinds:
         raise RequestError(f"{source} has none of the columns body, prompt and messages; add one of them.")
-    known = {"custom_id", *(field for kind in kinds for field in kind.model_fields)}
+    known = {"custom_id", *(field for kind in kinds for field in (*kind.model_fields, *kind.UNREAD))}
     if unknown := sorted(given - known):
         raise RequestError(f"{source} has a column {unknown[0]!r}, which no request has; leave it out.")
 

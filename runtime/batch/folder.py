@@ -13,6 +13,7 @@ requests and on what the first run was told, so that any later run goes on with 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic import TypeAdapter
 
 from plans.errors import BusyError, PlanError, RequestError
 from runtime.batch.requests import BatchRequest, id_order
@@ -64,6 +67,7 @@ class BatchState:
             "release": f"Outrider {self.release} wrote them, and this one is {other.release}",
             "plan": f"they are of the plan {self.plan[:12]}, and this one is {other.plan[:12]}",
             "requests": "the requests are others",
+            "count": f"they are of {self.count} requests, and now there are {other.count}",
             "model": f"they name the model {self.model!r}, and now it is {other.model!r}",
             "created": f"they tell the time {self.created}, and SOURCE_DATE_EPOCH now says {other.created}",
             "backend": f"they ran on {self.backend}, and now it is {other.backend}",
@@ -111,6 +115,7 @@ class BatchFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
             raise RequestError(f"{self.path} is not empty, and holds no batch; choose another folder.")
         self.path.mkdir(parents=True, exist_ok=True)
+        self._check_own()
         try:
             with locked(self.path / _LOCK, wait=False):
                 self._parts.mkdir(exist_ok=True)  # the lock is there first: a folder without it is not ours
@@ -118,6 +123,19 @@ class BatchFolder:
                 yield self._agreed(state)
         except BlockingIOError:
             raise BusyError(f"Another run writes {self.path}; wait until it has ended, or end it.") from None
+
+    def _check_own(self) -> None:
+        """Raise RequestError where something of the folder's is not in it, or no file: nothing else is touched."""
+        files = [self.path / name for name in (_LOCK, _STATE, _RESULTS)]
+        if self._parts.is_dir() and not self._parts.is_symlink():
+            files += self._parts.iterdir()
+        for path in (self._parts, *files):
+            there = os.path.lexists(path)
+            if there and (path.is_symlink() or not (path.is_dir() if path == self._parts else path.is_file())):
+                raise RequestError(
+                    f"{path} is a link, or not of its kind, and a batch keeps all of its own in its folder; choose "
+                    "another folder."
+                )
 
     def _clear(self) -> None:
         """Remove what a run that was killed had not finished writing, and who began its blocks."""
@@ -147,15 +165,18 @@ class BatchFolder:
         """What the folder's results depend on; None where there is no batch. Raises PlanError for a damaged file."""
         path = self.path / _STATE
         try:
-            return BatchState(**json.loads(path.read_text(encoding="utf-8")))
+            found = TypeAdapter(BatchState).validate_json(path.read_bytes(), strict=True)
+            if found.block_size < 1 or found.count < 0:
+                raise ValueError(f"it tells of {found.count} requests in blocks of {found.block_size}")
+            return found
         except FileNotFoundError:
             return None
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise PlanError(f"{path} cannot be read: {error}; choose another folder, or delete this one.") from None
 
     def written(self) -> set[int]:
         """Numbers of the blocks whose results are there."""
-        return {int(part.stem) for part in self._parts.glob("*.jsonl") if part.stem.isdigit()}
+        return {int(part.stem) for part in self._parts.glob("*.jsonl") if part.stem.isascii() and part.stem.isdigit()}
 
     def write(self, block: int, lines: Iterable[bytes]) -> None:
         """Write the results of a block. Raises OSError."""
@@ -258,6 +279,6 @@ def _read(line: bytes, path: Path) -> Any:
     try:
         found = json.loads(line)
         found["custom_id"], found["response"]["body"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise PlanError(f"{path} has a line that is no result; delete it, and run the batch again.") from None
     return found

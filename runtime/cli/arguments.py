@@ -91,7 +91,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=number(0, 1), default=0.0,
         help="keep tokens at least this share as probable as the most probable one; 0 is off",
     )  # fmt: skip
-    parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), default=0, help="seed of the draws")
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, 2**64 - 1),
+        help="seed of the draws (default: a new one each time, which --json tells)",
+    )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 16 times"
     )
@@ -300,12 +304,13 @@ def tell_of_loading(runtime: Runtime, say: Callable[[str], object] | None = None
         say(runtime.probed.text)
 
 
-def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """The three ways to pass a prompt."""
+def add_prompt(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """The three ways to pass a prompt; returns their group."""
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the prompt's text")
     prompt.add_argument("--prompt-file", type=Path, help="a file with the prompt's text; - for standard input")
     prompt.add_argument("--token-ids", help="the prompt as token ids, separated by commas")
+    return prompt
 
 
 def read_prompt(arguments: argparse.Namespace) -> str | list[int]:
@@ -327,9 +332,11 @@ def _read_text(option: str, path: Path) -> str:
     try:
         if str(path) == "-":
             if isinstance(sys.stdin, TextIOWrapper):
-                sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # as files are read, whatever the locale says
+                sys.stdin.reconfigure(
+                    encoding="utf-8-sig", errors="strict"
+                )  # as files are read, whatever the locale says
             return sys.stdin.read()
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without a mark of the byte order, as editors of Windows write it
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{option} {path} cannot be read as UTF-8 text: {error}") from None
 
@@ -340,6 +347,7 @@ def generation_json(generation: Generation) -> dict[str, object]:
         "text": generation.text,
         "token_ids": generation.token_ids,
         "finish_reason": generation.finish_reason.value,
+        "seed": generation.seed,
         "stats": generation.stats.to_json(),
     }
     if generation.logprobs:

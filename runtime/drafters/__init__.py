@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from plans import manifest
 from plugins.native import NgramMemory
 from runtime.drafters.base import HostDrafter
+from runtime.drafters.memories import Memories
 from runtime.drafters.ngram import NgramDrafter
 
 __all__ = ["HostDrafter", "make_host_drafter", "make_memories"]
@@ -24,7 +26,7 @@ def make_host_drafter(settings: manifest.NgramDrafter) -> HostDrafter:
     )
 
 
-def make_memories(drafters: Iterable[manifest.Drafter]) -> dict[str, NgramMemory]:
+def make_memories(drafters: Iterable[manifest.Drafter]) -> dict[str, Memories]:
     """Empty memories by the names of the drafters that have one, for all sequences of a runtime to share.
 
     Raises PlanError for a drafter with settings out of limits.
@@ -33,5 +35,5 @@ def make_memories(drafters: Iterable[manifest.Drafter]) -> dict[str, NgramMemory
     for each in drafters:
         if isinstance(each, manifest.NgramDrafter) and each.memory:
             make_host_drafter(each)  # refuses what no memory can be made for
-            memories[each.name] = NgramMemory(each.memory, each.max_context)
+            memories[each.name] = Memories(partial(NgramMemory, each.memory, each.max_context))
     return memories

@@ -126,8 +126,8 @@ class Drafting:
             if settings.name not in sequence.host_drafters:
                 sequence.host_drafters[settings.name] = make_host_drafter(settings)
             sequence.host_drafter, sequence.least = sequence.host_drafters[settings.name], settings.least
-            lossy = request.partial_kv == "lossy"
-            sequence.host_drafter.recall_from(None if lossy else self._memories.get(settings.name))
+            memories = None if request.partial_kv == "lossy" else self._memories.get(settings.name)
+            sequence.host_drafter.recall_from(None if memories is None else memories.known(sequence.owner))
             if settings.otherwise is not None:
                 sequence.engine_drafter = self.engine_drafters[settings.otherwise]
         elif isinstance(settings, GraphDrafter):
@@ -142,9 +142,9 @@ class Drafting:
         run beside the next step.
         """
         settings = self._settings.get(sequence.request.drafter or "")
-        if isinstance(settings, NgramDrafter) and (memory := self._memories.get(settings.name)) is not None:
+        if isinstance(settings, NgramDrafter) and (memories := self._memories.get(settings.name)) is not None:
             first = sequence.prompted
-            memory.add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
+            memories.of(sequence.owner).add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
         """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""

@@ -266,7 +266,7 @@ class Calls:
     # Sessions.
 
     def session(self, runtime: int, out: Any) -> None:
-        session = self._handles.get(Kind.RUNTIME, runtime).session()
+        session = Session(self._handles.get(Kind.RUNTIME, runtime).engines)  # one that has been drained has some too
         out[0] = self._handles.add(Kind.SESSION, OpenSession(session))
 
     def reset(self, session: int) -> None:

@@ -21,7 +21,7 @@ DOUBLES = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "deadline",
 )  # fmt: skip
 BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment", "remember")
-TEXTS = ("drafter", "filter_order", "partial_kv", "client")
+TEXTS = ("drafter", "filter_order", "partial_kv", "cache_salt", "client")
 OBJECTS = ("logit_bias", "structured_outputs", "chat_template_kwargs")  # set as texts of JSON
 TEXT_LISTS = ("stop", "bad_words")
 INTEGER_LISTS = ("eos_token_ids", "allowed_token_ids", "generated")

@@ -24,8 +24,9 @@
  * - Structs are made by the library. A later version may add fields behind the last one.
  * - The library runs a Python interpreter of its own inside the process, started by the first call that needs it, in
  *   the environment that OUTRIDER_HOME names, or else in the one that it was built for. A process that already runs
- *   Python of the same version shares that. Nothing may be called in a child after fork(). Where the process ends, by
- *   exit() or by returning from main, what generates is cancelled, and the process waits for the pass that runs.
+ *   Python of the same version shares that. Threads that call have stacks of 256 KiB or more. Nothing may be called in
+ *   a child after fork(). Where the process ends, by exit() or by returning from main, what generates is cancelled, and
+ *   the process waits for the pass that runs.
  */
 #ifndef OUTRIDER_H
 #define OUTRIDER_H
@@ -184,7 +185,8 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  *   double  temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, deadline (of a request:
  *           seconds from its submission, after which it ends with what it has)
  *   bool    ignore_eos, auto_disable, skip_sample_adjustment, remember (0 or 1)
- *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"),
+ *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"), cache_salt (whose request
+ *           it is: what is known of others' it does not use),
  *           client (of a request: who asks, where each may have a share of the queue),
  *           logit_bias (a JSON object of numbers from -100 to 100 by token id, such as {"12": -100}),
  *           structured_outputs (the form of the text as a JSON object of one key: "json", a JSON schema; "json_object",

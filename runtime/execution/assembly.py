@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from plans import names
 from plans.manifest import BackendPlan, GraphDrafter, Manifest
 from plans.tokenizer import Tokenizer
-from plugins.native import NgramMemory
 from runtime.backends.base import Backend, LoadedEngine
+from runtime.drafters.memories import Memories
 from runtime.drafters.verify_length import PriceCurve
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
@@ -32,7 +32,7 @@ class Loaded:
     engines: Mapping[str, LoadedEngine]
     tokenizer: Tokenizer
     grammars: Grammars
-    memories: Mapping[str, NgramMemory] = field(default_factory=dict)
+    memories: Mapping[str, Memories] = field(default_factory=dict)
     prices: PriceCurve | None = None
     files: MappedFiles = field(default_factory=MappedFiles)
 

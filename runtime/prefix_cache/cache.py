@@ -112,14 +112,14 @@ class PrefixCache:
 
     # Looking up.
 
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """Return the longest known beginning of `tokens` (one or more), held until `release`."""
+    def match(self, tokens: Sequence[int], owner: str = "") -> PrefixMatch:
+        """Return the longest beginning of `tokens` (one or more) that is known of `owner`, held until `release`."""
         began, tokens = perf_counter(), list(tokens)
         with self._lock:
-            found = self._tree.find(tokens)
+            found = self._tree.find(tokens, owner)
             hit = found.length >= self.config.min_prefix_length
             if not hit:
-                found = Match([], 0, 0)
+                found = Match([], 0, 0, owner)
             self._tree.touch(found)
             if found.node is not None:
                 self._tree.hold(found.node)
@@ -161,15 +161,18 @@ class PrefixCache:
                 self._tree.let_go(match.held)
                 match.held = None
 
-    def contains(self, tokens: Sequence[int]) -> bool:
+    def contains(self, tokens: Sequence[int], owner: str = "") -> bool:
         """Whether all of `tokens` is known. Does not count as a use."""
         with self._lock:
-            return self._tree.find(list(tokens)).length == len(tokens)
+            return self._tree.find(list(tokens), owner).length == len(tokens)
 
     # Changing.
 
-    def insert(self, tokens: Sequence[int], kv: Mapping[str, tuple[int, TokenKv]], *, wait: bool = True) -> int:
-        """Keep the KV of `tokens`: of each model, of so many leading ones; of the target, of all.
+    def insert(
+        self, tokens: Sequence[int], kv: Mapping[str, tuple[int, TokenKv]], owner: str = "", *, wait: bool = True
+    ) -> int:
+        """Keep the KV of `tokens`: of each model, of so many leading ones; of the target, of all. Only matches of the
+        same `owner` find it.
 
         Returns how many of the tokens are known now: not all, where too few pages are free or evictable. Without
         `wait`, returns 0 and does nothing where another thread holds the lock.
@@ -180,7 +183,7 @@ class PrefixCache:
         if not self._lock.acquire(blocking=wait):
             return 0
         try:
-            found = self._tree.find(tokens)
+            found = self._tree.find(tokens, owner)
             if found.node is not None:
                 self._tree.hold(found.node)
             try:
@@ -232,7 +235,7 @@ class PrefixCache:
                 raise
             self._stats.tokens_inserted += len(run)
         node = self._tree.insert(found, tokens, run)
-        self._tree.touch(self._tree.find(tokens))
+        self._tree.touch(self._tree.find(tokens, found.owner))
         return node
 
     def _complete(self, found: Match[PageRun], kv: Mapping[str, tuple[int, TokenKv]]) -> None:
@@ -250,10 +253,10 @@ class PrefixCache:
                     source.get(start + at, tokens, self._pool.memory(model), slot)
                 run.valid[model] = high
 
-    def remove(self, tokens: Sequence[int]) -> bool:
+    def remove(self, tokens: Sequence[int], owner: str = "") -> bool:
         """Forget an inserted sequence, but for parts that others need or use; return whether it was known."""
         with self._lock:
-            gone = self._tree.remove(list(tokens))
+            gone = self._tree.remove(list(tokens), owner)
             for run in gone or ():
                 self._pool.release(run.pages)
         return gone is not None
@@ -286,11 +289,12 @@ class PrefixCache:
         """All that it holds: edges, parents before children, and KV of each, a piece for each model that has some: on
         the host, `[planes, heads, tokens, size]`.
 
-        Of an edge: `parent`, the place of the one before it or -1; `tokens`; `terminal`, whether a sequence ends there;
-        `valid`, how many of its tokens have KV, by model in the order of their names, as the pieces are.
+        Of an edge: `parent`, the place of the one before it or -1; `owner`; `tokens`; `terminal`, whether a sequence
+        ends there; `valid`, how many of its tokens have KV, by model in the order of their names, as the pieces are.
         """
         edges, pieces, places = list[dict[str, object]](), list[NDArray[np.generic]](), dict[int, int]()
         with self._lock:
+            owners = {id(root): owner for owner, root in self._tree.roots.items()}
             for node in self._tree.walk():
                 run, parent = node.value, node.parent
                 assert run is not None
@@ -301,7 +305,9 @@ class PrefixCache:
                     parts = [kv.array(slot, length) for _, slot, length in self._pool.pieces(run, 0, count)]
                     pieces.append(np.ascontiguousarray(np.concatenate(parts, 2)))
                 place = places.get(id(parent), -1)
-                edges.append({"parent": place, "tokens": node.tokens, "terminal": node.terminal, "valid": valid})
+                owner = owners[id(parent)] if place < 0 else edges[place]["owner"]
+                own = {"parent": place, "owner": owner, "tokens": node.tokens}
+                edges.append(own | {"terminal": node.terminal, "valid": valid})
         return edges, pieces
 
     # Looking at it.
@@ -348,7 +354,7 @@ class PrefixCache:
     def in_use(self) -> int:
         """Number of references held, for tests: 0 when no sequence runs."""
         with self._lock:
-            return sum(node.references for node in self._tree.root.children.values())
+            return sum(node.references for root in self._tree.roots.values() for node in root.children.values())
 
 
 def _since(began: float) -> float:

@@ -20,21 +20,21 @@ class CacheClient:
 
     def __init__(self, cache: PrefixCache, target: KvCache, drafting: Drafting) -> None:
         self._cache, self._target, self._drafting = cache, target, drafting
-        # By number, the tokens whose KV of the target the row of a sequence that is over still holds. A drafter's is
-        # gone: trees grow in all rows up to the last that is asked for, read or not.
-        self._left: dict[int, list[int]] = {}
+        # By number, the owner and the tokens whose KV of the target the row of a sequence that is over still holds. A
+        # drafter's is gone: trees grow in all rows up to the last that is asked for, read or not.
+        self._left: dict[int, tuple[str, list[int]]] = {}
 
     # The prefix that all sequences share.
 
-    def recall_prefix(self, prefix: List[int]) -> int:
-        """Copy the known KV of a prefix that has just begun, for the target and all its drafters; return how many
-        tokens have KV.
+    def recall_prefix(self, prefix: List[int], owner: str) -> int:
+        """Copy the known KV of an owner's prefix that has just begun, for the target and all its drafters; return how
+        many tokens have KV.
 
         A head continues from the feature of a computed token, so at least one token is computed.
         """
         if not prefix:
             return 0
-        match, drafters = self._cache.match(prefix), self._drafting.of_prefix
+        match, drafters = self._cache.match(prefix, owner), self._drafting.of_prefix
         try:
             tokens = match.lengths.get(names.TARGET, 0)
             for drafter in drafters:
@@ -50,33 +50,35 @@ class CacheClient:
         self._cache.note_reused(tokens)
         return tokens
 
-    def keep_prefix(self, prefix: List[int]) -> None:
-        """Insert a prefix whose KV has been computed."""
+    def keep_prefix(self, prefix: List[int], owner: str) -> None:
+        """Insert an owner's prefix whose KV has been computed."""
         kept = {names.TARGET: (len(prefix), self._target.prefix_kv())}
         for drafter in self._drafting.of_prefix:
             kept[drafter.name] = len(prefix), drafter.cache.prefix_kv()
-        self._cache.insert(prefix, kept)
+        self._cache.insert(prefix, kept, owner)
 
     # Sequences behind no prefix.
 
-    def number_for(self, tokens: List[int], free: List[int]) -> int:
-        """Choose the free number whose row holds the most of `tokens`."""
+    def number_for(self, tokens: List[int], owner: str, free: List[int]) -> int:
+        """Choose the free number whose row holds the most of the owner's `tokens`."""
         tokens = list(tokens)
-        return max(free, key=lambda number: (common_length(self._still_held(number), tokens), -number))
+        return max(free, key=lambda number: (common_length(self._still_held(number, owner), tokens), -number))
 
-    def _still_held(self, number: int) -> List[int]:
-        """Return the tokens whose KV a sequence has left in a row, unless tokens that filled up a batch lie over it."""
-        return [] if number in self._target.filled_rows else self._left.get(number, [])
+    def _still_held(self, number: int, owner: str) -> List[int]:
+        """Return the tokens whose KV a sequence of the owner has left in a row, unless those that filled up a batch lie
+        over it."""
+        whose, tokens = self._left.get(number, ("", []))
+        return tokens if whose == owner and number not in self._target.filled_rows else []
 
     def recall(self, sequence: Sequence) -> int:
         """Copy in the KV that the sequence lacks, but for its tip's; return how many tokens of the target were copied.
 
         What is in the caches already stays where it is.
         """
-        tokens, number = sequence.tokens, sequence.number
-        match = self._cache.match(tokens)
+        tokens, number, owner = sequence.tokens, sequence.number, sequence.owner
+        match = self._cache.match(tokens, owner)
         try:
-            here = max(sequence.computed, common_length(self._still_held(number), tokens))
+            here = max(sequence.computed, common_length(self._still_held(number, owner), tokens))
             self._left.pop(number, None)
             here = min(here, len(tokens) - 1)
             computed = max(min(match.lengths.get(names.TARGET, 0), len(tokens) - 1), here)
@@ -102,12 +104,12 @@ class CacheClient:
         for name, drafter in self._drafting.engine_drafters.items():
             if known := drafter.known(sequence):
                 kept[name] = known, drafter.kv_of(sequence)
-        self._cache.insert(sequence.tokens[: sequence.computed], kept, wait=wait)
+        self._cache.insert(sequence.tokens[: sequence.computed], kept, sequence.owner, wait=wait)
 
     def leave(self, sequence: Sequence) -> None:
         """Note which KV a sequence that ends leaves in its row."""
         if self._target.stays:
-            self._left[sequence.number] = sequence.tokens[: sequence.computed]
+            self._left[sequence.number] = sequence.owner, sequence.tokens[: sequence.computed]
             self._target.filled_rows.discard(sequence.number)
 
     def forget(self) -> None:

@@ -43,9 +43,11 @@ class _Strict(BaseModel):
 
 
 class _Edge(_Strict):
-    """An edge of the tree: its parent's place in the list (-1: the root), and how many tokens have KV, by model."""
+    """An edge of the tree: its parent's place in the list (-1: its owner's root), and how many tokens have KV, by
+    model."""
 
     parent: int = Field(ge=-1)
+    owner: str = ""
     tokens: list[int] = Field(min_length=1)
     terminal: bool
     valid: dict[str, int]
@@ -99,20 +101,23 @@ def check_folder(path: Path) -> None:
         )
 
 
-def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str]) -> int:
-    """Insert the contents of the file; return how many tokens the cache has more.
+def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str], context: int) -> int:
+    """Insert the contents of the file, sequences of at most `context` tokens; return how many tokens the cache has
+    more.
 
     Raises OtherCacheError for a file that was not made by this plan on such a machine, and PlanError for one that is
     not whole.
     """
     try:
-        data: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        if not path.is_file():  # nor a device, or a pipe
+            raise OSError("it is no file")
+        data = np.fromfile(path, np.uint8)  # not mapped: whoever cut it meanwhile would end this process
+    except OSError as error:
         raise PlanError(f"{path} cannot be read as a prefix cache: {error}. Remove it, or save it again.") from None
     header, start = _read_header(path, data)
     _check(path, header, cache.shapes, bound_to)
     payload = data[start:]
-    _check_payload(path, header, payload, cache.shapes)
+    _check_payload(path, header, payload, cache.shapes, context)
     return _insert_all(cache, header, payload)
 
 
@@ -149,17 +154,26 @@ def _check(path: Path, header: _Header, shapes: Mapping[str, TokenShape], bound_
         raise PlanError(f"{path} holds KV of other shapes than this plan's; save it again here.")
 
 
-def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shapes: Mapping[str, TokenShape]) -> None:
-    expected = 0
+def _check_payload(
+    path: Path, header: _Header, payload: NDArray[np.uint8], shapes: Mapping[str, TokenShape], context: int
+) -> None:
+    expected, lengths = 0, list[int]()
     for place, edge in enumerate(header.edges):
-        if edge.parent >= place or set(edge.valid) - set(shapes) or min(edge.tokens) < 0:
+        known = set(edge.valid) <= set(shapes) and min(edge.tokens) >= 0 and edge.parent < place
+        above = header.edges[edge.parent] if known and edge.parent >= 0 else None
+        lengths.append(len(edge.tokens) + (0 if above is None else lengths[edge.parent]))
+        if not known or lengths[place] > context or (above is not None and above.owner != edge.owner):
             raise PlanError(f"{path}, edges.{place}: it does not belong there; remove the file, or save it again.")
         for name, count in edge.valid.items():
             if not 0 <= count <= len(edge.tokens):
                 raise PlanError(
                     f"{path}, edges.{place}: KV of {count} of its {len(edge.tokens)} tokens; save it again."
                 )
-            expected += count * shapes[name].nbytes
+            size = count * shapes[name].nbytes
+            kv = payload[expected : expected + size]
+            if len(kv) == size and not np.isfinite(kv.view(shapes[name].dtype)).all():
+                raise PlanError(f"{path}, edges.{place}: KV that is not finite; remove the file, or save it again.")
+            expected += size
     if not expected == header.payload_bytes == len(payload):
         raise PlanError(
             f"{path} has {len(payload)} bytes of KV, and its header tells of {expected}: it was cut, or damaged. "
@@ -168,7 +182,7 @@ def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], shap
 
 
 def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8]) -> int:
-    """Insert every sequence that ends somewhere, shorter ones that lead to others first."""
+    """Insert every sequence: first those with KV that no other leads on from, then where others end among them."""
     offset, kv, before = 0, list[dict[str, NDArray[Any]]](), cache.get_cached_tokens()
     for edge in header.edges:
         own = {}
@@ -180,14 +194,25 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
         kv.append(own)
     parents = {edge.parent for edge in header.edges}
     for place, edge in enumerate(header.edges):
-        if edge.terminal or place not in parents:
+        if place not in parents:
             path = _path(header, place)
-            tokens = [token for each in path for token in header.edges[each].tokens]
             sources = {name: _leading(header, path, kv, name) for name in cache.shapes}
             found = {name: (each.shape[2], TokenKv(HostKv(each))) for name, each in sources.items() if each is not None}
+            tokens = _tokens(header, path)
             if names.TARGET in found and found[names.TARGET][0] == len(tokens):
-                cache.insert(tokens, found)
+                cache.insert(tokens, found, edge.owner)
+    for place, edge in enumerate(header.edges):
+        if (
+            edge.terminal
+            and place in parents
+            and cache.contains(tokens := _tokens(header, _path(header, place)), edge.owner)
+        ):
+            cache.insert(tokens, {}, edge.owner)
     return cache.get_cached_tokens() - before
+
+
+def _tokens(header: _Header, path: list[int]) -> list[int]:
+    return [token for each in path for token in header.edges[each].tokens]
 
 
 def _leading(header: _Header, path: list[int], kv: list[dict[str, NDArray[Any]]], name: str) -> NDArray[Any] | None:

@@ -1,6 +1,7 @@
 """Token sequences by what they have in common: a radix tree (FEATURES rows 21 and 22). Pure data, no KV, no lock.
 
-An edge holds tokens and a value that covers them. Where a sequence leaves an edge half way, the edge is split, and its
+Each owner's sequences have a root of their own: nothing of one owner is found by another. An edge holds tokens and a
+value that covers them. Where a sequence leaves an edge half way, the edge is split, and its
 value with it. References count along the path from the root, so that nothing on the way to what is used can go.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from runtime.text.common_length import common_length
 
@@ -46,6 +47,7 @@ class Match(Generic[V]):
     nodes: list[Node[V]]
     inside: int  # tokens of the last node's edge
     length: int  # tokens of all
+    owner: str = ""
 
     @property
     def node(self) -> Node[V] | None:
@@ -60,17 +62,20 @@ class TreeStats:
     depth: int  # edges on the longest path
 
 
+_NOTHING: Node[Any] = Node([], None, None, 0)  # the root of an owner of whom nothing is known
+
+
 class RadixTree(Generic[V]):
     """Token sequences, and the values of their edges. Not thread-safe: the owner holds the lock."""
 
     def __init__(self) -> None:
-        self.root: Node[V] = Node([], None, None, 0)
+        self.roots: dict[str, Node[V]] = {}  # by owner
         self.tokens = 0  # on all edges
         self._clock = 0
 
-    def find(self, tokens: Sequence[int]) -> Match[V]:
-        """Return the longest known beginning of `tokens`. Changes nothing."""
-        node, nodes, length, inside = self.root, list[Node[V]](), 0, 0
+    def find(self, tokens: Sequence[int], owner: str = "") -> Match[V]:
+        """Return the longest beginning of `tokens` that is known of the owner. Changes nothing."""
+        node, nodes, length, inside = self.roots.get(owner, _NOTHING), list[Node[V]](), 0, 0
         while length < len(tokens):
             child = node.children.get(tokens[length])
             if child is None:
@@ -81,7 +86,7 @@ class RadixTree(Generic[V]):
             if inside < len(child.tokens):
                 break
             node = child
-        return Match(nodes, inside, length)
+        return Match(nodes, inside, length, owner)
 
     def touch(self, match: Match[V]) -> None:
         """Mark the path as used now."""
@@ -109,7 +114,7 @@ class RadixTree(Generic[V]):
 
         Returns the node where they end.
         """
-        node = match.node or self.root
+        node = match.node or self.roots.setdefault(match.owner, Node([], None, None, 0))
         if self.splits(match):
             node = self._split(node, match.inside)
         rest = list(tokens[match.length :])
@@ -135,21 +140,20 @@ class RadixTree(Generic[V]):
         parent.children[upper.tokens[0]] = upper
         return upper
 
-    def remove(self, tokens: Sequence[int]) -> list[V] | None:
-        """Forget an inserted sequence; return the values of parts that no other sequence needs, None where it is not
-        known.
+    def remove(self, tokens: Sequence[int], owner: str = "") -> list[V] | None:
+        """Forget an inserted sequence of the owner; return the values of parts that no other sequence needs, None where
+        it is not known.
 
         Parts in use stay, as do those that lead to other sequences.
         """
-        match = self.find(tokens)
+        match = self.find(tokens, owner)
         node = match.node
         if node is None or match.length < len(tokens) or self.splits(match) or not node.terminal:
             return None
         node.terminal = False
         gone = []
-        while node is not self.root and not (node.children or node.terminal or node.references):
+        while node.parent is not None and not (node.children or node.terminal or node.references):
             gone.append(self._detach(node))
-            assert node.parent is not None
             node = node.parent
         return gone
 
@@ -164,8 +168,9 @@ class RadixTree(Generic[V]):
             assert parent is not None
             evicted += len(node.tokens)
             drop(self._detach(node))
-            if parent is not self.root and not parent.children and not parent.references:
+            if parent.parent is not None and not parent.children and not parent.references:
                 heappush(order, (parent.used, id(parent), parent))
+        self.roots = {owner: root for owner, root in self.roots.items() if root.children}
         return evicted
 
     def _detach(self, leaf: Node[V]) -> V:
@@ -176,8 +181,8 @@ class RadixTree(Generic[V]):
         return leaf.value
 
     def walk(self) -> Iterator[Node[V]]:
-        """Yield every node but the root, parents before children."""
-        waiting = list(self.root.children.values())
+        """Yield every node but the roots, parents before children."""
+        waiting = [node for root in self.roots.values() for node in root.children.values()]
         while waiting:
             node = waiting.pop()
             yield node
@@ -191,15 +196,7 @@ class RadixTree(Generic[V]):
 
     def dump(self) -> str:
         """Return the tree as text, a line for each edge; `*` where a sequence ends."""
-        lines = ["ROOT"]
-        waiting = [(node, 1) for _, node in sorted(self.root.children.items(), reverse=True)]
-        while waiting:
-            node, depth = waiting.pop()
-            shown = ",".join(map(str, node.tokens[:8])) + (",..." if len(node.tokens) > 8 else "")
-            end = " *" if node.terminal else ""
-            lines.append(f"{'  ' * depth}Edge[{shown}] len={len(node.tokens)} ref={node.references}{end}")
-            waiting += [(child, depth + 1) for _, child in sorted(node.children.items(), reverse=True)]
-        return "\n".join(lines)
+        return "\n".join(line for owner, root in sorted(self.roots.items()) for line in _dumped(owner, root)) or "ROOT"
 
     def check(self) -> None:
         """Raise AssertionError where an invariant of the tree does not hold."""
@@ -222,3 +219,14 @@ def _upwards(node: Node[V]) -> Iterator[Node[V]]:
     while each.parent is not None:
         yield each
         each = each.parent
+
+
+def _dumped(owner: str, root: Node[V]) -> Iterator[str]:
+    yield f"ROOT {owner}".rstrip()
+    waiting = [(node, 1) for _, node in sorted(root.children.items(), reverse=True)]
+    while waiting:
+        node, depth = waiting.pop()
+        shown = ",".join(map(str, node.tokens[:8])) + (",..." if len(node.tokens) > 8 else "")
+        end = " *" if node.terminal else ""
+        yield f"{'  ' * depth}Edge[{shown}] len={len(node.tokens)} ref={node.references}{end}"
+        waiting += [(child, depth + 1) for _, child in sorted(node.children.items(), reverse=True)]

@@ -113,7 +113,8 @@ class Followed:
     def cut_off(self, reason: FinishReason) -> None:
         """End the request with what it has."""
         stats = self._clocked(Stats(prompt_tokens=len(self._sent.token_ids), new_tokens=len(self._tokens)))
-        self.handle.end(Generation("".join(self._texts), self._tokens, reason, stats, self._logprobs))
+        text, seed = "".join(self._texts), self._sent.options.get("seed") or 0
+        self.handle.end(Generation(text, self._tokens, reason, stats, self._logprobs, seed))
 
     def _left(self) -> float | None:
         """Seconds up to the deadline, 0 behind it."""

@@ -67,6 +67,10 @@ class Ingress:
             max_choices=settings.max_choices,
             tokens_per_minute=settings.tokens_per_minute_here,
             log_requests=settings.log_format is not None,
+            allow_hosts=settings.allow_hosts,
+            allow_origins=settings.allow_origins,
+            protect_metrics=settings.protect_metrics,
+            share_prefixes=settings.share_prefixes,
             metric_labels={"ingress": self._name} if settings.ingresses > 1 else {},
         )
         return make_app(self.served, config, readiness=self._readiness, tracing=self._tracing)

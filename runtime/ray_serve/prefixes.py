@@ -6,6 +6,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from math import inf
 from typing import Generic, TypeVar
 
@@ -16,9 +17,9 @@ BLOCKS, KERNELS = "blocks", "kernels"  # what replicas tell routers, by name
 _NOTHING = 0  # the hash in front of the first block
 
 
-def blocks_of(tokens: Sequence[int], block: int) -> list[int]:
-    """A hash for every whole block of `tokens`, of it and all before it: the same in every process."""
-    found, before = [], _NOTHING
+def blocks_of(tokens: Sequence[int], block: int, owner: str = "") -> list[int]:
+    """A hash for every whole block of `tokens`, of its owner, it and all before it: the same in every process."""
+    found, before = [], int.from_bytes(sha256(owner.encode()).digest()[:7]) if owner else _NOTHING
     for start in range(0, len(tokens) - block + 1, block):
         before = hash((before, *tokens[start : start + block]))
         found.append(before)
@@ -50,12 +51,13 @@ class PrefixIndex(Generic[ReplicaName]):
         """All blocks, the latest last; `hold` takes them so."""
         return list(self._holders)
 
-    def match(self, tokens: Sequence[int]) -> dict[ReplicaName, int]:
-        """How many tokens from the beginning of `tokens` each replica holds, of those that hold any: whole blocks."""
+    def match(self, tokens: Sequence[int], owner: str = "") -> dict[ReplicaName, int]:
+        """How many tokens from the beginning of the owner's `tokens` each replica holds, of those that hold any: whole
+        blocks."""
         found: dict[ReplicaName, int] = {}
         passed: list[int] = []
         present: set[ReplicaName] | None = None
-        for number, block in enumerate(blocks_of(tokens, self._block)):
+        for number, block in enumerate(blocks_of(tokens, self._block, owner)):
             holders = self._holders.get(block, set())
             present = set(holders) if present is None else present & holders
             if not present:
@@ -65,9 +67,9 @@ class PrefixIndex(Generic[ReplicaName]):
         self.hold(reversed(passed))
         return found
 
-    def insert(self, tokens: Sequence[int], replica: ReplicaName) -> None:
-        """`tokens` were sent to `replica`, which holds them from now on."""
-        self.hold(reversed(blocks_of(tokens, self._block)[: self._capacity]), replica)
+    def insert(self, tokens: Sequence[int], replica: ReplicaName, owner: str = "") -> None:
+        """The owner's `tokens` were sent to `replica`, which holds them from now on."""
+        self.hold(reversed(blocks_of(tokens, self._block, owner)[: self._capacity]), replica)
 
     def hold(self, blocks: Iterable[int], replica: ReplicaName | None = None) -> None:
         """Record that `replica` holds `blocks`, and move them to the most recent end.

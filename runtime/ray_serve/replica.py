@@ -96,7 +96,7 @@ class Replica:
                 yield Taken(self._kernels)
                 async for spans in _messages(handle):
                     yield spans
-            self._note([*sent.token_ids, *handle.result().token_ids])
+            self._note([*sent.token_ids, *handle.result().token_ids], sent.owner)
         finally:
             handle.cancel()
 
@@ -114,10 +114,10 @@ class Replica:
             sent.token_ids, priority=sent.priority, deadline=sent.deadline, client=sent.client, **sent.options
         )
 
-    def _note(self, tokens: list[int]) -> None:
-        """The cache holds these tokens."""
+    def _note(self, tokens: list[int], owner: str) -> None:
+        """The cache holds these tokens of the owner's."""
         if self._held is not None:
-            self._held.insert(tokens, "here")
+            self._held.insert(tokens, "here", owner)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Ray's controller every now and then, and told to the routers of all ingresses."""

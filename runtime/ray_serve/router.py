@@ -38,7 +38,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         sizes = Counter({name: self._index.size(name) for name in by_id})
         for name, blocks in self._chosen.values():
             sizes[name] += blocks
-        order = choose(len(path), self._index.match(path), loads, sizes, self._balance, self._draw)
+        known = self._index.match(path, "" if sent is None else sent.owner)
+        order = choose(len(path), known, loads, sizes, self._balance, self._draw)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # once all have been tried
         if pending_request is not None and order:
@@ -52,7 +53,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._chosen.pop(pending_request.metadata.internal_request_id, None)
         sent = _sent(pending_request)
         if sent is not None:
-            self._index.insert(sent.path, replica_id)
+            self._index.insert(sent.path, replica_id, sent.owner)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

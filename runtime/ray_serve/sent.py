@@ -35,6 +35,11 @@ class Sent:
         return replace(self, options=options, deadline=deadline, kernels=kernels)
 
     @property
+    def owner(self) -> str:
+        """Whose requests find what a replica keeps of it."""
+        return self.options.get("cache_salt", "")
+
+    @property
     def path(self) -> list[int]:
         """All tokens that a replica computes, or finds, before the next one."""
         return [*self.token_ids, *self.options.get("generated", ())]

@@ -64,6 +64,10 @@ class Settings(BaseModel):
     cache_tokens: PositiveInt = PrefixCacheConfig.max_cached_tokens
     cache_bytes: PositiveInt = PrefixCacheConfig.memory_bytes
     max_body_bytes: PositiveInt = 2**20
+    allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    protect_metrics: bool = False
+    share_prefixes: bool = False
     tokens_per_minute: PositiveInt | None = None
     log_format: LogFormat | None = None
     telemetry: bool = False

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from plans.tokenizer import Tokenizer
 from runtime.generation import FinishReason, Generation, Span
 from runtime.sampling import TokenLogprob
 from runtime.server.served import Served
 from runtime.server.speculation import longest_path, speculation
 from runtime.server.stamps import FreshStamps, Stamps
+from runtime.server.submitting import Submitted
 from runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
+from runtime.text.token_texts import TokenTexts
 
 _REASONS = {
     FinishReason.STOP: "stop",
@@ -34,33 +35,29 @@ def _reuse(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
     return {"prompt_tokens_details": {"cached_tokens": sum(each.stats.reused_tokens for each in once)}}
 
 
-def _chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
 
     def one(token_id: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": texts.name(token_id), "logprob": logprob, "bytes": list(texts.bytes_of(token_id))}
 
-    return {
-        "content": [
-            one(each.token_id, each.logprob) | {"top_logprobs": [one(*pair) for pair in each.top]} for each in entries
-        ]
-    }
+    content = []
+    for each in entries:
+        content.append(one(each.token_id, each.logprob) | {"top_logprobs": [one(*pair) for pair in each.top]})
+        texts.push(each.token_id)
+    return {"content": content}
 
 
-def _completion_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
-    """`logprobs` of a completion's choice, whose text begins at `offset`."""
-    tokens = [tokenizer.decode([each.token_id]) for each in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [each.logprob for each in entries],
-        "top_logprobs": [{tokenizer.decode([token]): value for token, value in each.top} for each in entries],
-        "text_offset": offsets,
-    }
+def _completion_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """`logprobs` of a completion's choice. Of tokens with one name (a byte and its letter) the likelier counts."""
+    found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for each in entries:
+        found["tokens"].append(texts.name(each.token_id))
+        found["token_logprobs"].append(each.logprob)
+        found["top_logprobs"].append({texts.name(token): value for token, value in reversed(each.top)})
+        found["text_offset"].append(texts.length)
+        texts.push(each.token_id)
+    return found
 
 
 def _delta(read: Read) -> dict[str, Any]:
@@ -88,10 +85,12 @@ class Answer:
         costs: bool = True,
     ) -> None:
         self._tokenizer, self._chat, self._costs = runtime.tokenizer, chat, costs
+        self._texts: dict[int, TokenTexts] = {}  # by choice, where log-probabilities are asked for
         self._stamps = stamps or FreshStamps()
         self._drafters = runtime.manifest.drafters
         self.drafter: str | None = None  # that the request asks for; None: the plan's first
         self.calling: ToolCalling | None = None  # the tools that may be called
+        self._contexts: Sequence[Sequence[int]] = ()  # token ids that each choice goes on from
         self.with_usage = False  # of a stream: its last object has the usage, and the others say that they have none
         self._readers: dict[int, CallReader] = {}  # by choice
         self._whole, self._chunk = whole, chunk
@@ -101,6 +100,11 @@ class Answer:
             "model": model,
             "system_fingerprint": runtime.manifest.identity[:12],
         }
+
+    def describe(self, submitted: Submitted, drafter: str | None) -> None:
+        """Say what is answered, with a request's drafter: before anything of the answer."""
+        self.calling, self.drafter, self._contexts = submitted.calling, drafter, submitted.contexts
+        self._common["seed"] = submitted.seed
 
     @property
     def id(self) -> str:
@@ -121,7 +125,7 @@ class Answer:
                 choice["text"] = each.text
             choice["finish_reason"] = self._reason(index, each)
             if logprobs:
-                choice["logprobs"] = self._logprobs(each.logprobs, 0)
+                choice["logprobs"] = self._logprobs(index, each.logprobs)
             choices.append(choice)
         return {**self._common, "object": self._whole, "choices": choices, **self._counts(found, prompts)}
 
@@ -149,7 +153,7 @@ class Answer:
         """The object that comes before a choice's first text."""
         return self._piece(index, {"delta": {"role": "assistant", "content": ""}}, None) if self._chat else None
 
-    def piece(self, index: int, span: Span, offset: int, logprobs: bool) -> dict[str, Any] | None:
+    def piece(self, index: int, span: Span, logprobs: bool) -> dict[str, Any] | None:
         """The object of a span; None where its text is held back, as it may begin a call."""
         own: dict[str, Any] = {"delta": {"content": span.text}} if self._chat else {"text": span.text}
         if (reader := self._reader(index)) is not None:
@@ -157,7 +161,7 @@ class Answer:
             if not own["delta"] and not logprobs:
                 return None
         if logprobs:
-            own["logprobs"] = self._logprobs(span.logprobs, offset)
+            own["logprobs"] = self._logprobs(index, span.logprobs)
         return self._piece(index, own, None)
 
     def ending(self, index: int, found: Generation) -> Iterator[dict[str, Any]]:
@@ -183,7 +187,7 @@ class Answer:
         usage = {"usage": None} if self.with_usage else {}
         return {**self._common, "object": self._chunk, "choices": [choice], **usage}
 
-    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        if self._chat:
-            return _chat_logprobs(self._tokenizer, entries)
-        return _completion_logprobs(self._tokenizer, entries, offset)
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if index not in self._texts:
+            self._texts[index] = TokenTexts(self._tokenizer, self._contexts[index])
+        return (_chat_logprobs if self._chat else _completion_logprobs)(self._texts[index], entries)

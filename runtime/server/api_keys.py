@@ -16,7 +16,7 @@ _SHARED = {
 def read_api_keys(file: Path) -> list[str]:
     """The API keys of a file, one a line, without comments. Raises RequestError where there are none."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"The file of API keys {file} cannot be read: {error}") from None
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from ipaddress import ip_address
 from math import inf
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -20,8 +25,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plans.errors import OutriderError, RequestError
 from runtime.generation import FinishReason, Generation, Span
@@ -44,8 +50,11 @@ if TYPE_CHECKING:
     from runtime.server.tracing import Tracing
 
 _COMPLETIONS = "/v1/completions"
+_THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins of pages
 _DONE = "data: [DONE]\n\n"
 _LOG = logging.getLogger("outrider")
+_T = TypeVar("_T")
+_PREPARING_OF_A_KEY = 2  # of one key, so that large grammars of one leave room for the others'
 _PREPARING = 4  # requests whose prompts are encoded at once: a large one takes a core, and memory
 _GONE = 0.25  # seconds between looks whether a client is still there that waits for the whole answer
 
@@ -56,7 +65,15 @@ class ServerConfig:
 
     Refused are bodies of more than `max_body_bytes`, and requests for more than `max_choices`: prompts times `n`. Each
     key may take `tokens_per_minute`, prompts and new tokens together. With `log_requests`, the logger
-    `outrider.requests` gets a record of each request. All that `/metrics` tells has the `metric_labels`.
+    `outrider.requests` gets a record of each request. All that `/metrics` tells has the `metric_labels`, and asks for a
+    key with `protect_metrics`.
+
+    What was computed for requests of one key, no request of another uses, which could tell from it what was asked; with
+    `share_prefixes` all do.
+
+    Of browsers' pages those of this machine may ask, and those of `allow_origins` ("*": all). Without a key, a host
+    that is asked by a name, and not by an address, is one of `localhost` and `allow_hosts` ("*": any), so that no page
+    of another site can have its own name lead here.
 
     When the application shuts down, requests have `drain_seconds` to end, and `cache_file` gets what the prefix cache
     holds then. Servers that wait for connections before that need a limit of their own.
@@ -71,6 +88,10 @@ class ServerConfig:
     tokens_per_minute: int | None = None
     log_requests: bool = False
     metric_labels: Mapping[str, str] = field(default_factory=dict)
+    allow_origins: Sequence[str] = ()
+    allow_hosts: Sequence[str] = ()
+    protect_metrics: bool = False
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "tokens_per_minute"):
@@ -88,6 +109,10 @@ class ServerConfig:
                     "make it of ASCII's letters, digits and signs."
                 )
         check_shares(self, bool(self.api_keys), "api_key")
+        if wrong := [host for host in self.allow_hosts if not re.fullmatch(r"\*|[\w.-]+", host)]:
+            raise RequestError(f"allow_hosts holds {wrong[0]!r}; pass a name alone, without scheme and port, or *.")
+        if self.protect_metrics and not self.api_keys:
+            raise RequestError("protect_metrics is true, and there is no API key; pass api_key too, or leave it out.")
 
     @property
     def api_keys(self) -> tuple[str, ...]:
@@ -127,6 +152,7 @@ def make_app(
                 _LOG.error("the prefix cache cannot be saved: %s", error)
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    reading = partial(app.api_route, methods=["GET", "HEAD"])
     submitter = Submitter(runtime, config.model, config.max_choices)
     serving = _Serving(submitter, None if config.tokens_per_minute is None else TokenBudgets(config.tokens_per_minute))
 
@@ -148,31 +174,39 @@ def make_app(
         return _refused(request, ApiError(400, refusal(error.errors(), error.body, model), "invalid_request_error"))
 
     app.add_middleware(_Guard, config=config, readiness=readiness)
+    app.add_middleware(
+        CORSMiddleware,  # outside of the guard: a browser asks without a key whether it may ask
+        allow_origins=config.allow_origins,
+        allow_origin_regex=_THIS_MACHINE,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+    )
     app.add_middleware(Observer, endings=endings, begun=None if tracing is None else tracing.begin)  # outside of all
 
-    @app.get("/health")
+    @reading("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok"}
 
-    @app.get("/health/live")
+    @reading("/health/live")
     async def live() -> dict[str, Any]:
         return {"status": "live"}
 
-    @app.get("/health/ready")
+    @reading("/health/ready")
     async def ready() -> JSONResponse:
         status, body = readiness.response
         return JSONResponse(body, status)
 
-    @app.get("/metrics")
+    @reading("/metrics")
     async def measured() -> Response:
         text = await run_in_threadpool(generate_latest, metrics)  # counts may be elsewhere
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models")
+    @reading("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [about]}
 
-    @app.get("/v1/models/{name:path}")
+    @reading("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         submitter.check_model(name)
         return about
@@ -219,40 +253,86 @@ class _Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig, readiness: Readiness) -> None:
         self._app, self._config, self._readiness = app, config, readiness
         self._keys = [key.encode() for key in config.api_keys]
+        self._owners = ["" if config.share_prefixes else sha256(key).hexdigest()[:16] for key in self._keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and (error := self._refuse(Request(scope))) is not None:
-            app = _refused(Request(scope), error)
+        if scope["type"] == "http":
+            request = Request(scope)
+            if (error := self._refuse(request)) is not None:
+                app = _refused(request, error)
+            elif "transfer-encoding" in request.headers:
+                receive = self._counted(receive)
         await app(scope, receive, send)
 
+    def _counted(self, receive: Receive) -> Receive:
+        """Receive a body of unknown length. Raises ApiError where it is too large."""
+        left = self._config.max_body_bytes
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise _too_large(f"more than {self._config.max_body_bytes}", self._config.max_body_bytes)
+            return message
+
+        return counted
+
     def _refuse(self, request: Request) -> ApiError | None:
-        most, ours = self._config.max_body_bytes, path_of(request.scope).startswith("/v1/")
+        most, path = self._config.max_body_bytes, path_of(request.scope)
+        host = request.headers.get("host", "")
+        ours = path.startswith("/v1/")
+        protected = ours or (path == "/metrics" and self._config.protect_metrics)
+        if "transfer-encoding" in request.headers and "content-length" in request.headers:
+            twice = "The request says its length twice, by Content-Length and Transfer-Encoding; send one of them."
+            close = {"Connection": "close"}  # proxies differ in which of them they go by, and in what follows
+            return ApiError(400, twice, "invalid_request_error", "invalid_http", close)
+        if not self._keys and not path.startswith("/health") and not self._is_host(host):
+            named = (
+                f"The host {host:.60} is no name of this server; ask it by its address, or serve "
+                "with --allow-host NAME, or with an API key."
+            )
+            return ApiError(403, named, "invalid_request_error", "host_not_allowed")
         if ours and self._readiness.draining:
             error = shutting_down("the request was not begun")
             error.headers["Connection"] = "close"  # the next one may reach another server
             return error
-        if ours and self._keys:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if protected and self._keys:
+            scheme, _, given_key = request.headers.get("authorization", "").partition(" ")
+            given = given_key.strip().encode() if scheme.lower() == "bearer" else b""
             right = [secrets.compare_digest(given, key) for key in self._keys]  # all, so that none takes less time
             if not any(right):
                 wrong = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
                 return ApiError(401, wrong, "authentication_error", "invalid_api_key")
-            record_of(request).client = f"key {right.index(True)}"
+            record, place = record_of(request), right.index(True)
+            record.client, record.owner = f"key {place}", self._owners[place]
         length = request.headers.get("content-length", "")
-        if request.method == "POST" and (not length.isdigit() or "transfer-encoding" in request.headers):
-            missing = "The request does not say its length; send Content-Length, and no Transfer-Encoding."
+        if request.method != "POST" or "transfer-encoding" in request.headers:
+            return None
+        if not length.isdigit():
+            missing = "The request does not say its length; send Content-Length, or a body in chunks."
             return ApiError(411, missing, "invalid_request_error", "length_required")
-        if request.method == "POST" and int(length) > most:
-            large = (
-                f"The body has {length} bytes; at most {most} are taken. Send less text, or fewer prompts at a time."
-            )
-            return ApiError(413, large, "invalid_request_error", "body_too_large")
-        return None
+        return _too_large(length, most) if int(length) > most else None
+
+    def _is_host(self, given: str) -> bool:
+        """Whether a `Host` is an address, or one of the names that lead here."""
+        name = ""
+        with suppress(ValueError):
+            name = urlsplit(f"//{given}").hostname or ""
+            return bool(ip_address(name))
+        return name == "localhost" or not {name, "*"}.isdisjoint(map(str.lower, self._config.allow_hosts))
+
+
+def _too_large(length: str, most: int) -> ApiError:
+    large = f"The body has {length} bytes; at most {most} are taken. Send less text, or fewer prompts at a time."
+    return ApiError(413, large, "invalid_request_error", "body_too_large")
 
 
 def _named(request: Request, error: HTTPException) -> ApiError:
     """The error of ours for one of the frameworks, which name it in two words."""
+    if isinstance(error.__cause__, ApiError):  # while its body came
+        return error.__cause__
     if isinstance(error.__cause__, ClientDisconnect):  # before its body was whole
         return client_gone()
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
@@ -265,7 +345,8 @@ def _sentence(request: Request, error: HTTPException) -> str:
     if error.status_code == 404:
         return f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
     if error.status_code == 405:
-        return f"{path} cannot be asked by {method}; use {(error.headers or {}).get('Allow', 'another method')}."
+        others = sorted((error.headers or {}).get("Allow", "another method").split(", "))
+        return f"{path} cannot be asked by {method}; use {' or '.join(others)}."
     if error.status_code == 400:
         why = {UnicodeDecodeError: "it is no UTF-8 text", RecursionError: "it is nested too deeply"}
         reason = why.get(type(error.__cause__), "it has a number of too many digits")
@@ -287,14 +368,15 @@ class _Serving:
     def __init__(self, submitter: Submitter, budgets: TokenBudgets | None) -> None:
         self._submitter, self._budgets = submitter, budgets
         self._preparing = asyncio.Semaphore(_PREPARING)
+        self._of_client: dict[str | None, asyncio.Semaphore] = {}  # of clients with a key, who are known
 
     async def answer(self, request: Request, answer: Answer, asked: CompletionAsked | ChatAsked) -> Response:
         record = record_of(request)
+        if asked.model is None:
+            asked.model = self._submitter.model
         record.asked, record.answer_id = asked, answer.id
-        async with self._preparing:
-            record.preparing = asyncio.ensure_future(run_in_threadpool(self._submit, record, asked))
-            submitted = await asyncio.shield(record.preparing)
-        answer.calling, answer.drafter = submitted.calling, asked.drafter
+        submitted = await self._prepared(request, record, asked)
+        answer.describe(submitted, asked.drafter)
         record.drafter = answer.drafter_name
         if asked.stream:
             answer.with_usage = asked.include_usage
@@ -303,9 +385,31 @@ class _Serving:
         found = await self._whole(request, submitted.handles)
         return JSONResponse(answer.whole(found, submitted.prompts, submitted.logprobs))
 
+    async def _prepared(self, request: Request, record: Record, asked: CompletionAsked | ChatAsked) -> Submitted:
+        """Have a thread submit what is asked, once there is one for the client; no longer than the client is there.
+
+        A thread that has begun goes on, as it cannot be ended, and others wait for its end.
+        """
+        most = _PREPARING if record.client is None else _PREPARING_OF_A_KEY
+        own, begun = self._of_client.setdefault(record.client, asyncio.Semaphore(most)), False
+
+        async def prepare() -> Submitted:
+            nonlocal begun
+            async with own, self._preparing:
+                begun = True
+                return await run_in_threadpool(self._submit, record, asked)
+
+        record.preparing = asyncio.ensure_future(prepare())
+        try:
+            return await _while_there(request, asyncio.shield(record.preparing))
+        except BaseException:
+            if not begun:  # and does not, now
+                record.preparing.cancel()
+            raise
+
     def _submit(self, record: Record, asked: CompletionAsked | ChatAsked) -> Submitted:
         """Submit what is asked, within the budget of the client's key; in a thread."""
-        record.submitted = self._submitter.submit(asked, record.client, self._admit(record))
+        record.submitted = self._submitter.submit(asked, record.client, self._admit(record), record.owner)
         return record.submitted
 
     def _admit(self, record: Record) -> Callable[[int, int], None] | None:
@@ -322,10 +426,7 @@ class _Serving:
     async def _whole(self, request: Request, handles: list[Handle]) -> list[Generation]:
         waiting = asyncio.gather(*handles)
         try:
-            while not (await asyncio.wait([waiting], timeout=_GONE))[0]:
-                if await request.is_disconnected():
-                    raise client_gone()
-            found = await waiting
+            found = await _while_there(request, waiting)
         finally:
             for handle in handles:
                 handle.cancel()
@@ -349,7 +450,7 @@ class _Serving:
                 queue.put_nowait((index, None))
 
         tasks = [asyncio.create_task(follow(index, handle)) for index, handle in enumerate(handles)]
-        offsets, left = [0] * len(handles), len(handles)
+        left = len(handles)
         try:
             for index in range(len(handles)):
                 if opening := answer.opening(index):
@@ -361,9 +462,8 @@ class _Serving:
                     for ending in answer.ending(index, await handles[index]):
                         yield _event(ending)
                     continue
-                if piece := answer.piece(index, span, offsets[index], submitted.logprobs):
+                if piece := answer.piece(index, span, submitted.logprobs):
                     yield _event(piece)
-                offsets[index] += len(span.text)
             found = [await handle for handle in handles]
             if answer.with_usage:
                 yield _event(answer.usage(found, submitted.prompts))
@@ -382,6 +482,18 @@ class _Serving:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _while_there(request: Request, work: Awaitable[_T]) -> _T:
+    """The result of `work`, which is cancelled when the client has gone."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=_GONE))[0]:
+            if await request.is_disconnected() and not task.done():
+                raise client_gone()
+        return await task
+    finally:
+        task.cancel()
 
 
 def _event(body: dict[str, Any]) -> str:

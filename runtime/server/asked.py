@@ -6,15 +6,15 @@ OpenAI's API reference, `/v1/completions` and `/v1/chat/completions`.
 
 from __future__ import annotations
 
-import secrets
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES, PartialMode
 from runtime.logits_options import MAX_PENALTY
-from runtime.request import MAX_LOGPROBS, MAX_STOPS, Options
+from runtime.request import MAX_LOGPROBS, MAX_SALT, MAX_STOPS, Options
+from runtime.sampling import new_seed
 from runtime.server.body import FIRST_FAULT, Body
 from runtime.server.messages import Message
 from runtime.server.refusals import shown
@@ -28,18 +28,24 @@ MOST_CHOICES = 16
 
 
 class StreamOptions(Body):
+    UNREAD: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})  # padding against who reads lengths
+
     include_usage: bool = Field(False, description="true or false")
 
 
 class _Asked(Body):
     """Fields of both kinds of request. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
     `allowed_token_ids`, `structured_outputs` and `ignore_eos` are as vLLM has them; `drafter`, how much it drafts,
-    `remember`, `partial_kv`, `priority` and `deadline` are ours.
+    `remember`, `partial_kv`, `cache_salt` (vLLM's too), `priority` and `deadline` are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
 
-    model: str = Field(description="the name of the model as text; GET /v1/models lists it")
+    UNREAD: ClassVar[frozenset[str]] = frozenset(
+        {"prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"}
+    )
+
+    model: str | None = Field(None, description="the name of the model as text; GET /v1/models lists it")
     temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
     n: int = Field(1, ge=1, le=MOST_CHOICES, description=f"a whole number from 1 to {MOST_CHOICES}")
@@ -69,6 +75,7 @@ class _Asked(Body):
     gamma_min: int | None = Field(None, description="a whole number of at least 1")
     gamma_max: int | None = Field(None, description="a whole number of at least 1")
     remember: bool = Field(True, description="true or false")
+    cache_salt: str = Field("", max_length=MAX_SALT // 2, description="a text of at most 128 characters")
     partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
     priority: int = Field(0, description="a whole number")
@@ -86,9 +93,10 @@ class _Asked(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def options(self, limit: int | None, logprobs: int | None) -> list[Options]:
-        """Options of every choice: one seed, a stream of draws each. Without a seed, one is drawn."""
-        seed = secrets.randbits(63) if self.seed is None else self.seed % 2**64
+    def options(self, limit: int | None, logprobs: int | None, owner: str = "") -> list[Options]:
+        """Options of every choice: one seed, a stream of draws each. Without a seed, one is drawn. What is known of
+        earlier requests is that of the same `owner` and `cache_salt`."""
+        seed = new_seed() if self.seed is None else self.seed % 2**64
         options = Options(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -110,6 +118,7 @@ class _Asked(Body):
             gamma_min=self.gamma_min,
             gamma_max=self.gamma_max,
             remember=self.remember,
+            cache_salt=f"{owner}/{self.cache_salt}" if owner else self.cache_salt,
             structured_outputs=self.form,
         )
         if limit is not None:
@@ -178,6 +187,8 @@ class ChatAsked(_Asked):
         None, description='"none", "auto", "required", or an object such as {"type": "function", "function": {...}}'
     )
     parallel_tool_calls: bool | None = Field(None, description="true or false")
+    modalities: list[Literal["text"]] | None = Field(None, description='["text"]')
+    reasoning_effort: str | None = Field(None, description="a text")  # for templates that read it
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description='an object such as {"enable_thinking": false}'
     )  # which the prompt's making checks

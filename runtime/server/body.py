@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
 
@@ -16,17 +18,30 @@ FIRST_FAULT = FirstFault()
 
 
 class Body(BaseModel):
-    """An object whose values have the very types they are to have, and which has no other keys."""
+    """An object whose values have the very types they are to have, and which has no other keys.
+
+    A key that is null is one that was left out, as clients write those that they do not use. `UNREAD` are keys that
+    clients send and that change no answer, such as what OpenAI's own client adds to the messages that it has read.
+    """
+
+    UNREAD: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_key(cls, given: object) -> object:
-        """Leave one key of those that are not known: one is enough to be refused. Half a character in it, which
-        Pydantic does not take, becomes its escape."""
-        if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
+    def _as_read(cls, given: object) -> object:
+        """Leave what is read, and of keys that are not known one: one is enough to be refused. Half a character in it,
+        which Pydantic does not take, becomes its escape."""
+        if not isinstance(given, dict):
             return given
-        unknown = next(key for key in given if key not in cls.model_fields)
-        known = {key: value for key, value in given.items() if key in cls.model_fields}
-        return known | {unknown.encode("utf-8", "backslashreplace").decode("utf-8"): given[unknown]}
+        fields = cls.model_fields
+        known = {
+            key: value
+            for key, value in given.items()
+            if key in fields and (value is not None or fields[key].is_required())
+        }
+        unknown = (key for key, value in given.items() if not (value is None or key in fields or key in cls.UNREAD))
+        if (key := next(unknown, None)) is None:
+            return known
+        return known | {key.encode("utf-8", "backslashreplace").decode("utf-8"): given[key]}

@@ -91,6 +91,31 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of more keys, one a line; lines that begin with # are comments",
     )
+    parser.add_argument(
+        "--allow-host",
+        dest="allow_hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name by which clients may ask without an API key, besides localhost and addresses (several times for "
+        "several; *: any), so that no page of another site can have its own name lead here",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        dest="allow_origins",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="origin of pages, such as https://chat.example, that browsers let ask, besides those of this machine "
+        "(several times for several; *: any)",
+    )
+    parser.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="requests of one API key use what was computed for those of others: faster where keys ask alike, and any "
+        "of them can find out, by what is known already, what others have asked",
+    )
+    parser.add_argument("--protect-metrics", action="store_true", help="/metrics asks for an API key too")
     parser.add_argument("--model-name", help="the name that clients ask for (default: the plan's)")
     add_capacities(parser)
     parser.add_argument(
@@ -184,6 +209,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         max_choices=arguments.max_choices,
         tokens_per_minute=arguments.tokens_per_minute,
         log_requests=arguments.log_format is not None,
+        allow_origins=arguments.allow_origins,
+        allow_hosts=arguments.allow_hosts,
+        protect_metrics=arguments.protect_metrics,
+        share_prefixes=arguments.share_prefixes,
     )
     cache = cache_of(arguments)
     scheduler = SchedulerConfig(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from plans.errors import BusyError, ClosedError, OutriderError, RequestError, UnavailableError
 
+_KEY = re.compile(r"[a-z_][\w.\[\]]*")  # with which a sentence on a key begins, unlike others
 _BUSY_SECONDS = 1  # after which a queue, or a connection, is likely to have room
 _RESTART_SECONDS = 5  # after which a server may be there again
 
@@ -22,8 +24,8 @@ class ApiError(Exception):
         self.body, self.headers = _body(message, kind, code), dict(headers or {})
 
 
-def as_api_error(error: OutriderError) -> ApiError:
-    """The error that a client gets for one of the runtime's."""
+def as_api_error(error: Exception) -> ApiError:
+    """The error that a client gets for one of the runtime's, or for one that nobody foresaw."""
     if isinstance(error, ClosedError):
         return shutting_down("the request was not begun")
     if isinstance(error, BusyError):
@@ -33,7 +35,8 @@ def as_api_error(error: OutriderError) -> ApiError:
         return ApiError(400, str(error), "invalid_request_error", code)
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error), "server_error", "unavailable", _again(_RESTART_SECONDS))
-    return ApiError(500, str(error), "server_error", "server_error")
+    said = str(error) if isinstance(error, OutriderError) else f"It failed by a fault of ours: {error!r:.400}"
+    return ApiError(500, said, "server_error", "server_error")
 
 
 def failed(request_id: str) -> ApiError:
@@ -80,7 +83,8 @@ def not_http(status: int, why: str) -> ApiError:
 def _body(message: str, kind: str, code: str | None) -> dict[str, Any]:
     """As OpenAI's. Half a character, which a message may repeat of what was sent, is written as its escape."""
     escaped = message.encode("utf-8", "backslashreplace").decode("utf-8")
-    return {"error": {"message": escaped, "type": kind, "param": None, "code": code}}
+    key = _KEY.match(escaped)
+    return {"error": {"message": escaped, "type": kind, "param": key and key.group(), "code": code}}
 
 
 def _again(seconds: int) -> dict[str, str]:

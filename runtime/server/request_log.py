@@ -65,7 +65,7 @@ def fields(record: Record) -> dict[str, object]:
     if record.client is not None:
         said["client"] = record.client
     if record.asked is not None:
-        said |= {"model": record.asked.model[:_LONGEST], "stream": record.asked.stream}
+        said |= {"model": (record.asked.model or "")[:_LONGEST], "stream": record.asked.stream}
     if record.submitted is not None:
         said |= _generated(record)
     if record.error is not None:

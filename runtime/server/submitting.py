@@ -25,12 +25,15 @@ Admit = Callable[[int, int], object]
 class Submitted:
     """A handle of every choice of every prompt, those of a prompt together, and the tools that they may call.
 
-    `prompt_tokens` are those of all prompts, each counted once.
+    `contexts` are the token ids that each choice goes on from; `prompt_tokens` those of all prompts, each counted once;
+    `seed` is that of all draws.
     """
 
     handles: list[Handle]
+    contexts: list[list[int]]
     prompts: int
     prompt_tokens: int
+    seed: int
     calling: ToolCalling | None
     logprobs: bool
 
@@ -39,18 +42,24 @@ class Submitter:
     """Submits bodies that ask for the model of that name, of at most `max_choices` choices each."""
 
     def __init__(self, served: Served, model: str, max_choices: int) -> None:
-        self._served, self._model, self._max_choices = served, model, max_choices
+        self._served, self.model, self._max_choices = served, model, max_choices
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError for any other model."""
-        if name != self._model:
-            message = f"There is no model {name!r} here; pass {self._model!r}."
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for any other model; None is the one that there is."""
+        if name not in (None, self.model):
+            message = f"There is no model {name!r} here; pass {self.model!r}."
             raise ApiError(404, message, "invalid_request_error", "model_not_found")
 
     def submit(
-        self, asked: CompletionAsked | ChatAsked, client: str | None = None, admit: Admit | None = None
+        self,
+        asked: CompletionAsked | ChatAsked,
+        client: str | None = None,
+        admit: Admit | None = None,
+        owner: str = "",
     ) -> Submitted:
         """Submit every choice of every prompt, all or none. Raises ApiError, and OutriderError as `submit_all`.
+
+        `owner` is whose requests use again what was computed for one another.
 
         `admit` is called before, with the tokens of all prompts and the most that may be new; it may raise too. Texts
         are encoded and grammars compiled here, once each: not for the thread of an event loop.
@@ -64,22 +73,24 @@ class Submitter:
                 f"{most} are taken in a request. Send fewer prompts at a time, or a smaller n."
             )
         calling = self._calling(asked) if isinstance(asked, ChatAsked) else None
-        by_prompt = list(self._wanted(asked, calling))
+        by_prompt = list(self._wanted(asked, calling, owner))
         prompt_tokens = sum(len(ids) for ids, _ in by_prompt)
         if admit is not None:
             admit(prompt_tokens, sum(self._most_new(ids, own) for ids, options in by_prompt for own in options))
         wanted = [(ids, own) for ids, options in by_prompt for own in options]
         handles = self._served.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
-        logprobs = asked.logprobs is not None and asked.logprobs is not False
-        return Submitted(handles, len(handles) // asked.n, prompt_tokens, calling, logprobs)
+        logprobs, seed = asked.logprobs is not None and asked.logprobs is not False, wanted[0][1]["seed"] or 0
+        return Submitted(
+            handles, [ids for ids, _ in wanted], len(handles) // asked.n, prompt_tokens, seed, calling, logprobs
+        )
 
     def _most_new(self, ids: list[int], options: Options) -> int:
         return max(0, min(options["max_new_tokens"], self._served.manifest.target.context - len(ids)))
 
     def _calling(self, asked: ChatAsked) -> ToolCalling | None:
         """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""
-        grammars, form = self._served.grammars, asked.response_format
-        schema = None if form is None else form.schema_of_text
+        grammars, asked_form = self._served.grammars, asked.response_format
+        schema = None if asked_form is None else asked_form.schema_of_text
         if schema is not None:
             grammars.check_schema(schema, "response_format.json_schema.schema")
         if not asked.calls_tools:
@@ -90,7 +101,9 @@ class Submitter:
                 "The chat template of the plan does not know tools, so that the model would not see them; leave tools "
                 "out, or serve a plan whose template has them."
             )
-        calling = asked.calling(format_of(template.text))
+        special = self._served.tokenizer.special_tokens.values()
+        form = format_of(template, special, self._served.manifest.text.tool_parser)
+        calling = asked.calling(form)
         try:
             grammars.check(calling.grammar, "The grammar of all tools together")
         except RequestError:
@@ -100,22 +113,24 @@ class Submitter:
         return calling
 
     def _wanted(
-        self, asked: CompletionAsked | ChatAsked, calling: ToolCalling | None
+        self, asked: CompletionAsked | ChatAsked, calling: ToolCalling | None, owner: str
     ) -> Iterator[tuple[list[int], list[Options]]]:
         """Token ids of each prompt, and the options of its choices."""
         tokenizer, geometry = self._served.tokenizer, self._served.manifest.target
         if isinstance(asked, ChatAsked):
             variables = dict(asked.chat_template_kwargs or {})
+            if asked.reasoning_effort is not None and "reasoning_effort" in tokenizer.check_chat().names:
+                variables.setdefault("reasoning_effort", asked.reasoning_effort)
             if calling is not None:
                 variables["tools"] = [tool.plain() for tool in asked.tools or ()]
             ids = chat_prompt([message.plain() for message in asked.messages], tokenizer, geometry, variables)
             limit = max(1, geometry.context - len(ids)) if asked.limit is None else asked.limit
-            options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None)
+            options = asked.options(limit, (asked.top_logprobs or 0) if asked.logprobs else None, owner)
             if calling is not None:
                 options = [Options(**{**own, "structured_outputs": {"grammar": calling.grammar}}) for own in options]
             yield ids, options
             return
-        options = asked.options(asked.max_tokens, asked.logprobs)
+        options = asked.options(asked.max_tokens, asked.logprobs, owner)
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 yield encode_prompt(prompt, tokenizer, geometry, add_special_tokens=True), options

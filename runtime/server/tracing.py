@@ -64,7 +64,7 @@ class Tracing:
             if not isinstance(value, int) or -(2**63) <= value < 2**63:  # what the protocol holds
                 span.set_attribute(key, value)
         if record.asked is not None:
-            span.update_name(f"{_OPERATIONS[record.path]} {_plain(record.asked.model)}")
+            span.update_name(f"{_OPERATIONS[record.path]} {_plain(record.asked.model or '')}")
         if record.error is not None:
             span.set_attribute("error.type", record.error.code or str(record.status))
         if record.fault is not None or record.status >= 500 or (record.error and record.error.status >= 500):
@@ -116,7 +116,7 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
         yield "outrider.client", record.client
     asked, found = record.asked, record.found
     if asked is not None:
-        yield "gen_ai.request.model", _plain(asked.model)
+        yield "gen_ai.request.model", _plain(asked.model or "")
         yield "gen_ai.request.temperature", asked.temperature
         yield "gen_ai.request.top_p", asked.top_p
         yield "gen_ai.request.stream", asked.stream
@@ -134,7 +134,7 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
     if record.submitted is None:
         return
     if asked is not None:
-        yield "gen_ai.response.model", asked.model
+        yield "gen_ai.response.model", asked.model or ""
     if record.answer_id is not None:
         yield "gen_ai.response.id", record.answer_id
     yield "gen_ai.usage.input_tokens", record.prompt_tokens

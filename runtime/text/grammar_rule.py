@@ -66,6 +66,11 @@ class GrammarRule(LogitsRule):
     def _check(self) -> None:
         """Raise RequestError where llguidance has given up: at a limit, or where no token has the text."""
         if self._matcher.is_error():
+            if self._matcher.get_error().startswith("NoExtension"):
+                raise RequestError(
+                    "The text has come to a place behind which the grammar allows no token, and is not at its end. "
+                    "Correct the grammar: what it allows there must be able to go on."
+                )
             raise RequestError(f"The grammar {told(self._matcher.get_error())}. Correct it, or make it simpler.")
 
     def _excluded(self) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@ from plans.errors import RequestError
 from plans.manifest import Geometry
 from plans.text_check import check_text
 from plans.tokenizer import Tokenizer, as_ids
+from runtime.numbers import told
 from runtime.text.stream import CONTEXT_TOKENS, TextStream
 
 Messages = Sequence[Mapping[str, object]]
@@ -71,7 +72,9 @@ def prepare_prompt(
         ids = as_ids(prompt)
     wrong = next((i for i in ids if not 0 <= i < geometry.vocab_size), None)
     if wrong is not None:
-        raise RequestError(f"Token id {wrong} is not in the vocabulary; ids go from 0 to {geometry.vocab_size - 1}.")
+        raise RequestError(
+            f"Token id {told(wrong)} is not in the vocabulary; ids go from 0 to {geometry.vocab_size - 1}."
+        )
     total = len(present) + len(ids)
     if total == 0:
         raise RequestError("The prompt is empty; there is nothing to continue. Pass text or token ids.")

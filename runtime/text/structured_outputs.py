@@ -33,10 +33,15 @@ WHITESPACE = r"(?: |\n[ \t]{0,20})"
 
 
 def guided(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
-    """Return a JSON schema that also says how white space may stand, unless it does already.
+    """Return a JSON schema as llguidance is to have it: it also says how white space may stand, unless it does already,
+    and has no pattern that only its declared properties have.
 
     `lenient`: what llguidance does not know in it is passed over, unless it says otherwise.
     """
+    if (text := _with_patterns(schema)) is not None:
+        from runtime.text.schema_patterns import without_covered_patterns  # with llguidance
+
+        schema = without_covered_patterns(text)
     own = schema.get("x-guidance", {})
     if not isinstance(own, Mapping):
         return dict(schema)
@@ -44,6 +49,15 @@ def guided(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any
     if lenient:
         added["lenient"] = True
     return {**schema, "x-guidance": {**added, **own}}
+
+
+def _with_patterns(schema: Mapping[str, Any]) -> str | None:
+    """The schema as JSON, where it has patterns of properties; None too for what is no JSON, as is said later."""
+    try:
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return text if "patternProperties" in text else None
 
 
 def lark_text(text: str) -> str:

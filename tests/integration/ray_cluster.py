@@ -15,6 +15,7 @@ import psutil
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.serve._private import api
 from ray.serve.handle import DeploymentHandle
 
 from runtime.ray_serve.application import build
@@ -51,6 +52,7 @@ def two_nodes(**resources: float) -> Iterator[tuple[Cluster, str]]:
         cluster.add_node(resources=resources, **_NODE)
         ray.init(address=cluster.address, log_to_driver=False)
         port = free_port()
+        api.HTTP_PROXY_TIMEOUT = 300  # by default 60 seconds, within which a busy machine starts no proxy
         serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
         yield cluster, f"http://127.0.0.1:{port}"
         serve.shutdown()
@@ -58,7 +60,7 @@ def two_nodes(**resources: float) -> Iterator[tuple[Cluster, str]]:
         ray.shutdown()
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-        left = psutil.wait_procs(processes() - before, timeout=20)[1]
+        left = psutil.wait_procs(processes() - before, timeout=120)[1]
         assert left == [], "the cluster left processes"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -21,10 +22,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from plans.chat_template import ChatTemplate
-from plans.errors import RequestError
+from plans.errors import PlanError, RequestError
 from runtime import Runtime
 from runtime.__main__ import main
 from runtime.batch import OutriderPredictor
+from runtime.batch import answering as answering_module
 from runtime.batch.answering import Answering
 from runtime.batch.body import asked_of
 from runtime.batch.command import _on_ray
@@ -33,6 +35,7 @@ from runtime.batch.loading import load_for_batches
 from runtime.batch.predictor import _request, _rows
 from runtime.batch.reading import read_requests, rows_of_table
 from runtime.batch.requests import BatchRequest, id_order, parse, working_order
+from runtime.engine import Engine
 from runtime.server.asked import CompletionAsked
 from runtime.server.stamps import DerivedStamps
 from tests.integration.batches import line, mixed, read, run, write
@@ -233,6 +236,7 @@ def test_requests_that_are_wrong_get_results_that_say_why(answering: Answering) 
         "stream": (line("a", {"prompt": "x", "stream": True}), "a batch has no streams"),
         "deadline": (line("a", {"prompt": "x", "deadline": 3.0}), "deadline"),
         "long": (line("a", {"prompt": "x" * 4000}), "context"),
+        "digits": (line("a", {"prompt": "x", "logit_bias": {"5": 10**400}}), "logit_bias[5] is 1000"),
         "both": ({"custom_id": "a", "prompt": "x", "messages": []}, "both given"),
     }
     found = answer(answering, *(each for each, _ in wrong.values()), line("a", {"prompt": "x", "max_tokens": 2}))
@@ -243,6 +247,42 @@ def test_requests_that_are_wrong_get_results_that_say_why(answering: Answering) 
         assert result["error"] is None
     assert found[-1]["response"]["status_code"] == 200
     assert json.dumps(answer(answering, *(each for each, _ in wrong.values()))) == json.dumps(found[:-1])
+
+
+def test_a_fault_that_nobody_foresaw_costs_its_request_alone(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_of = answering_module.asked_of
+
+    def failing(text: str, model: str) -> Any:
+        return {}["no"] if "boom" in text else asked_of(text, model)
+
+    monkeypatch.setattr(answering_module, "asked_of", failing)
+    good = [line(each, {"prompt": "x", "max_tokens": 2}) for each in "ac"]
+    found = answer(answering, good[0], line("b", {"prompt": "boom"}), good[1])
+    assert [each["response"]["status_code"] for each in found] == [200, 500, 200]
+    assert "KeyError" in found[1]["response"]["body"]["error"]["message"]
+
+
+def test_a_request_at_which_the_runtime_fails_costs_no_other(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever shared its pass is asked for again, and answered; where all fail, the runtime is at fault."""
+    step, failing = Engine.step, answering.runtime.tokenizer.encode("zzz")[0]
+
+    def step_of(self: Engine, sequences: Any, *given: Any) -> Any:
+        if any(each.tokens[0] == failing for each in sequences):
+            raise RuntimeError("the test says so")
+        return step(self, sequences, *given)
+
+    monkeypatch.setattr(Engine, "step", step_of)
+    lines = [line(each, {"prompt": "zzz" if each == "b" else "x", "max_tokens": 8}) for each in "abcd"]
+    found = answer(answering, *lines)
+    assert [each["response"]["status_code"] for each in found] == [200, 500, 200, 200]
+    assert "the test says so" in found[1]["response"]["body"]["error"]["message"]
+    assert answer(answering, lines[0])[0]["response"]["body"] == found[0]["response"]["body"]
+    with pytest.raises(PlanError, match=r"The request 'b' cannot be answered: .*the test says so"):
+        answer(answering, lines[1])
 
 
 def test_the_largest_requests_of_two_blocks_at_once_find_room(answering: Answering) -> None:
@@ -337,6 +377,44 @@ def test_a_folder_whose_first_run_was_killed_early_is_begun_again(tmp_path: Path
             pass
     with folder.begun(a_state()) as state:
         assert state == a_state()
+
+
+@pytest.mark.parametrize("name", ["lock", "parts", "batch.json", "results.jsonl", "parts/000000.begun"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_outside_of_the_folder_is_touched(tmp_path: Path, name: str, kind: str) -> None:
+    folder, elsewhere = BatchFolder(tmp_path / "out"), tmp_path / "elsewhere"
+    with folder.begun(a_state()):
+        pass
+    elsewhere.mkdir()
+    (elsewhere / ".a.jsonl.b").write_text("kept")
+    (elsewhere / "file").write_text("kept")
+    there = folder.path / name
+    if there.is_dir():
+        there.rmdir()
+    there.unlink(missing_ok=True)
+    if kind == "link":
+        there.symlink_to(elsewhere if name == "parts" else elsewhere / "file")
+    else:
+        os.mkfifo(there)
+    with pytest.raises(RequestError, match="is a link, or not of its kind"), folder.begun(a_state()):
+        pass
+    assert {each.name: each.read_text() for each in elsewhere.iterdir()} == {".a.jsonl.b": "kept", "file": "kept"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"block_size": -5}, {"block_size": 0}, {"block_size": "x"}, {"count": -1}, {"kernels": 3}, "[" * 5000, "7"],
+    ids=lambda change: str(change)[:20],
+)
+def test_a_state_that_was_tampered_with_is_refused(tmp_path: Path, change: Any) -> None:
+    folder = BatchFolder(tmp_path / "out")
+    with folder.begun(a_state()):
+        (folder.path / "parts" / "\u00b2\u00b2.jsonl").touch()
+        assert folder.written() == set()
+    path = folder.path / "batch.json"
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(PlanError, match="cannot be read"), folder.begun(a_state()):
+        pass
 
 
 def test_another_release_of_outrider_does_not_go_on(tmp_path: Path) -> None:

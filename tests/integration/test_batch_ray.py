@@ -52,7 +52,7 @@ def address() -> Iterator[str]:
         finally:
             ray.shutdown()
             nodes.shutdown()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while left := processes(folder):
         assert time.monotonic() < until, f"processes of the cluster are left: {left}"
         time.sleep(0.1)

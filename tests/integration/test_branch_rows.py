@@ -167,7 +167,7 @@ def test_nothing_of_others_is_read(branching, mode, monkeypatch) -> None:
     def run() -> list[Any]:
         branching.engines.idle.clear()  # the prefix is computed again
         return branching.generate_branches(
-            prefix, branches, mode=mode, max_parallel=4, ignore_eos=True, auto_disable=False
+            prefix, branches, mode=mode, max_parallel=4, ignore_eos=True, auto_disable=False, seed=0
         )
 
     expected = run()

@@ -102,7 +102,7 @@ def test_samples_of_one_prompt_share_all_of_it(branching, drafter, mode) -> None
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("new", [1, 9])
 def test_a_prompt_of_one_token_has_samples(branching, drafter, mode, new) -> None:
-    options = {"temperature": 0.9, "max_new_tokens": new, "drafter": drafter, "ignore_eos": True}
+    options = {"temperature": 0.9, "max_new_tokens": new, "drafter": drafter, "ignore_eos": True, "seed": 0}
     branching.generate_branches([9, 8, 7], n=2, mode=mode, **options)  # leaves rows, and a feature
     found = branching.generate_branches([5], n=3, mode=mode, **options)
     for stream, generation in enumerate(found):
@@ -175,7 +175,7 @@ def test_a_branch_that_is_cancelled_before_it_begins_is_over_at_once(branching) 
 
 def test_streams_count_on_from_the_one_given(branching) -> None:
     """Whatever kind of whole number it is."""
-    options = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+    options = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True, "seed": 0}
     expected = [branching.generate([5, 6, 7], stream_id=3 + i, **options).token_ids for i in range(4)]
     for first in (3, np.int64(3)):
         found = branching.generate_branches([5, 6, 7], n=4, stream_id=first, **options)

@@ -22,7 +22,7 @@ from runtime import Runtime
 from tests.conftest import REPOSITORY, TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
-GENERATION_KEYS = {"text", "token_ids", "finish_reason", "stats"}
+GENERATION_KEYS = {"text", "token_ids", "finish_reason", "seed", "stats"}
 
 Captured = pytest.CaptureFixture[str]
 
@@ -125,7 +125,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
 
 
 def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path, capsys: Captured) -> None:
-    arguments = [str(toy_plan), "--prompts", "2", "--new-tokens", "12"]
+    arguments = [str(toy_plan), "--count", "2", "--new-tokens", "12"]
     held_out = toy_plan.parent / "held_out.jsonl"
     recipe = toy_plan.parent / "with_held_out.yaml"
     text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
@@ -145,7 +145,7 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     assert 0 < found["max_logit_error"] < 1e-4
     assert found["tolerance"] == 2 * found["max_logit_error"]
     assert found["logit_bound"] == 1e-3
-    assert tools.verify.__main__.main([*arguments, "--recipe", str(recipe)]) == 0
+    assert tools.verify.__main__.main([*arguments, "--prompts", str(held_out)]) == 0
     text = capsys.readouterr().out
     assert "2 prompts, 24 tokens" in text
     assert "(at most 1e-03)" in text
@@ -155,8 +155,8 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--prompts", "0"], "--prompts is '0'"),
-        (["--prompts", "-3"], "--prompts is '-3'"),
+        (["--count", "0"], "--count is '0'"),
+        (["--count", "-3"], "--count is '-3'"),
         (["--new-tokens", "0"], "--new-tokens is '0'"),
         (["--new-tokens", "159"], "context is 160"),
         (["--new-tokens", "5000"], "context is 160"),
@@ -426,6 +426,15 @@ def test_chat_streams_text_and_leaves_at_the_end_of_input(
     text = json.loads(capsys.readouterr().out)["text"]
     assert chat(monkeypatch, toy, toy_plan, "hi\n") == 0
     assert text in capsys.readouterr().out
+    assert chat(monkeypatch, toy, toy_plan, "so\n/reset\nhi\n", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["text"] == text
+    one = run_json(
+        capsys, runtime.__main__.main, "generate", toy_plan, "--message", "hi", "--max-new-tokens", "10", "--json"
+    )
+    assert one["text"] == text
+    assert "--message cannot go with --beams" in refused(
+        capsys, runtime.__main__.main(["generate", str(toy_plan), "--message", "hi", "--beams", "2"])
+    )
 
 
 def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_goes_on(

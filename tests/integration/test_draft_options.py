@@ -114,7 +114,7 @@ def test_turns_with_other_limits(toy: Runtime, drafter: str) -> None:
         {},
         {"draft_tokens": 2},
         {"draft_depth": 1},
-        {"temperature": 1.0},
+        {"temperature": 1.0, "seed": 0},
         {"draft_tokens": 1},
     ]
     with toy.session() as session, toy.session() as plain:

@@ -73,7 +73,7 @@ def test_rows_with_and_without_partial_kv_and_every_drafter_share_passes(
 
 def test_branches_with_a_row_each_run_ahead(rows: Runtime) -> None:
     prefix = prompt(5, 50)
-    options = Options(max_new_tokens=60, ignore_eos=True, drafter="chain", temperature=0.8, auto_disable=False)
+    options = Options(max_new_tokens=60, ignore_eos=True, drafter="chain", temperature=0.8, auto_disable=False, seed=0)
     branches: list[BranchPrompt] = [[1], [2], [3]]
     full = rows.generate_branches(prefix, branches, mode="batching", partial_kv="off", **options)
     found = rows.generate_branches(prefix, branches, mode="batching", partial_kv="lossless", **options)

@@ -17,10 +17,11 @@ REGEX = {"regex": r"[a-z ]{4,40}=[0-9]{1,8};"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 11},
-    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3, "temperature": 0.6},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3, "temperature": 0.6}
+    | {"seed": 0},
     "structured": {"structured_outputs": REGEX, "temperature": 1.0, "seed": 5},
     "stop": {"stop": ["return", "\n"], "min_tokens": 5, "temperature": 1.0, "seed": 3},
-    "logprobs": {"logprobs": 2, "temperature": 0.7},
+    "logprobs": {"logprobs": 2, "temperature": 0.7, "seed": 0},
     "bad words": {"bad_words": ["return", "x"], "temperature": 1.0, "seed": 9},
 }
 DRAFTERS = ["none", "ngram", "chain", "bushy", "head", "mixed"]

@@ -57,7 +57,14 @@ class Nothing(LogitsRule):
 
 
 def asked(**more: Any) -> Options:
-    found = {"max_new_tokens": 40, "ignore_eos": True, "auto_disable": False, "constraint": Shifting(), **more}
+    found = {
+        "max_new_tokens": 40,
+        "ignore_eos": True,
+        "auto_disable": False,
+        "constraint": Shifting(),
+        "seed": 0,
+        **more,
+    }
     return Options(**found)  # type: ignore[typeddict-item]
 
 

@@ -173,6 +173,32 @@ def test_handles_are_awaited_and_iterated_in_an_event_loop(serving: Runtime, alo
         tokens = [token async for span in streamed for token in span.token_ids]
         return [tokens, *(result.token_ids for result in await asyncio.gather(*waited))]
 
+    async def leave() -> list[Any]:
+        """Whoever is cancelled, or waits no longer, ends the request."""
+
+        async def read(handle: Any) -> None:
+            async for _ in handle:
+                await asyncio.sleep(0)
+
+        def slow(_: object) -> None:
+            time.sleep(0.002)
+
+        handles = [serving.submit([4, 5, 6], max_new_tokens=150, ignore_eos=True, on_round=slow) for _ in range(3)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(handles[0], 0.02)
+        reading = asyncio.create_task(read(handles[1]))
+        await asyncio.sleep(0.02)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(handles[2]._whole()), 0.02)
+        del reading
+        while not all(handle.done for handle in handles):
+            await asyncio.sleep(0.01)
+        return [handle.result().finish_reason for handle in handles]
+
+    assert asyncio.run(leave()) == ["cancelled", "cancelled", "length"]
     found = asyncio.run(use())
     expected = [alone.generate([4, 5, 6], max_new_tokens=15, ignore_eos=True).token_ids]
     expected += [alone.generate([4, 5, place], max_new_tokens=9, ignore_eos=True).token_ids for place in range(1, 6)]
@@ -207,6 +233,16 @@ def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.Mo
     for handle in handles:
         handle.result(60)
     assert order[-5:] == [5, 13, 11, 12, 10]  # before them, its warm-up
+    flooding = runtime.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True, client="a")
+    next(iter(flooding))
+    handles = [
+        runtime.submit([token], max_new_tokens=1, priority=priority, client=client)
+        for token, priority, client in ((10, 0, "a"), (11, 0, "a"), (12, 9, "a"), (20, 0, "b"), (21, 0, "b"))
+    ]
+    assert not flooding.done
+    for handle in handles:
+        handle.result(60)
+    assert order[-6:] == [5, 20, 21, 12, 10, 11]  # who has been granted less, and of one client the first that matters
     assert runtime.close(timeout=60)
 
 

@@ -103,10 +103,32 @@ def test_a_list_may_be_longer_than_the_queue(branch_plan: Path, alone: Runtime) 
 
 
 def test_a_runtime_may_be_closed_before_its_first_request(branch_plan: Path) -> None:
-    runtime = Runtime.load(branch_plan, threads=1)
-    assert runtime.close()
+    with Runtime.load(branch_plan, threads=1) as runtime:
+        session = runtime.session()
+        runtime.submit([5], max_new_tokens=4)
+    assert "closed" in repr(runtime)
+    assert session.generate([5], max_new_tokens=1).token_ids  # what is open goes on
+    for ask in (runtime.submit, runtime.generate, runtime.stream, runtime.beam_search):
+        with pytest.raises(BusyError, match="closed"):
+            ask([5])
     with pytest.raises(BusyError, match="closed"):
-        runtime.submit([5])
+        runtime.session()
+    with pytest.raises(BusyError, match="closed"):
+        runtime.generate_branches([5], n=2)
+    session.close()
+
+
+def test_without_a_seed_texts_differ_and_the_result_has_it(alone: Runtime) -> None:
+    found = [alone.generate([5], max_new_tokens=12, temperature=1.0, ignore_eos=True) for _ in range(3)]
+    found += alone.generate_branches([5, 6], n=2, max_new_tokens=12, temperature=1.0, ignore_eos=True)
+    assert len({tuple(each.token_ids) for each in found}) == 5
+    assert found[3].seed == found[4].seed
+    again = alone.generate([5], max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=found[0].seed)
+    assert again.token_ids == found[0].token_ids
+    with pytest.raises(RequestError, match="generated holds tokens that were drawn, and there is no seed"):
+        alone.generate([5], max_new_tokens=12, temperature=1.0, generated=[3])
+    with pytest.raises(RequestError, match=r"Unknown option 'max_tokens' \(did you mean 'max_new_tokens'\?\)"):
+        alone.generate([5], max_tokens=3)  # type: ignore[call-overload]
 
 
 def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Runtime) -> None:

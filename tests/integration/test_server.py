@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +16,12 @@ from typing import Any
 import openai
 import pytest
 
+from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.engine import Engine
+from runtime.server.app import ServerConfig
 from tests.integration.served import KEY, client_of, get, listening, settle
 
 
@@ -200,7 +202,12 @@ def test_log_probabilities(client: openai.OpenAI, alone: Runtime) -> None:
     content = chat.choices[0].logprobs.content
     assert len(content) == 5
     assert all(len(entry.top_logprobs) == 2 for entry in content)
-    assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+    joined = b"".join(bytes(entry.bytes) for entry in content)
+    assert joined.decode(errors="replace") == chat.choices[0].message.content
+    pieces = client.completions.create(prompt=[5, 6], logprobs=2, stream=True, **own)
+    told = [piece.choices[0].logprobs for piece in pieces if piece.choices[0].logprobs is not None]
+    assert [token for each in told for token in each.tokens] == found.tokens
+    assert [offset for each in told for offset in each.text_offset] == found.text_offset
 
 
 def test_each_end_token_of_a_plan_ends_a_text(toy: Runtime, ending_plan: tuple[Path, dict[str, int]]) -> None:
@@ -252,6 +259,24 @@ def test_stops_are_not_part_of_the_text(client: openai.OpenAI, alone: Runtime) -
     )
     assert found.choices[0].text == whole[: whole.index(stop)]
     assert found.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "sure"])
+def test_a_special_token_is_a_stop(client: openai.OpenAI, alone: Runtime, drafter: str) -> None:
+    """It prints nothing, so that its spelling would never be found in a text."""
+    token, spelled = next(iter(alone.tokenizer.special_tokens.items()))
+    own: dict[str, Any] = {"model": "toy", "prompt": [5, 6], "max_tokens": 9, "logit_bias": {str(token): 100}}
+    own["extra_body"] = {"ignore_eos": True, "drafter": drafter}
+    assert client.completions.create(**own).choices[0].finish_reason == "length"
+    found = client.completions.create(stop=["#", spelled], **own)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("", "stop")
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 1
+    with pytest.raises(
+        openai.BadRequestError, match=r"stop.0. holds the special token .* pass it as a text of its own"
+    ) as told:
+        client.completions.create(stop=[f"a{spelled}"], **own)
+    assert told.value.param == "stop[0]"
 
 
 @pytest.mark.parametrize(
@@ -581,9 +606,101 @@ def test_what_the_end_cuts_off_is_told_so(branch_plan: Path, caplog: pytest.LogC
     assert not caplog.records
 
 
-def test_bodies_without_a_length_are_refused(address: str) -> None:
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as plain:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        plain.sendall(f"{head}Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        assert b" 4" in plain.recv(200)
+def asked(address: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an answer; headers' names have `_` for `-`."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body, named, encode_chunked=isinstance(body, Iterator))
+    answer = connection.getresponse()
+    return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_one_key_asked_no_other_can_find_out(branch_plan: Path, shared: bool) -> None:
+    """By what is known already, which `cached_tokens` tells."""
+    kept = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=4096))
+    prompt = "import os\nimport sys\ndef main("
+    with listening(kept, api_key=["one", "two"], share_prefixes=shared) as address:
+
+        def cached(key: str, **own: Any) -> int:
+            with client_of(address, key) as client:
+                found = client.completions.create(model="toy", prompt=prompt, max_tokens=2, extra_body=own)
+            settle(kept)
+            assert found.usage is not None
+            assert found.usage.prompt_tokens_details is not None
+            return found.usage.prompt_tokens_details.cached_tokens or 0
+
+        assert cached("one") == 0
+        assert cached("one") > 0
+        for salt in ("a", "b"):
+            stream = kept.stream_branches([5] * 40, [[1], [2]], max_new_tokens=2, cache_salt=salt)
+            assert len(list(stream)) > 0
+            assert (stream.stats.reused_tokens, stream.stats.cached_tokens) == (0, 0)
+        assert (cached("two") > 0) is shared
+        assert cached("two") > 0
+        assert cached("one", cache_salt="a") == 0
+        assert cached("one", cache_salt="b") == 0
+        assert cached("one", cache_salt="a") > 0
+        assert (cached("two", cache_salt="a") > 0) is shared
+
+
+def test_what_http_has_besides(address: str, client: openai.OpenAI) -> None:
+    """HEAD, bodies in chunks, and schemes of keys in any case."""
+    key = {"Authorization": f"bearer {KEY}"}
+    for path in ("/health", "/health/live", "/health/ready", "/v1/models", "/v1/models/toy", "/metrics"):
+        status, headers, body = asked(address, "HEAD", path, **key)
+        assert (status, body) == (200, b"")
+        assert int(headers["content-length"]) > 0
+    own: dict[str, Any] = {"model": "toy", "prompt": "import os\n", "max_tokens": 4, "temperature": 0}
+    text = json.dumps(own).encode()
+    given = asked(
+        address, "POST", "/v1/completions", iter([text[:9], text[9:]]), Content_Type="application/json", **key
+    )
+    assert given[0] == 200
+    assert json.loads(given[2])["choices"][0]["text"] == client.completions.create(**own).choices[0].text
+    for wrong in (KEY, f"Basic {KEY}", f"Bearer{KEY}"):
+        assert asked(address, "GET", "/v1/models", Authorization=wrong)[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("config", "origin", "may"),
+    [
+        ({}, "http://localhost:3000", True),
+        ({}, "https://127.0.0.1", True),
+        ({}, "http://localhost.attacker.example", False),
+        ({}, "https://chat.example", False),
+        ({"allow_origins": ["https://chat.example"], "api_key": KEY}, "https://chat.example", True),
+        ({"allow_origins": ["*"]}, "https://any.example", True),
+    ],
+)
+def test_pages_of_which_origins_may_ask(branch_plan: Path, config: dict[str, Any], origin: str, may: bool) -> None:
+    with listening(Runtime.load(branch_plan, threads=1), **config) as address:
+        wanted = {
+            "Access_Control_Request_Method": "POST",
+            "Access_Control_Request_Headers": "authorization,content-type",
+        }
+        status, headers, _ = asked(address, "OPTIONS", "/v1/chat/completions", Origin=origin, **wanted)
+        assert (status == 200) is may
+        assert (headers.get("access-control-allow-origin") in (origin, "*")) is may
+        refused = asked(address, "GET", "/nowhere", Origin=origin, Authorization=f"Bearer {KEY}")
+        assert refused[0] == 404
+        assert (refused[1].get("access-control-allow-origin") in (origin, "*")) is may
+
+
+def test_without_a_key_a_name_that_is_not_known_is_refused(branch_plan: Path) -> None:
+    with listening(Runtime.load(branch_plan, threads=1), allow_hosts=["Box.example"]) as address:
+        for host in ("localhost:80", "127.0.0.1", "[::1]:8000", "10.1.2.3", "box.example:8000"):
+            assert asked(address, "GET", "/v1/models", Host=host)[0] == 200
+        for path in ("/v1/models", "/metrics"):
+            for name in ("[", "localhost.attacker.example", "127.0.0.1.attacker.example"):
+                assert asked(address, "GET", path, Host=name)[0] == 403
+            status, _, body = asked(address, "GET", path, Host="attacker.example")
+            assert (status, json.loads(body)["error"]["code"]) == (403, "host_not_allowed")
+        assert asked(address, "GET", "/health/ready", Host="attacker.example")[0] == 200
+    with listening(Runtime.load(branch_plan, threads=1), api_key=KEY, protect_metrics=True) as address:
+        assert asked(address, "GET", "/metrics", Host="any.example")[0] == 401
+        assert asked(address, "GET", "/metrics", Host="any.example", Authorization=f"Bearer {KEY}")[0] == 200
+    with pytest.raises(RequestError, match="allow_hosts holds 'box:80'; pass a name alone"):
+        ServerConfig("toy", allow_hosts=["box:80"])
+    with pytest.raises(RequestError, match="protect_metrics is true, and there is no API key"):
+        ServerConfig("toy", protect_metrics=True)

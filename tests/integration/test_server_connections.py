@@ -27,14 +27,14 @@ from tests.integration.served import KEY, get, listening, serving
     ("sent", "answered"),
     [
         ("", b""),
-        ("GET /health HTTP/1.1\r\nHost: x\r\n", b"The request's head has not come within 0.3 s"),
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\n", b"The request's head has not come within 0.3 s"),
         (
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n{{",
             b"The request's body has not come within 0.4 s",
         ),
-        ("GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{", b'{"status":"ok"}'),
-        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b'{"status":"ok"}'),
-        ("GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET", b'{"status":"ok"}'),
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", b'{"status":"ok"}'),
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b'{"status":"ok"}'),
+        ("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET", b'{"status":"ok"}'),
     ],
     ids=["nothing", "half a head", "half a body", "an answer before the body", "idle", "half a second head"],
 )
@@ -54,7 +54,7 @@ def test_connections_that_wait_are_closed(impatient: str, sent: str, answered: b
     [
         b"GARBAGE\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
     ids=["no request", "no host", "no chunk"],
 )
@@ -109,7 +109,7 @@ def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what waits, waits in the server
     asked = {"model": "toy", "prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 5}
     body = json.dumps(asked | {"n": 16}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with (
         serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.3)) as server,
         socket.socket() as deaf,
@@ -138,7 +138,7 @@ def test_a_client_that_reads_slowly_has_all_of_its_answer(branch_plan: Path) -> 
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.settimeout(20)
         slow.connect(bound.getsockname())
-        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         read, began = b"", time.monotonic()
         while piece := slow.recv(500):
             read += piece

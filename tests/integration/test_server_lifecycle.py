@@ -71,7 +71,7 @@ def asked(connection: HTTPConnection) -> int:
 def sent_in_part(server: ServerProcess) -> socket.socket:
     """A connection on which a request has been sent but for the last byte of its body."""
     body = json.dumps(LONG | {"max_tokens": 2}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     connection = connected(server).sock
     connection.sendall(f"{head}Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n".encode())
     assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")  # so that the server has begun with it

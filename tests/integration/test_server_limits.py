@@ -40,8 +40,18 @@ AUTHORISED = f"Authorization: Bearer {KEY}\r\n"
             413, "invalid_request_error", "body_too_large", "Send less text",
         ),
         (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}\r\n",
             411, "invalid_request_error", "length_required", "send Content-Length",
+        ),
+        (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}Content-Type: application/json\r\n"
+            f"Transfer-Encoding: chunked\r\n\r\n800\r\n{' ' * 2048}\r\n0\r\n\r\n",
+            413, "invalid_request_error", "body_too_large", "Send less text",
+        ),
+        (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}"
+            "Content-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400, "invalid_request_error", "invalid_http", "says its length twice",
         ),
         (
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}Content-Length: 9\r\n\r\n{{",

@@ -200,7 +200,7 @@ def test_requests_that_never_reach_the_application_have_lines(branch_plan: Path,
     limits = Limits(0.3, 0.3, max_connections=1)
     with listening(Runtime.load(branch_plan, threads=1), limits, log_requests=True) as address:
         host, port = address.removeprefix("http://").split(":")
-        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nX-Request-Id: slow\r\n\r\n{"
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nX-Request-Id: slow\r\n\r\n{"
         for sent, code in (
             (b"no HTTP\r\n\r\n", "invalid_http"),
             (b"GET /", "request_timeout"),

@@ -65,7 +65,7 @@ def run(*arguments: object) -> int:
 
 
 def verify(workplace: Path, *options: object) -> int:
-    arguments = (workplace / "plan", "--prompts", 2, "--new-tokens", 12, *options)
+    arguments = (workplace / "plan", "--count", 2, "--new-tokens", 12, *options)
     return tools.verify.__main__.main([str(a) for a in arguments])
 
 

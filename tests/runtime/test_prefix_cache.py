@@ -31,17 +31,17 @@ def cache(tokens: int = 400, **options: object) -> PrefixCache:
     return PrefixCache(SHAPES, PrefixCacheConfig(max_cached_tokens=tokens, **options))  # type: ignore[arg-type]
 
 
-def insert(kept: PrefixCache, tokens: list[int], head: int | None = None) -> int:
+def insert(kept: PrefixCache, tokens: list[int], head: int | None = None, owner: str = "") -> int:
     """With the rows of the target, and the first ones of the head, whose token 0 has none."""
     rows = {"target": (len(tokens), TokenKv(HostKv(kv_of("target", tokens))))}
     if head is not None:
         rows["head"] = head, TokenKv(HostKv(kv_of("head", tokens)[:, :, 1:]), lead=1)
-    return kept.insert(tokens, rows)
+    return kept.insert(tokens, rows, owner)
 
 
-def check_rows(kept: PrefixCache, tokens: list[int]) -> int:
+def check_rows(kept: PrefixCache, tokens: list[int], owner: str = "") -> int:
     """What is found has the rows that were kept; how many of the target's."""
-    match = kept.match(tokens)
+    match = kept.match(tokens, owner)
     for model, count in match.lengths.items():
         expected = kv_of(model, tokens)
         found = np.full_like(expected, -1)

@@ -19,29 +19,32 @@ from runtime.prefix_cache.page_pool import PAGE
 from tests.runtime.test_prefix_cache import cache, check_rows, insert
 
 BOUND = {"plan": "abc", "processor": "one"}
-LINES = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(0, 60)), max_size=12)
+LINES = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(0, 60), st.sampled_from(["", "a"])),
+    max_size=12,
+)
 
 
 @given(lines=LINES)
 def test_what_was_saved_comes_back(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[list[int], int]]
+    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[list[int], int, str]]
 ) -> None:
     path = tmp_path_factory.mktemp("prefix") / "file"
     kept = cache(200 * PAGE, min_prefix_length=1)
-    for tokens, head in lines:
-        insert(kept, tokens, min(head, len(tokens)))
+    for tokens, head, owner in lines:
+        insert(kept, tokens, min(head, len(tokens)), owner)
     assert save_prefix_cache(kept, path, BOUND) == kept.get_cached_tokens()
     other = cache(200 * PAGE, min_prefix_length=1)
-    assert load_prefix_cache(other, path, BOUND) == kept.get_cached_tokens()
+    assert load_prefix_cache(other, path, BOUND, 512) == kept.get_cached_tokens()
     assert other.dump_tree() == kept.dump_tree()
     other.check()
-    for tokens, _ in lines:
-        assert check_rows(other, tokens) == len(tokens)
-        first, second = kept.match(tokens), other.match(tokens)
+    for tokens, _, owner in lines:
+        assert check_rows(other, tokens, owner) == len(tokens)
+        first, second = kept.match(tokens, owner), other.match(tokens, owner)
         assert second.lengths == first.lengths
         kept.release(first)
         other.release(second)
-    assert load_prefix_cache(other, path, BOUND) == 0
+    assert load_prefix_cache(other, path, BOUND, 512) == 0
 
 
 @pytest.fixture
@@ -56,13 +59,13 @@ def saved(tmp_path: Path) -> Path:
 def refused(path: Path, words: str, bound: dict[str, str] = BOUND, kept: PrefixCache | None = None) -> None:
     kept = cache() if kept is None else kept
     with pytest.raises(PlanError, match=words):
-        load_prefix_cache(kept, path, bound)
+        load_prefix_cache(kept, path, bound, 512)
     assert kept.get_cached_tokens() == 0
 
 
 def test_a_smaller_cache_takes_what_it_has_room_for(saved: Path) -> None:
     small = cache(2 * PAGE)
-    assert 0 < load_prefix_cache(small, saved, BOUND) <= 2 * PAGE
+    assert 0 < load_prefix_cache(small, saved, BOUND, 512) <= 2 * PAGE
     small.check()
 
 
@@ -72,7 +75,7 @@ def test_files_of_others_are_refused(saved: Path, tmp_path: Path) -> None:
     refused(saved, "another engine: None", BOUND | {"engine": "x"})
     refused(tmp_path / "nothing", "cannot be read")
     (tmp_path / "empty").touch()
-    refused(tmp_path / "empty", "cannot be read")
+    refused(tmp_path / "empty", "no prefix cache")
     (tmp_path / "text").write_text("hello there, this is no cache")
     refused(tmp_path / "text", "no prefix cache")
 
@@ -93,19 +96,28 @@ def test_damage_anywhere_is_refused(saved: Path, tmp_path: Path) -> None:
     refused(damaged, "no prefix cache, or damaged")
     header = json.loads(data[48:start])
     damaged.write_bytes(sealed(header))
-    assert load_prefix_cache(cache(), damaged, BOUND) > 0
+    assert load_prefix_cache(cache(), damaged, BOUND, 512) > 0
     for change, words in (
         ({"edges": [{**header["edges"][0], "parent": 0}, *header["edges"][1:]]}, "does not belong"),
         ({"edges": [{**header["edges"][0], "tokens": [-1]}, *header["edges"][1:]]}, "does not belong"),
         ({"edges": [{**header["edges"][0], "valid": {"other": 1}}, *header["edges"][1:]]}, "does not belong"),
         ({"edges": [{**header["edges"][0], "valid": {"target": 999}}, *header["edges"][1:]]}, "KV of 999 of"),
         ({"edges": header["edges"][:1]}, "it was cut"),
+        (
+            {"edges": [header["edges"][0], {**header["edges"][1], "owner": "b"}, *header["edges"][2:]]},
+            "does not belong",
+        ),
+        ({"edges": [{**header["edges"][0], "tokens": [1] * 513}, *header["edges"][1:]]}, "does not belong"),
         ({"edges": [{"parent": -1}]}, "edges.0.tokens"),
         ({"shapes": {}}, "other shapes"),
         ({"more": 1}, "more"),
     ):
         damaged.write_bytes(sealed({**header, **change}))
         refused(damaged, words)
+    told, kv = data[40:start], np.frombuffer(data[start:], np.float32).copy()
+    kv[-1] = np.nan
+    damaged.write_bytes(data[:8] + sha256(told + kv.tobytes()).digest() + told + kv.tobytes())
+    refused(damaged, "not finite")
     draw = np.random.default_rng(0)
     for _ in range(300):
         place = int(draw.integers(len(data)))

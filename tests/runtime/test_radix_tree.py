@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, common_length
 from tests.properties import cheap
 
+OWNERS = st.sampled_from(["", "a"])
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
@@ -30,8 +31,8 @@ class Copied:
         return upper
 
 
-def insert(tree: RadixTree[Copied], tokens: list[int]) -> Node[Copied]:
-    match = tree.find(tokens)
+def insert(tree: RadixTree[Copied], tokens: list[int], owner: str = "") -> Node[Copied]:
+    match = tree.find(tokens, owner)
     return tree.insert(match, tokens, Copied(tokens, match.length) if match.length < len(tokens) else None)
 
 
@@ -54,38 +55,38 @@ class AgainstADictionary(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree: RadixTree[Copied] = RadixTree()
-        self.inserted: dict[tuple[int, ...], int] = {}  # and when each was last used
-        self.held: list[tuple[Node[Copied], list[int]]] = []
+        self.inserted: dict[tuple[str, *tuple[int, ...]], int] = {}  # and when each was last used
+        self.held: list[tuple[Node[Copied], list[Any]]] = []
         self.clock = 0
 
-    @rule(tokens=TOKENS)
-    def insert(self, tokens: list[int]) -> None:
+    @rule(tokens=TOKENS, owner=OWNERS)
+    def insert(self, tokens: list[int], owner: str) -> None:
         before = self.tree.tokens
-        new = len(tokens) - self.tree.find(tokens).length
-        node = insert(self.tree, tokens)
-        assert self.spelled(node) == tokens
+        new = len(tokens) - self.tree.find(tokens, owner).length
+        node = insert(self.tree, tokens, owner)
+        assert self.spelled(node) == [owner, *tokens]
         assert self.tree.tokens == before + new
-        self.inserted[tuple(tokens)] = self.clock
-        self.tree.touch(self.tree.find(tokens))
+        self.inserted[owner, *tokens] = self.clock
+        self.tree.touch(self.tree.find(tokens, owner))
 
-    @rule(tokens=TOKENS)
-    def look_up(self, tokens: list[int]) -> None:
-        match = self.tree.find(tokens)
-        lines = [self.spelled(node) for node in self.tree.walk()]
+    @rule(tokens=TOKENS, owner=OWNERS)
+    def look_up(self, tokens: list[int], owner: str) -> None:
+        match = self.tree.find(tokens, owner)
+        lines = [tokens for whose, *tokens in map(self.spelled, self.tree.walk()) if whose == owner]
         assert match.length == known(lines, tokens)
-        assert match.length >= known([list(each) for each in self.inserted], tokens)
+        assert match.length >= known([tokens for whose, *tokens in self.inserted if whose == owner], tokens)
         covered: list[int] = []
         for node in match.nodes:
             assert node.value is not None
             covered += node.value.tokens[node.value.start :]
         assert covered[: match.length] == tokens[: match.length]
 
-    @rule(tokens=TOKENS)
-    def hold(self, tokens: list[int]) -> None:
-        match = self.tree.find(tokens)
+    @rule(tokens=TOKENS, owner=OWNERS)
+    def hold(self, tokens: list[int], owner: str) -> None:
+        match = self.tree.find(tokens, owner)
         if match.node is not None:
             self.tree.hold(match.node)
-            self.held.append((match.node, tokens[: match.length]))
+            self.held.append((match.node, [owner, *tokens[: match.length]]))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -93,13 +94,13 @@ class AgainstADictionary(RuleBasedStateMachine):
         node, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.tree.let_go(node)
 
-    @rule(tokens=TOKENS)
-    def remove(self, tokens: list[int]) -> None:
+    @rule(tokens=TOKENS, owner=OWNERS)
+    def remove(self, tokens: list[int], owner: str) -> None:
         before = self.tree.tokens
-        gone = self.tree.remove(tokens)
-        assert (gone is not None) == (tuple(tokens) in self.inserted)
+        gone = self.tree.remove(tokens, owner)
+        assert (gone is not None) == ((owner, *tokens) in self.inserted)
         assert self.tree.tokens == before - sum(map(len, gone or []))
-        self.inserted.pop(tuple(tokens), None)
+        self.inserted.pop((owner, *tokens), None)
 
     @rule(most=st.integers(0, 20))
     def evict(self, most: int) -> None:
@@ -111,13 +112,13 @@ class AgainstADictionary(RuleBasedStateMachine):
         lines = {tuple(self.spelled(node)) for node in self.tree.walk() if node.terminal}
         self.inserted = {tokens: used for tokens, used in self.inserted.items() if tokens in lines}
 
-    def spelled(self, node: Node[Copied]) -> list[int]:
-        tokens: list[int] = []
-        each: Node[Copied] | None = node
-        while each is not None:
+    def spelled(self, node: Node[Copied]) -> list[Any]:
+        """The owner, and all tokens up to the node."""
+        tokens, each = list[int](), node
+        while each.parent is not None:
             tokens = each.tokens + tokens
             each = each.parent
-        return tokens
+        return [next(owner for owner, root in self.tree.roots.items() if root is each), *tokens]
 
     @invariant()
     def holds_together(self) -> None:
@@ -126,7 +127,7 @@ class AgainstADictionary(RuleBasedStateMachine):
         for node, tokens in self.held:
             assert node.references > 0
             assert self.spelled(node)[: len(tokens)] == tokens
-            assert self.tree.find(tokens).length == len(tokens)
+            assert self.tree.find(tokens[1:], tokens[0]).length == len(tokens) - 1
 
 
 TestAgainstADictionary = AgainstADictionary.TestCase

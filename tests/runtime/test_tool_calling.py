@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from plans.chat_template import ChatTemplate
 from plans.errors import RequestError
 from runtime.server.tool_calling import ToolCalling, joined
 from runtime.server.tool_formats import HERMES, LLAMA, PLAIN, ToolFormat, format_of
@@ -140,26 +141,59 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     assert reader.push('ty": "x').calls[0] == {"index": 0, "function": {"arguments": 'ty": "x'}}
 
 
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        ("{% if tools %}<tools></tools> as <tool_call>{% endif %}", HERMES),
-        ("""{{ '{"name": "' + name + '", ' }}{{ '"parameters": ' }}""", LLAMA),
-        ("{{ tools | tojson }}", PLAIN),
-    ],
-)
-def test_the_template_shows_the_format(template: str, form: ToolFormat) -> None:
-    assert format_of(template) is form
+CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+AS_MODELS_HAVE_IT: dict[str, tuple[str, ToolFormat | None]] = {
+    "qwen": (
+        CALLS + """{{ '\\n<tool_call>\\n{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}"""
+        "{{ '}\\n</tool_call>' }}{% endfor %}",
+        HERMES,
+    ),
+    "smollm": (
+        "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}",
+        HERMES,
+    ),
+    "llama": (
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        """{{ '{"name": "' + f.name + '", ' }}{{ '"parameters": ' }}{{ f.arguments | tojson }}{{ '}' }}{% endif %}""",
+        LLAMA,
+    ),
+    "compact": (CALLS + """{"name":"{{ f.name }}","arguments":{{ f.arguments | tojson }}}{% endfor %}""", PLAIN),
+    "mistral": (
+        "{% if m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endif %}",
+        None,
+    ),
+    "granite": ("{% for c in m.tool_calls or [] %}<|tool_call|>[{{ c.function | tojson }}]{% endfor %}", None),
+    "qwen-coder": (CALLS + "<tool_call>\n<function={{ f.name }}>\n</function>\n</tool_call>{% endfor %}", None),
+    "pythonic": (
+        CALLS + "{{ f.name }}({% for k, v in f.arguments | items %}{{ k }}={{ v }}{% endfor %}){% endfor %}",
+        None,
+    ),
+    "tells and prints none": ('{# <tool_call>, "parameters": #}', None),
+    "refuses": ("{{ raise_exception('no') }}", None),
+}
 
 
-@pytest.mark.parametrize(
-    "template", ["<tool_call>\n<function=f>", "[TOOL_CALLS]", "<\uff5ctool\u2581calls", "<|channel|>"]
-)
-def test_a_format_that_is_not_served_is_named(template: str) -> None:
-    with pytest.raises(
-        RequestError, match=r"has the model write calls of tools .*, which is not served; leave tools out"
-    ):
-        format_of(template)
+def chat_template(calls: str) -> ChatTemplate:
+    body = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}" + calls + "<|end|>{% endfor %}"
+    return ChatTemplate("{{ tools }}" + body, source="the test's")
+
+
+@pytest.mark.parametrize("name", AS_MODELS_HAVE_IT)
+def test_the_format_is_that_of_a_call_that_the_template_prints(name: str) -> None:
+    calls, form = AS_MODELS_HAVE_IT[name]
+    template = chat_template(calls)
+    if form is not None:
+        assert format_of(template) is form
+    else:
+        with pytest.raises(RequestError, match=r"in no format that is served.*hermes, llama, json.*target.tool_parser"):
+            format_of(template)
+    assert format_of(template, named="hermes") is HERMES
+
+
+def test_a_mark_that_is_a_special_token_is_no_text() -> None:
+    template = chat_template(AS_MODELS_HAVE_IT["qwen"][0])
+    with pytest.raises(RequestError, match="with the special token '<tool_call>'"):
+        format_of(template, ["<|end|>", "<tool_call>"])
 
 
 def test_a_grammar_of_many_functions_is_small() -> None:

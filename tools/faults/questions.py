@@ -84,7 +84,7 @@ class Oracle:
         kind: TypeAdapter[ChatAsked | CompletionAsked] = TypeAdapter(ChatAsked if chat else CompletionAsked)
         submitted = self._submitter.submit(kind.validate_python({**body, "drafter": "none"}))
         written = Written("", "", "", MODEL, self.runtime, chat=chat)
-        written.calling = submitted.calling
+        written.describe(submitted, None)
         answer = Answer(200, done=True)
         found = [handle.result() for handle in submitted.handles]
         answer.take(written.whole(found, submitted.prompts, submitted.logprobs))

@@ -1,0 +1,29 @@
+"""Numbers that callers pass: which there are, and how errors tell them."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+import numpy as np
+
+_LONGEST = 200  # characters of a value that an error tells
+
+
+def as_real(given: object) -> float | None:
+    """The number as a float; None for what is no number, not finite, or more than floats hold."""
+    if isinstance(given, bool) or not isinstance(given, int | float | np.integer | np.floating):
+        return None
+    try:
+        number = float(given)
+    except OverflowError:
+        return None
+    return number if isfinite(number) else None
+
+
+def told(given: object) -> str:
+    """A value as an error tells it: its beginning, where it is long."""
+    try:
+        spelled = repr(given)
+    except ValueError:  # Python spells no number of more than 4,300 digits
+        return "a number of too many digits"
+    return spelled if len(spelled) <= _LONGEST else f"{spelled[:_LONGEST]}..."

@@ -1,0 +1,141 @@
+"""Bodies as clients send them: a table of what is taken, and of what reaches the chat template."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from math import inf, nan
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from plans.chat_template import ChatTemplate
+from plans.errors import RequestError
+from runtime.request import check_options
+from runtime.scheduler import check_place_in_queue
+from runtime.server.asked import ChatAsked, CompletionAsked
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(**own: Any) -> ChatAsked:
+    asked = ChatAsked.model_validate({"model": "toy", "messages": HI, **own})
+    asked.check()
+    return asked
+
+
+@pytest.mark.parametrize("key", sorted({*ChatAsked.model_fields} - {"messages"}))
+def test_null_is_left_out(key: str) -> None:
+    assert chat(**{key: None}) == chat() if key != "model" else chat(model=None).model is None
+    if key in CompletionAsked.model_fields:
+        CompletionAsked.model_validate({"prompt": "a", key: None})
+
+
+@pytest.mark.parametrize("kind", [ChatAsked, CompletionAsked])
+def test_without_what_is_asked_nothing_is(kind: Any) -> None:
+    with pytest.raises(ValidationError):
+        kind.model_validate({"model": "toy"})
+    with pytest.raises((ValidationError, RequestError)):
+        _ = kind.model_validate({"model": "toy", "messages": None} if kind is ChatAsked else {"prompt": None}).prompts
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"service_tier": "auto"},
+        {"prompt_cache_key": "k", "safety_identifier": "u"},
+        {"prediction": {"type": "content", "content": "hi"}},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+        {"modalities": ["text"]},
+        {"reasoning_effort": "low"},
+        {"a_key_of_next_year": None},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
+        {
+            "messages": [
+                *HI,
+                {"role": "assistant", "content": "a", "annotations": [], "parsed": {"a": 1}, "audio": None},
+            ]
+        },
+        {"messages": [*HI, {"role": "assistant", "content": "a", "reasoning": "b", "tool_calls": []}]},
+    ],
+    ids=str,
+)
+def test_what_clients_send_is_taken(own: dict[str, Any]) -> None:
+    chat(**own)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"modalities": ["audio"]},
+        {"verbosity": "low"},
+        {"functions": []},
+        {"messages": [{**HI[0], "audio": {"id": "a"}}]},
+    ],
+    ids=str,
+)
+def test_what_would_change_an_answer_is_not_dropped(own: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"Extra inputs|should be"):
+        chat(**own)
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }} {{ m.name }} {{ m.reasoning_content }} {{ m.content }}"
+    "{% for c in m.tool_calls or [] %} {{ c.function.name }}:{{ c.function.arguments | tojson }}{% endfor %}]"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "printed"),
+    [
+        ({"role": "user", "name": "Ada", "content": "a"}, "[user Ada  a]"),
+        ({"role": "developer", "content": "a"}, "[system   a]"),
+        ({"role": "assistant", "content": "a", "reasoning_content": "r"}, "[assistant  r a]"),
+        ({"role": "assistant", "content": "a", "reasoning": "r", "refusal": None}, "[assistant  r a]"),
+        ({"role": "tool", "tool_call_id": "c", "content": "7"}, "[tool   7]"),
+        *(
+            (
+                {
+                    "role": "assistant",
+                    "content": "a",
+                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}],
+                },
+                f"[assistant   a f:{arguments}]",
+            )
+            for text, arguments in (("", "{}"), ("{}", "{}"), ('{"a": [1]}', '{"a": [1]}'))
+        ),
+    ],
+    ids=str,
+)
+def test_a_message_is_the_same_from_the_server_and_the_library(message: dict[str, Any], printed: str) -> None:
+    template = ChatTemplate(TEMPLATE, source="the test's")
+    of_server = [each.plain() for each in chat(messages=[message]).messages]
+    assert template.render(of_server, False, {}) == template.render([message], False, {}) == printed
+
+
+def test_a_tools_result_in_parts_is_its_text() -> None:
+    message = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}] * 2}
+    assert chat(messages=[message]).messages[0].plain()["content"] == "77"
+
+
+def test_a_template_that_names_the_developer_gets_its_messages() -> None:
+    template = ChatTemplate(TEMPLATE + "{# developer #}", source="the test's")
+    assert template.render([{"role": "developer", "content": "a"}], False, {}) == "[developer   a]"
+
+
+NUMBERS = [key for key, field in ChatAsked.model_fields.items() if "number" in (field.description or "")]
+HUGE = {"400 digits": 10**400, "400 digits below 0": -(10**400), "5000 digits": 10**5000, "inf": inf, "nan": nan}
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize("key", [*NUMBERS, "logit_bias"])
+def test_numbers_that_no_float_holds_are_refused_by_name_or_taken(key: str, value: str) -> None:
+    given: Any = {"5": HUGE[value]} if key == "logit_bias" else HUGE[value]
+    with suppress(ValidationError, RequestError):
+        for options in chat(**{key: given}).options(None, None):
+            check_options(options, [], (), vocab_size=9)
+    with suppress(RequestError):
+        check_options({key: given}, [], (), vocab_size=9)  # type: ignore[misc]
+    with suppress(RequestError):
+        check_place_in_queue(0, given)
