@@ -50,6 +50,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "embed": Command(RUNTIME, "build the C library", of_several=True),
     },
     "measure": {
+        "doctor": Command("tools.doctor", "what is installed here, and which backends can run"),
         "bench": Command("tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"),
         "modes": Command("tools.modes", "branches in one sequence, in batching, and one after another"),
         "faults": Command("tools.faults.__main__", "what becomes of requests when things break"),

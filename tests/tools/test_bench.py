@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from plans.errors import OutriderError, RequestError
 from runtime import Runtime, Stats
@@ -24,6 +26,7 @@ from tools.bench.embedded import _Process
 from tools.bench.prompts import choose_prompts, cut_prompts
 from tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
 from tools.bench.shapes import Variant
+from tools.bench.tables import print_table
 
 Captured = pytest.CaptureFixture[str]
 
@@ -71,7 +74,8 @@ ROW_KEYS = {
     "acceptance_rate",
     "tokens_per_second", "tokens_per_second_p10", "tokens_per_second_p90", "baseline_tokens_per_second",
     "acceptance_by_depth", "drafted", "evaluated", "accepted", "rounds", "plain_rounds", "ttft_ms", "ttft_ms_p10",
-    "ttft_ms_p90", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99", "e2e_ms", "e2e_ms_p10", "e2e_ms_p90", "round_ms",
+    "ttft_ms_p90", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p90", "itl_ms_p99", "samples",
+    "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99", "e2e_ms", "e2e_ms_p10", "e2e_ms_p90", "round_ms",
     "engine_ms", "host_gap_ms", "stages", "ms_along_context", "same_tokens", "same_runs", "runs", "first_divergence",
     "divergence_margin", "divergence_prompt", "divergence_prompt_tokens", "by_task",
 }  # fmt: skip
@@ -92,7 +96,8 @@ def test_texts_of_a_form_end_where_it_does(latency, capsys: Captured) -> None:
 def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
     assert latency("--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "time", "plan", "rows"}
+    assert set(found) == {"machine", "time", "plan", "other_programs", "rows"}
+    assert 0 <= found["other_programs"] < 1
     assert datetime.fromisoformat(found["time"]).tzinfo is not None
     assert set(found["machine"]) == {"processor", "cores", "python", "onnxruntime"}
     rows = {row["drafter"]: row for row in found["rows"]}
@@ -114,7 +119,15 @@ def test_latency_prints_stable_keys(latency, capsys: Captured) -> None:
         assert row["host_gap_ms"] > 0
         assert row["accepted"] <= row["drafted"]
         assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p90"] <= row["tpot_ms_p99"]
+        assert row["itl_ms_p50"] <= row["itl_ms_p90"] <= row["itl_ms_p99"]
+        assert (
+            row["itl_ms_p99"] >= row["tpot_ms_p99"]
+        )  # a round's tokens share its time, and a user waits for all of it
         assert row["ttft_ms"] < row["e2e_ms"]
+        samples = row["samples"]
+        assert row["ttft_ms_p99"] == max(samples["ttft_ms"])
+        assert row["itl_ms_p99"] == max(map(max, samples["itl_ms"]))
+        assert len(samples["e2e_ms"]) == len(samples["itl_ms"]) == row["runs"]
         assert row["first_divergence"] is row["divergence_margin"] is row["synthetic_accept"] is None
         assert (row["sampling"], row["reps"], row["prompts"], row["new_tokens"]) == ("greedy", 1, 2, 12)
         assert row["threads"] >= 1
@@ -144,15 +157,29 @@ def test_latency_lists_the_stages_that_ran(latency, capsys: Captured) -> None:
         assert sum(row["stages"].values()) < row["round_ms"]
 
 
-def test_latency_shows_two_tables(latency, capsys: Captured) -> None:
-    assert latency("--drafters", "ngram") == 0
-    text = capsys.readouterr().out
-    figures, stages = text.split("milliseconds a round, by stage")
-    for part in ("speedup", "p50/p90/p99", "2 prompts x 1 runs, 12 new tokens, sampling greedy"):
-        assert part in figures
-    assert [line.split()[0] for line in stages.splitlines()[1:]] == ["host", "drafter", "none", "ngram"]
-    assert {"target", "Sample", "Accept"} <= set(stages.splitlines()[2].split())
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_latency_shows_every_figure_whole(latency, capsys: Captured, columns: str) -> None:
+    assert latency("--json") == 0
+    screen = io.StringIO()
+    print_table(json.loads(capsys.readouterr().out), Console(file=screen, width=int(columns)), stages=True)
+    text = screen.getvalue()
+    assert all(len(line) <= int(columns) for line in text.splitlines())
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    figures, stages = text.split("milliseconds a round, by stage")
+    for part in (
+        "speedup",
+        "gap",
+        "p50/p99",
+        "2 prompts x 1 runs, 12 new tokens, sampling greedy",
+        "a p99 takes 100",
+    ):
+        assert part in " ".join(figures.split())
+    assert len(re.findall(r"[\d.]+x +[\d.]+ +[\d.]+/[\d.]+ +[\d.]+/[\d.]+ +yes", figures)) == 1 + len(TOY_DRAFTERS)
+    assert {"round", "host gap", "target", "Sample", "TreeAccept"} <= {
+        line[:12].rstrip() for line in stages.splitlines()
+    }
+    assert latency("--drafters", "ngram") == 0
+    assert "by stage" not in capsys.readouterr().out
 
 
 def test_latency_as_csv_has_every_figure_of_every_row(latency, capsys: Captured) -> None:
@@ -266,7 +293,7 @@ def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, 
     assert bench.main([*arguments[:-1], "--drafters", "ngram"]) == 0
     text = capsys.readouterr().out
     cells = next(line.split() for line in text.splitlines() if line.startswith("ngram"))
-    assert (cells[4], cells[7], cells[-2:]) == ("-", "-", ["-", "yes"])  # rates, and milliseconds a token
+    assert (cells[3], cells[-2:]) == ("-", ["-", "yes"])  # the rate, and what a user waits between two pieces
     assert bench.main([*arguments[:-1], "--drafters", "none", "--csv"]) == 0
     (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert [line[name] for name in missing] == [""] * len(missing)

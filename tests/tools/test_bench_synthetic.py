@@ -104,5 +104,5 @@ def test_every_form_of_output_says_it(toy_plan: Path, capsys: Captured, form: st
         assert [row["synthetic_accept"] for row in rows] == ["", "0", "0"]
         assert [row["same_tokens"] for row in rows] == ["True", "", ""]
     else:
-        assert text.count("synthetic:0") == (2 if form == "--markdown" else 4)
+        assert text.count("synthetic:0") == 2
         assert "n/a" in text

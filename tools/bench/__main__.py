@@ -12,6 +12,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m tools.benc
 def _run(arguments: list[str], called: str) -> int:
     options = _parser(called).parse_args(arguments)
     options.typed = f"{called} {shlex.join(arguments)}"
-    with optional_packages("This benchmark", "compiler,dev"):
+    with optional_packages("This benchmark", "compiler,report"):
         return int(options.command(options))
 
 
@@ -51,8 +52,10 @@ def _parser(called: str) -> Parser:
         "latency",
         help="plain decoding against the plan's drafters",
         description="Run plain decoding and drafters alternately on held-out prompts in one process, by wall clock: "
-        "tokens/s, paired speedup, tokens per verify, milliseconds a round by stage, what of a round no engine "
-        "accounts for (host gap), and whether the tokens are the same. With --tree or --depth, drafters run once for "
+        "tokens/s, paired speedup, tokens per verify, how long a user waits for the first token (ttft) and between two "
+        "pieces of text (gap: a round's time, whatever tokens it brings), and whether the tokens are the same; with "
+        "--stages also milliseconds a round by stage, and what of a round no engine accounts for (host gap). --json "
+        "has every sample too. With --tree or --depth, drafters run once for "
         "each shape of draft, in a temporary plan built for it.",
         epilog="examples: %(prog)s build/reference --drafters ngram,eagle3 "
         "--sampling temperature=0.7; %(prog)s build/reference --drafters eagle3 "
@@ -339,6 +342,7 @@ def _add_output(command: argparse.ArgumentParser) -> None:
         "--csv", action="store_true", help="print a line for each row and each task, always with the same columns"
     )
     printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
+    command.add_argument("--stages", action="store_true", help="also print where a round's milliseconds go, by stage")
     command.add_argument(
         "--report", type=Path, metavar="DIR", help="also write DIR/report.html: figures and plots on one page"
     )
@@ -415,7 +419,7 @@ def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
     elif options.markdown:
         print(to_markdown(report), flush=True)
     else:
-        print_report(report, options.json, print_table)
+        print_report(report, options.json, partial(print_table, stages=options.stages))
     if options.report is not None:  # last: nothing that was measured is lost if it cannot be written
         from tools.bench.report import write_page
 

@@ -58,17 +58,18 @@ def divergences(
 def generate(session: Session, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:
     """Generate behind `ids`, the whole sequence: KV of what the session holds of them already is kept."""
     stream = session.stream(ids, whole=True, **(settings | Options(drafter=drafter)))
-    gaps: list[float] = []
+    gaps, waits = list[float](), list[float]()
     clock, started = session.stage_clock(), perf_counter()
     before = started
     for rounds, span in enumerate(stream, start=1):
         now = perf_counter()
         if rounds > 1 and span.token_ids:
-            gaps += [1000 * (now - before) / len(span.token_ids)] * len(span.token_ids)
+            waits.append(1000 * (now - before))
+            gaps += [waits[-1] / len(span.token_ids)] * len(span.token_ids)
         if rounds == OPENING:
             clock, started = session.stage_clock(), perf_counter()
         before = perf_counter()
     wall_ms = (perf_counter() - started) * 1000
     steady = Stats()
     clock.fill(steady)
-    return Run(stream.result, wall_ms, steady, tuple(gaps), prompt)
+    return Run(stream.result, wall_ms, steady, tuple(gaps), prompt, tuple(waits))

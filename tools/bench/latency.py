@@ -21,6 +21,7 @@ from runtime.runtime import check_threads
 from runtime.text.structured_outputs import StructuredOutputs
 from tools.bench.alternating import alternate, compare, generate
 from tools.bench.identity import identity_columns, plan_columns
+from tools.bench.machine import OtherPrograms
 from tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
 from tools.bench.rows import Mode, Run, summary, variant_columns
 from tools.bench.sampling import as_options
@@ -65,7 +66,7 @@ def _measure(
         structured_outputs=options.form,
         remember=False,  # or every repetition would draft from the answer of the one before
     )
-    rows = []
+    rows, others = [], OtherPrograms()
     with progress_bar("measuring") as progress:
         left = TimeLeft(_steps(variants, groups, options))
         for group, prompts in enumerate(groups):
@@ -91,7 +92,7 @@ def _measure(
                 for mode in modes
             ]
     costs["peak_rss_bytes"] = peak_rss_bytes()
-    return {"plan": str(options.plan), "rows": [row | costs for row in rows]}
+    return {"plan": str(options.plan), "other_programs": others.share, "rows": [row | costs for row in rows]}
 
 
 def _name_form(form: StructuredOutputs) -> str:

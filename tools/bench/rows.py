@@ -22,13 +22,15 @@ _BINS = 16  # stretches of the context, at most, whose tokens' times are told ap
 @dataclass(frozen=True)
 class Run:
     """One generation. `wall_ms` and `steady` are of its rounds behind the opening, by the wall clock and by stage;
-    `gaps_ms` of every token behind the first span, the time since the one before, that of a span divided evenly."""
+    `gaps_ms` of every token behind the first span, the time since the one before, that of a span divided evenly;
+    `waits_ms` of every such span, undivided: what a user waits for it."""
 
     generation: Generation
     wall_ms: float
     steady: Stats
     gaps_ms: tuple[float, ...]
     prompt: int = 0
+    waits_ms: tuple[float, ...] = ()
 
     @property
     def stats(self) -> Stats:
@@ -94,6 +96,7 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
     steady = [run for run in runs if run.rounds]
     names = dict.fromkeys(name for run in steady for name, spent in run.steady.stage_ms.items() if spent)
     gaps = sorted(gap for run in runs for gap in run.gaps_ms)
+    waits = sorted(wait for run in runs for wait in run.waits_ms)
     first = min(mode.divergences, key=lambda d: (d.prompt, d.index), default=None)
     return {
         **spread("speedup", ratios),
@@ -109,6 +112,8 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
         "rounds": rounds,
         "plain_rounds": sum(s.plain_rounds for s in stats),
         **spread("ttft_ms", [s.ttft_ms for s in stats]),
+        "ttft_ms_p99": percentile(sorted(s.ttft_ms for s in stats), 99),
+        **{f"itl_ms_p{share}": percentile(waits, share) for share in (50, 90, 99)},
         **{f"tpot_ms_p{share}": percentile(gaps, share) for share in (50, 90, 99)},
         **spread("e2e_ms", [s.total_ms for s in stats]),
         "round_ms": _per_round(steady, [run.wall_ms for run in steady]),
@@ -121,6 +126,11 @@ def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
             for name in names
         },
         "ms_along_context": _along_context(runs),
+        "samples": {
+            "ttft_ms": [s.ttft_ms for s in stats],
+            "itl_ms": [list(run.waits_ms) for run in runs],
+            "e2e_ms": [s.total_ms for s in stats],
+        },
         "same_tokens": None if same is None else same == len(runs),
         "same_runs": same,
         "runs": len(runs),

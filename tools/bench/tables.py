@@ -66,8 +66,12 @@ def _measured(report: dict[str, Any]) -> str:
 
 MAIN_COLUMNS = (
     "drafter", "tree", "prompt", "tokens /s", "speedup", "p10-p90", "decode", "tokens /verify", "accepted", "plain",
-    "ttft ms", "tpot ms p50/p90/p99", "same",
+    "ttft ms p50/p99", "gap ms p50/p99", "same",
 )  # fmt: skip
+_NARROW = ("drafter", "tree", "tokens /s", "speedup", "tokens /verify", "ttft ms p50/p99", "gap ms p50/p99", "same")
+"""Those that a terminal of 80 columns has room for."""
+_ENOUGH = 100  # samples, of which one is beyond a p99
+_BUSY = 0.1  # share of the processor that other programs take, from which on times are not to be trusted
 
 
 def main_cells(row: Row) -> tuple[str, ...]:
@@ -83,13 +87,13 @@ def main_cells(row: Row) -> tuple[str, ...]:
         f"{row['tokens_per_verify']:.2f}",
         figure(row["acceptance_rate"], ".0%") if row["drafter"] != PLAIN else "",
         f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != PLAIN else "",
-        f"{row['ttft_ms']:.1f}",
-        _tpot([row[f"tpot_ms_p{share}"] for share in (50, 90, 99)]),
+        _shares(row["ttft_ms"], row["ttft_ms_p99"]),
+        _shares(row["itl_ms_p50"], row["itl_ms_p99"]),
         same(row),
     )
 
 
-def _tpot(shares: Sequence[float | None]) -> str:
+def _shares(*shares: float | None) -> str:
     found = [ms for ms in shares if ms is not None]
     return "/".join(f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}" for ms in found) or "-"
 
@@ -142,14 +146,20 @@ def _cell(text: str) -> str:
     return " ".join(text.splitlines()).replace("|", r"\|")
 
 
-def print_table(report: dict[str, Any], console: Console) -> None:
+def print_table(report: dict[str, Any], console: Console, stages: bool = False) -> None:
+    """The main figures, and with `stages` where a round's time goes."""
     rows = report["rows"]
     for line in title(report):
         console.print(line)
-    table = _table(MAIN_COLUMNS, 2)
+    several = len({row["prompt_tokens"] for row in rows}) > 1
+    chosen = [name for name in MAIN_COLUMNS if name in _NARROW or (several and name == "prompt")]
+    table = _table(chosen, 2)
     for row in rows:
-        table.add_row(*main_cells(row))
+        texts = dict(zip(MAIN_COLUMNS, main_cells(row), strict=True))
+        table.add_row(*(texts[name] for name in chosen))
     console.print(table)
+    for line in _notes(report):
+        console.print(line)
     for row in rows:
         if row["first_divergence"] is not None:
             console.print(_divergence(row))
@@ -162,8 +172,27 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     elif len(rows[0]["by_task"]) > 1:
         console.print("\nspeedup (tokens per verify), by task")
         console.print(_task_table(rows))
-    console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")
-    console.print(_stage_table(rows))
+    if stages:
+        console.print("\nmilliseconds a round, by stage (without the prompt's rounds)")
+        console.print(_stage_table(rows))
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    """What the times are, and how far to trust them."""
+    samples = report["rows"][0]["samples"]
+    first, gaps = len(samples["ttft_ms"]), sum(map(len, samples["itl_ms"]))
+    few = " and ".join(
+        f"{name} of {count}" for name, count in (("first tokens", first), ("gaps", gaps)) if count < _ENOUGH
+    )
+    lines = ["ttft: until the first token; gap: between two pieces of text, one token or several"]
+    if few:
+        lines.append(f"a p99 takes {_ENOUGH} samples, and there are {few}: there it is the longest")
+    if (others := report.get("other_programs") or 0) > _BUSY:
+        lines.append(
+            f"warning: other programs took {others:.0%} of the processor meanwhile; times are too long, and only "
+            "ratios mean anything: stop them, and measure again"
+        )
+    return lines
 
 
 def _divergence(row: Row) -> str:
@@ -177,12 +206,15 @@ def _divergence(row: Row) -> str:
 
 
 def _stage_table(rows: Sequence[Row]) -> Table:
+    """A line for each stage, a column for each row: there are more stages than a terminal has room for side by side."""
     stages = dict.fromkeys(name for row in rows for name in row["stages"])
-    table = _table(("drafter", "tree", "prompt", "round", "host gap", *stages), 2)
-    for row in rows:
-        spent = (f"{row['stages'][s]:.3f}" if s in row["stages"] else "" for s in stages)
-        figures = (figure(row["round_ms"], ".3f"), figure(row["host_gap_ms"], ".3f"), *spent)
-        table.add_row(label(row), shape(row), f"{row['prompt_tokens']:g}", *figures)
+    several = len({row["prompt_tokens"] for row in rows}) > 1
+    heads = (" ".join(filter(None, (label(row), shape(row), f"{row['prompt_tokens']:g}" * several))) for row in rows)
+    table = _table(("stage", *heads), 1)
+    table.add_row("round", *(figure(row["round_ms"], ".3f") for row in rows))
+    table.add_row("host gap", *(figure(row["host_gap_ms"], ".3f") for row in rows))
+    for stage in stages:
+        table.add_row(stage, *(f"{row['stages'][stage]:.3f}" if stage in row["stages"] else "" for row in rows))
     return table
 
 
@@ -199,8 +231,11 @@ def _task_table(rows: Sequence[Row]) -> Table:
 
 
 def _table(columns: Sequence[str], texts: int) -> Table:
-    """The first `texts` columns hold text, the others numbers; headers break at spaces and inside CamelCase."""
+    """The first `texts` columns hold text, which may wrap, the others numbers, which are shown whole; headers break at
+    spaces and inside CamelCase."""
     table = Table(box=None, pad_edge=False)
     for place, column in enumerate(columns):
-        table.add_column(re.sub(r" |(?<=[a-z])(?=[A-Z])", "\n", column), justify="left" if place < texts else "right")
+        text = place < texts
+        head = re.sub(r" |(?<=[a-z])(?=[A-Z])", "\n", column)
+        table.add_column(head, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     return table

@@ -44,11 +44,12 @@ def _parser(called: str) -> Parser:
         "On the CPU, every op is run in 1 to 32 rows on this machine: a row must have the same bits in any company. "
         "Exit status 1 if a logit is further off than rounding explains, a token differs where it is no near tie, or a "
         "row has other bits.",
-        epilog=f"example: {called} build/reference --prompts 2",
+        epilog=f"example: {called} build/reference --count 2",
     )
     parser.add_argument("plan", type=Path, help="folder of the plan")
     add_recipe(parser)
-    parser.add_argument("--prompts", type=at_least_1, default=8, help="held-out prompts to run (default 8)")
+    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    parser.add_argument("--count", type=at_least_1, default=8, help="prompts to run (default 8)")
     parser.add_argument("--new-tokens", type=at_least_1, default=64, help="greedy tokens per prompt (default 64)")
     parser.add_argument(
         "--texts",
@@ -72,7 +73,8 @@ def _verify(options: argparse.Namespace) -> int:
         result = verify_plan(
             recipe,
             options.plan,
-            prompts=options.prompts,
+            held_out=options.prompts,
+            prompts=options.count,
             new_tokens=options.new_tokens,
             texts=options.texts,
             oracle=options.oracle,

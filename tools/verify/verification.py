@@ -111,13 +111,15 @@ def verify_plan(
     recipe: Recipe,
     plan: Path,
     *,
+    held_out: Path | None = None,
     prompts: int = 8,
     new_tokens: int = 64,
     texts: int | None = None,
     oracle: OracleChoice = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
-    """Run `prompts` held-out prompts for `new_tokens` greedy tokens on the plan and on the `oracle`.
+    """Run `prompts` prompts of the file `held_out` (default: the recipe's) for `new_tokens` greedy tokens on the plan
+    and on the `oracle`.
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
     hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
@@ -131,7 +133,7 @@ def verify_plan(
     """
     if prompts < 1:
         raise RequestError(f"prompts is {prompts}; run at least 1.")
-    held_out = _prompts(recipe)
+    found_texts = _prompts(recipe, held_out)
     opened = open_plan(plan)
     check_same_source(recipe, plan, opened.manifest)
     backend = choose_backend(opened.manifest.backends, None).backend
@@ -140,7 +142,7 @@ def verify_plan(
     runtime = Runtime.load(plan, verify=False, exactness="unchecked" if refused else "probed")
     weights = plan_weights(recipe)
     model = load_oracle(recipe, oracle, weights)
-    result = Verification(oracle=model.name, prompts=min(prompts, len(held_out)), exactness=exactness)
+    result = Verification(oracle=model.name, prompts=min(prompts, len(found_texts)), exactness=exactness)
     result.logit_bound = KV_LOGIT_BOUND.get(recipe.kv_cache or "", LOGIT_BOUND)
     checkpoint = None
     if weights is not None:
@@ -152,13 +154,13 @@ def verify_plan(
         raise RequestError(
             f"new_tokens is {new_tokens}, but the plan's context is {runtime.manifest.target.context}; lower it."
         )
-    measured = [] if checkpoint is None else held_out[:texts]
+    measured = [] if checkpoint is None else found_texts[:texts]
     pieces = (3 + (runtime.manifest.partial_kv is not None)) * result.prompts + len(measured)
 
     def encode(text: str) -> list[int]:
         return runtime.tokenizer.encode(text)[-min(longest, 1024) :]
 
-    encoded = [encode(text) for text in held_out[:prompts]]
+    encoded = [encode(text) for text in found_texts[:prompts]]
     for index, ids in enumerate(encoded):
         _compare(runtime, model, checkpoint, ids, index, new_tokens, result)
         progress(index + 1, pieces)
@@ -216,12 +218,14 @@ def check_same_source(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
         )
 
 
-def _prompts(recipe: Recipe) -> list[str]:
-    if recipe.held_out_path is None:
+def _prompts(recipe: Recipe, file: Path | None) -> list[str]:
+    path = file or recipe.held_out_path
+    if path is None:
         raise RecipeError(
-            'The recipe has no held_out file; add `held_out: FILE.jsonl` with a {"prompt": ...} object per line.'
+            'The recipe has no held_out file; pass --prompts FILE.jsonl with a {"prompt": ...} object per line, or add '
+            "`held_out: FILE.jsonl` to the recipe."
         )
-    return read_prompts(recipe.held_out_path)
+    return read_prompts(path)
 
 
 def _compare(

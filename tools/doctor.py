@@ -1,0 +1,94 @@
+"""What is here: `outrider doctor [PLAN]` tells what is installed, what the processor has, and what backends can run."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from commands.arguments import Parser
+from commands.console import guarded, print_json, stdout
+from plans.machine import available_cores, instruction_set, processor
+from plans.plan import open_plan
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+).*?extra == ['\"]([a-z-]+)['\"]")
+
+
+def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.doctor") -> int:
+    return guarded(lambda: _main(arguments, called))
+
+
+def _main(arguments: Sequence[str] | None, called: str) -> int:
+    parser = Parser(
+        prog=called,
+        description="Say what of Outrider is installed, what this machine's processor has, and which backends can run: "
+        "with a plan, which of its own.",
+        epilog=f"examples: {called}; {called} build/reference",
+    )
+    parser.add_argument("plan", type=Path, nargs="?", help="folder of a plan")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    found = examine(options.plan)
+    if options.json:
+        print_json(found)
+        return 0
+    width = max(map(len, found))
+    for name, sentence in found.items():
+        stdout.print(f"{name:{width}}  {sentence}", soft_wrap=True)
+    return 0
+
+
+def examine(plan: Path | None) -> dict[str, str]:
+    """A sentence for each thing that is looked at, by its name. Raises PlanError for what is no plan."""
+    found = {
+        "outrider": f"{version('outrider')}, on Python {platform.python_version()} ({sys.platform})",
+        "processor": f"{processor()}, {available_cores()} cores for this process, {instruction_set()}",
+        "nvidia driver": _driver(),
+    }
+    for extra, packages in sorted(_extras().items()):
+        missing = [package for package in packages if not _is_installed(package)]
+        found[f"extra {extra}"] = f"lacks {', '.join(missing)}" if missing else "installed"
+    if plan is not None:
+        from runtime.backends import BACKENDS
+
+        for name, backend in open_plan(plan, verify=False).manifest.backends.items():
+            reason = BACKENDS[name].reason(backend)
+            found[f"backend {name}"] = "runs here" if reason is None else f"does not run here: {reason}"
+    return found
+
+
+def _extras() -> dict[str, list[str]]:
+    """Packages by the extras that need them; an extra that is of others has theirs."""
+    found: dict[str, list[str]] = {}
+    for requirement in requires("outrider") or ():
+        if (matched := _REQUIREMENT.match(requirement)) is not None and matched[1] != "outrider":
+            found.setdefault(matched[2], []).append(matched[1])
+    return found
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _driver() -> str:
+    """What NVIDIA's driver says of itself."""
+    number = ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        if cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(number)):
+            return "is installed, and finds no GPU that it can use"
+    except (AttributeError, OSError):
+        return "is not installed: no backend for GPUs can run"
+    return f"for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
