@@ -109,17 +109,23 @@ class Answering:
                     continue
                 succeeded = True
                 yield self._end(over)
+            faults: list[tuple[_UnderWay, Exception]] = []
             for place in again:
                 begun = self._begin(*place)
-                if isinstance(begun, _UnderWay):
-                    under_way[begun.number] = begun
-                    failed = [_failure(handle) for handle in begun.submitted.handles]
-                    if (fault := next(filter(_is_fault, failed), None)) is not None and not succeeded:
-                        raise PlanError(
-                            f"The request {begun.request.custom_id!r} cannot be answered: {fault}"
-                        ) from None
-                    begun = self._end(under_way.pop(begun.number))
-                yield begun
+                if isinstance(begun, Answered):
+                    yield begun
+                    continue
+                under_way[begun.number] = begun
+                failed = [_failure(handle) for handle in begun.submitted.handles]
+                if (fault := next(filter(_is_fault, failed), None)) is not None:
+                    faults.append((begun, fault))
+                    continue
+                succeeded = True
+                yield self._end(under_way.pop(begun.number))
+            for begun, fault in faults:
+                if not succeeded:
+                    raise PlanError(f"The request {begun.request.custom_id!r} cannot be answered: {fault}") from None
+                yield self._end(under_way.pop(begun.number))
         finally:
             for each in under_way.values():
                 for handle in each.submitted.handles:
