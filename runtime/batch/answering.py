@@ -78,13 +78,12 @@ class Answering:
     def answer(self, requests: Iterable[BatchRequest]) -> Generator[Answered, None, None]:
         """Answers as they come, not in the order of the requests. Closed before its end, it cancels what runs.
 
-        A request that fails while it runs is asked for again, alone, when the others are over: where it fails again,
-        and others did not, that is its result. Raises OutriderError, naming the request, where none did.
+        A request that fails while it runs is repeated alone after all others; if it fails again, that is its result.
+        Raises PlanError, naming the request, if the runtime then fails at a request of one token too.
         """
         ended: SimpleQueue[int] = SimpleQueue()
         waiting, under_way, choices = enumerate(requests), dict[int, _UnderWay](), 0
-        again: list[tuple[int, BatchRequest]] = []
-        succeeded = False
+        failed: list[_UnderWay] = []
         try:
             while True:
                 while choices < self._width and (following := next(waiting, None)) is not None:
@@ -105,38 +104,33 @@ class Answering:
                     continue
                 over = under_way.pop(number)
                 if any(_is_fault(handle.error) for handle in over.submitted.handles):
-                    again.append((number, over.request))
-                    continue
-                succeeded = True
-                yield self._end(over)
-            faults: list[tuple[_UnderWay, Exception]] = []
-            for place in again:
-                begun = self._begin(*place)
-                if isinstance(begun, Answered):
-                    yield begun
-                    continue
-                under_way[begun.number] = begun
-                failed = [_failure(handle) for handle in begun.submitted.handles]
-                if (fault := next(filter(_is_fault, failed), None)) is not None:
-                    faults.append((begun, fault))
-                    continue
-                succeeded = True
-                yield self._end(under_way.pop(begun.number))
-            for begun, fault in faults:
-                if not succeeded:
-                    raise PlanError(f"The request {begun.request.custom_id!r} cannot be answered: {fault}") from None
-                yield self._end(under_way.pop(begun.number))
+                    failed.append(over)
+                else:
+                    yield self._end(over)
+            for each in failed:
+                repeated = self._begin(each.number, each.request)
+                if isinstance(repeated, _UnderWay):
+                    under_way[repeated.number] = repeated
+                    fault = next(filter(_is_fault, map(_wait_for_error, repeated.submitted.handles)), None)
+                    if fault is not None and not self._works():
+                        raise PlanError(f"The request {each.request.custom_id!r} cannot be answered: {fault}") from None
+                    repeated = self._end(under_way.pop(repeated.number))
+                yield repeated
         finally:
             for each in under_way.values():
                 for handle in each.submitted.handles:
                     handle.cancel()
+
+    def _works(self) -> bool:
+        """Whether the runtime generates a token."""
+        return _wait_for_error(self.runtime.submit([0], max_new_tokens=1, drafter="none", remember=False)) is None
 
     def _begin(self, number: int, request: BatchRequest) -> _UnderWay | Answered:
         stamps = DerivedStamps(request.custom_id, self._created)
         try:
             asked = self._settled(asked_of(request.text, self.model), stamps)
             submitted = self._submitter.submit(asked)
-        except Exception as error:  # whatever it is, the other requests have nothing to do with it
+        except Exception as error:  # of any class: other requests must not fail with this one
             return self._refused(number, request, stamps, error)
         return _UnderWay(number, request, asked, submitted, stamps, len(submitted.handles))
 
@@ -161,7 +155,7 @@ class Answering:
         return asked.model_copy(update=settled)
 
     def _refused(self, number: int, request: BatchRequest, stamps: DerivedStamps, error: Exception) -> Answered:
-        """The line of a request that failed. Raises PlanError where others would fail as well, by the runtime's end."""
+        """The result of a failed request. Raises PlanError if the runtime takes no more requests."""
         if isinstance(error, BusyError | ClosedError | UnavailableError):
             raise PlanError(f"The request {request.custom_id!r} cannot be answered: {error}") from None
         found = error if isinstance(error, ApiError) else as_api_error(error)
@@ -190,15 +184,15 @@ class Answering:
         )
 
 
-def _failure(handle: Handle) -> Exception | None:
-    """Wait for the end of a request; the error that ended it."""
+def _wait_for_error(handle: Handle) -> Exception | None:
+    """The error that ended the request, if one did."""
     with suppress(Exception):
         handle.result()
     return handle.error
 
 
 def _is_fault(error: Exception | None) -> bool:
-    """Whether a request has failed by no fault of its own, as far as one knows."""
+    """Whether an error is the runtime's, and not a refusal of the request."""
     return error is not None and not isinstance(error, RequestError)
 
 

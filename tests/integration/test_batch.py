@@ -267,7 +267,7 @@ def test_a_fault_that_nobody_foresaw_costs_its_request_alone(
 def test_a_request_at_which_the_runtime_fails_costs_no_other(
     answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever shared its pass is asked for again, and answered; where all fail, the runtime is at fault."""
+    """Requests that shared its pass are repeated and answered. If all requests fail, the run ends."""
     step, failing = Engine.step, answering.runtime.tokenizer.encode("zzz")[0]
 
     def step_of(self: Engine, sequences: Any, *given: Any) -> Any:
@@ -281,6 +281,12 @@ def test_a_request_at_which_the_runtime_fails_costs_no_other(
     assert [each["response"]["status_code"] for each in found] == [200, 500, 200, 200]
     assert "the test says so" in found[1]["response"]["body"]["error"]["message"]
     assert answer(answering, lines[0])[0]["response"]["body"] == found[0]["response"]["body"]
+    assert answer(answering, lines[1])[0]["response"] == found[1]["response"]
+
+    def no_step(*_: Any) -> Any:
+        raise RuntimeError("the test says so")
+
+    monkeypatch.setattr(Engine, "step", no_step)
     with pytest.raises(PlanError, match=r"The request 'b' cannot be answered: .*the test says so"):
         answer(answering, lines[1])
 
