@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from commands.arguments import Parser
 from commands.console import guarded, print_json, stdout
 from plans.machine import available_cores, instruction_set, processor
 from plans.plan import open_plan
-
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+).*?extra == ['\"]([a-z-]+)['\"]")
 
 
 def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.doctor") -> int:
@@ -62,11 +61,20 @@ def examine(plan: Path | None) -> dict[str, str]:
 
 
 def _extras() -> dict[str, list[str]]:
-    """Packages by the extras that need them; an extra that is of others has theirs."""
+    """Packages that this system needs, by extra."""
     found: dict[str, list[str]] = {}
-    for requirement in requires("outrider") or ():
-        if (matched := _REQUIREMENT.match(requirement)) is not None and matched[1] != "outrider":
-            found.setdefault(matched[2], []).append(matched[1])
+    requirements = [Requirement(text) for text in requires("outrider") or ()]
+    for extra in metadata("outrider").get_all("Provides-Extra") or ():
+        needed = [
+            each.name
+            for each in requirements
+            if each.marker is not None
+            and not each.marker.evaluate({"extra": ""})
+            and each.marker.evaluate({"extra": extra})
+            and each.name != "outrider"
+        ]
+        if needed:
+            found[extra] = needed
     return found
 
 

@@ -128,10 +128,10 @@ class PackedModule(ABC):
             )
         return minimums
 
-    def check_said(self, said: Mapping[str, Any]) -> None:
+    def check_declared(self, declared: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` where the tensors contradict one of a `Packing`'s settings."""
         zeros, scales = "qzeros", self._parts["scales"].shape
-        for key, value in said.items():
+        for key, value in declared.items():
             last = key.rpartition(".")[2]
             if last == "bits" and value != self.bits:
                 raise self._wrong("qweight", f"has integers of {self.bits} bits, and {key} is {value!r}")
@@ -151,7 +151,7 @@ class PackedModule(ABC):
                 )
 
     def _part(self, last: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Return the shape of one of the module's tensors. Raises `CheckpointError` unless it is there and as said."""
+        """Return the shape of one of the module's tensors. Raises `CheckpointError` if it is missing or different."""
         stored = self._parts.get(last)
         if stored is None:
             raise CheckpointError(

@@ -134,5 +134,5 @@ def _modules(stored: TensorSource, packing: Packing, groups: Sequence[WeightGrou
         if isinstance(made, CompressedModule):
             made.check(groups)
         else:
-            made.check_said(packing.said)
+            made.check_declared(packing.declared)
     return modules

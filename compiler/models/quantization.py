@@ -36,13 +36,13 @@ _ADVICE = "give the checkpoint that it was made from, in float32, float16 or bfl
 class Packing:
     """How a checkpoint packs its quantised weights. With `zeros_less_one` GPTQ stores each zero point less one.
 
-    `said` are settings that its tensors must not contradict, by their keys in the file: `bits`, `group_size`, and of
-    GPTQ `sym`, of AWQ `zero_point`. Not there are those that are not given, or differ between projections.
+    `declared` are settings that its tensors must not contradict, by their keys in the file: `bits`, `group_size`, and
+    of GPTQ `sym`, of AWQ `zero_point`. Settings that are absent, or differ between projections, are left out.
     """
 
     method: Literal["awq", "gptq", "compressed-tensors"]
     zeros_less_one: bool = False
-    said: Mapping[str, Any] = field(default_factory=dict)
+    declared: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
@@ -137,7 +137,7 @@ def _awq(settings: _Settings) -> Packing:
     layout = settings.get(key, "gemm")
     settings.need(key, layout.lower() if isinstance(layout, str) else layout, ("gemm",), "AWQ")
     settings.need("bits", settings.get("bits", 4), (4,), "AWQ")
-    return Packing("awq", said=settings.given("group_size", "zero_point"))
+    return Packing("awq", declared=settings.given("group_size", "zero_point"))
 
 
 def _gptq(settings: _Settings) -> Packing:
@@ -149,8 +149,8 @@ def _gptq(settings: _Settings) -> Packing:
     settings.need("bits", settings.get("bits"), BITS, "GPTQ")
     settings.need("pack_dtype", settings.get("pack_dtype", "int32"), ("int32",), "GPTQ")
     differing = bool(settings.get("dynamic"))
-    said = {} if differing else settings.given("bits", "group_size", "sym")
-    return Packing("gptq", zeros_less_one=layout == "gptq", said=said)
+    declared = {} if differing else settings.given("bits", "group_size", "sym")
+    return Packing("gptq", zeros_less_one=layout == "gptq", declared=declared)
 
 
 def _compressed_tensors(settings: _Settings) -> Packing:

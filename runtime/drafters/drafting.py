@@ -127,7 +127,7 @@ class Drafting:
                 sequence.host_drafters[settings.name] = make_host_drafter(settings)
             sequence.host_drafter, sequence.least = sequence.host_drafters[settings.name], settings.least
             memories = None if request.partial_kv == "lossy" else self._memories.get(settings.name)
-            sequence.host_drafter.recall_from(None if memories is None else memories.known(sequence.owner))
+            sequence.host_drafter.recall_from(None if memories is None else memories.get(sequence.owner))
             if settings.otherwise is not None:
                 sequence.engine_drafter = self.engine_drafters[settings.otherwise]
         elif isinstance(settings, GraphDrafter):
@@ -144,7 +144,8 @@ class Drafting:
         settings = self._settings.get(sequence.request.drafter or "")
         if isinstance(settings, NgramDrafter) and (memories := self._memories.get(settings.name)) is not None:
             first = sequence.prompted
-            memories.of(sequence.owner).add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
+            memory = memories.get_or_create(sequence.owner)
+            memory.add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
         """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""

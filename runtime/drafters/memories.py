@@ -1,4 +1,4 @@
-"""Memories of what generations have put out, parted by whose they are."""
+"""Memories of past outputs, one for each owner."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MOST = 8  # owners
 
 
 class Memories:
-    """A drafter's memory for each owner that has put out something. Safe to use from several threads.
+    """A drafter's memories of past outputs, one for each owner. Thread-safe.
 
-    Of many owners, those keep theirs that used them last. An owner is a tenant, "/" and what parts its requests: a
-    tenant with several memories loses one of its own first.
+    At most `_MOST` owners have one; the least recently used is dropped. An owner is "tenant/cache_salt": a tenant with
+    several memories loses one of its own first.
     """
 
     def __init__(self, make: Callable[[], NgramMemory]) -> None:
@@ -23,24 +23,24 @@ class Memories:
         self._by_owner: OrderedDict[str, NgramMemory] = OrderedDict({"": make()})
         self._lock = threading.Lock()
 
-    def known(self, owner: str) -> NgramMemory | None:
+    def get(self, owner: str) -> NgramMemory | None:
         """The owner's memory, if there is one."""
         with self._lock:
             if owner in self._by_owner:
                 self._by_owner.move_to_end(owner)
             return self._by_owner.get(owner)
 
-    def of(self, owner: str) -> NgramMemory:
-        """The owner's memory, made if need be."""
-        if (known := self.known(owner)) is not None:
-            return known
-        made, tenant = self._make(), owner.partition("/")[0]
+    def get_or_create(self, owner: str) -> NgramMemory:
+        """The owner's memory, a new one if there is none."""
         with self._lock:
-            self._by_owner[owner] = made
-            if len(self._by_owner) > _MOST:
-                own = [each for each in self._by_owner if each.partition("/")[0] == tenant and each != owner]
-                del self._by_owner[own[0] if own else next(iter(self._by_owner))]
-            return made
+            if owner not in self._by_owner:
+                self._by_owner[owner] = self._make()
+                if len(self._by_owner) > _MOST:
+                    tenant = owner.partition("/")[0]
+                    own = [each for each in self._by_owner if each.partition("/")[0] == tenant and each != owner]
+                    del self._by_owner[own[0] if own else next(iter(self._by_owner))]
+            self._by_owner.move_to_end(owner)
+            return self._by_owner[owner]
 
     @property
     def nbytes(self) -> int:

@@ -75,7 +75,7 @@ class _Asked(Body):
     gamma_min: int | None = Field(None, description="a whole number of at least 1")
     gamma_max: int | None = Field(None, description="a whole number of at least 1")
     remember: bool = Field(True, description="true or false")
-    cache_salt: str = Field("", max_length=MAX_SALT // 2, description="a text of at most 128 characters")
+    cache_salt: str = Field("", max_length=MAX_SALT // 2, description=f"a text of at most {MAX_SALT // 2} characters")
     partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
     ignore_eos: bool = Field(False, description="true or false")
     priority: int = Field(0, description="a whole number")

@@ -329,14 +329,14 @@ def test_a_plan_says_which_drafters_have_a_memory() -> None:
     without = NgramSettings(name="plain", max_context=5, **settings)  # type: ignore[arg-type]
     memories = make_memories([with_one, without])
     assert list(memories) == ["recall"]
-    recalling(memories["recall"].of(""), 5)
+    recalling(memories["recall"].get_or_create(""), 5)
     parted = memories["recall"]
-    assert parted.known("a/") is None
-    others = {owner: parted.of(owner) for owner in ("a/", "b/")}
+    assert parted.get("a/") is None
+    others = {owner: parted.get_or_create(owner) for owner in ("a/", "b/")}
     for place in range(20):  # a tenant's own memories go first
-        parted.of(f"c/{place}")
-    assert all(parted.known(owner) is memory for owner, memory in others.items())
-    assert parted.known("") is not None
-    assert (parted.known("c/0"), parted.known("c/19") is None) == (None, False)
+        parted.get_or_create(f"c/{place}")
+    assert all(parted.get(owner) is memory for owner, memory in others.items())
+    assert parted.get("") is not None
+    assert (parted.get("c/0"), parted.get("c/19") is None) == (None, False)
     with pytest.raises(PlanError, match="max_context 99"):
         make_memories([with_one.model_copy(update={"max_context": 99})])

@@ -258,7 +258,9 @@ def test_settings_are_what_the_tensors_say(
 ) -> None:
     made = round_in_groups(weights(1), 4, 32, symmetric=symmetric)
     parts = awq_tensors(made) if method == "awq" else gptq_tensors(made, less_one=less_one)
-    packing = Packing(method, zeros_less_one=method == "gptq", said={f"q.{key}": value for key, value in said.items()})
+    packing = Packing(
+        method, zeros_less_one=method == "gptq", declared={f"q.{key}": value for key, value in said.items()}
+    )
     if words is None:
         opened(parts, packing)
     else:
