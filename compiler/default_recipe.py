@@ -1,4 +1,4 @@
-"""The recipe of a checkpoint for which nobody has written one: a file, to be changed and built again."""
+"""A recipe written for a checkpoint that has none: a file that the user can edit and build again."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def _check_size(tokenizer: Tokenizer, file: Path, config: DecoderConfig) -> None
 
 
 def _without_rowless(content: bytes, config: DecoderConfig) -> bytes:
-    """Return a `tokenizer.json` without special tokens behind the model's last row, such as a `<pad>` of training: the
+    """Return a `tokenizer.json` without special tokens after the model's last row, such as a `<pad>` of training: the
     model can neither read nor write them, and their spelling is text like any other."""
     parts = json.loads(content)
     added = parts.get("added_tokens") or ()

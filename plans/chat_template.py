@@ -121,7 +121,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, called, *args, **options)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's own `format`, whose widths are in the text."""
+        """Jinja's own `format`, with a limit on the widths in its text."""
         made = super().wrap_str_format(value)
         if made is None:
             return None
@@ -182,7 +182,7 @@ def _check_numbers(args: Sequence[Any], options: Mapping[str, Any]) -> None:
 
 
 def _check_format(pattern: str, values: Any) -> None:
-    """A format, whose widths are digits, or among the values."""
+    """Limit the widths of a format: digits of its text, or numbers among `values`."""
     if _WIDTH.search(pattern):
         _check_size(_LARGEST + 1)
     for each in values if isinstance(values, tuple) else ():
@@ -520,7 +520,7 @@ def _plain_message(message: Mapping[str, object], where: str, developer: str) ->
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """The arguments of a call, whose JSON `text` is, or which is empty as there are none; None where it is neither."""
+    """The arguments of a call from its JSON `text`: {} for an empty text, None for anything but an object."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -20,7 +20,7 @@ from plans import names
 from plans.errors import PlanError, RequestError
 from plugins import native
 from runtime.generation import FinishReason
-from runtime.numbers import as_real, told
+from runtime.numbers import as_real, shown
 from runtime.request import Options, Request, check_options
 from runtime.session import Session
 from runtime.stats import Stats
@@ -133,10 +133,10 @@ class _Settings:
         penalty = as_real(given := options.get("length_penalty", 1.0))
         if penalty is None or not abs(penalty) <= MAX_LENGTH_PENALTY:
             limits = f"from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
-            raise RequestError(f"length_penalty is {told(given)}; pass a number {limits}.")
+            raise RequestError(f"length_penalty is {shown(given)}; pass a number {limits}.")
         early_stopping = options.get("early_stopping", False)
         if not isinstance(early_stopping, bool) and early_stopping != "never":
-            raise RequestError(f"early_stopping is {told(early_stopping)}; pass False, True or 'never'.")
+            raise RequestError(f"early_stopping is {shown(early_stopping)}; pass False, True or 'never'.")
         shared = Options(max_new_tokens=options.get("max_new_tokens", 128), cancel=options.get("cancel"))
         if (ends := options.get("eos_token_ids")) is not None:
             shared["eos_token_ids"] = ends
@@ -271,5 +271,5 @@ def _highest(totals: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 def _whole(value: object, name: str, most: int, why: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
-        raise RequestError(f"{name} is {told(value)}; pass a whole number from 1 to {most}, {why}.")
+        raise RequestError(f"{name} is {shown(value)}; pass a whole number from 1 to {most}, {why}.")
     return int(value)

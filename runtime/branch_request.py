@@ -12,7 +12,7 @@ from plans.errors import RequestError
 from plans.manifest import Geometry, Manifest
 from plans.tokenizer import Tokenizer
 from runtime.generation import Generation
-from runtime.numbers import told
+from runtime.numbers import shown
 from runtime.request import Options, Request, check_request
 from runtime.sampling import new_seed
 from runtime.text.grammars import Grammars
@@ -78,7 +78,7 @@ def check_branches(
     if geometry.branches < 2:
         raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16 for more.")
     if mode not in MODES:
-        raise RequestError(f"mode is {told(mode)}; choose one of {', '.join(MODES)}.")
+        raise RequestError(f"mode is {shown(mode)}; choose one of {', '.join(MODES)}.")
     if mode == "batching" and geometry.rows < 2:
         raise RequestError("The plan has one row for all branches; build it with capacity.batching for mode batching.")
     if (branches is None) == (n is None):
@@ -87,7 +87,7 @@ def check_branches(
     given: list[Mapping[str, Any]]
     if branches is None:
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_SAMPLES:
-            raise RequestError(f"n is {told(n)}; pass a whole number from 1 to {MOST_SAMPLES}.")
+            raise RequestError(f"n is {shown(n)}; pass a whole number from 1 to {MOST_SAMPLES}.")
         prefix, last = prefix[:-1], prefix[-1:]
         given = [{"prompt": last}] * n
     elif isinstance(branches, str) or not isinstance(branches, Sequence | np.ndarray):
@@ -112,7 +112,7 @@ def check_branches(
                 request = replace(request, sampling=sampling)
             predicted = branch.get("predicted_tokens", request.max_new_tokens)
             if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 1:
-                raise RequestError(f"predicted_tokens is {told(predicted)}; pass a whole number of at least 1.")
+                raise RequestError(f"predicted_tokens is {shown(predicted)}; pass a whole number of at least 1.")
             beginning = branch.get("prompt", "")
             if callable(beginning):
                 asked.append(

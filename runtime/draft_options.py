@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from plans.errors import RequestError
 from plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, longest_draft, rejects
-from runtime.numbers import told
+from runtime.numbers import shown
 
 
 class DraftOptions(TypedDict, total=False):
@@ -73,5 +73,5 @@ def _whole(value: object, name: str, least: int, most: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise RequestError(f"{name} is {told(value)}; pass a whole number from {least} to {most}.")
+        raise RequestError(f"{name} is {shown(value)}; pass a whole number from {least} to {most}.")
     return value

@@ -122,8 +122,8 @@ class Engine:
         *,
         owner: str = "",
     ) -> bool:
-        """Forget all sequences; those to come stand behind the owner's `prefix`, ask these drafters, and share a row or
-        have one each.
+        """Forget all sequences. New ones continue the owner's `prefix`, use these drafters, and share a row or have one
+        each.
 
         Returns whether the KV of the prefix is here: else `compute_prefix` gives it.
         """

@@ -20,8 +20,8 @@ class Handle:
     Every iteration starts with the first span, whatever was read before. An error that ended the request is raised
     behind the last span.
 
-    Cancelling a task that awaits or iterates it, or `asyncio.wait_for` on it, ends the request, as nobody waits for it
-    then; `asyncio.shield` keeps it. Whoever leaves an iteration otherwise calls `cancel`.
+    Cancelling a task that awaits or iterates it, or `asyncio.wait_for` on it, ends the request;
+    `asyncio.shield` keeps it. Code that leaves an iteration in another way must call `cancel`.
     """
 
     def __init__(self, cancel: Callable[[], None]) -> None:

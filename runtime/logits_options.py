@@ -23,7 +23,7 @@ import numpy as np
 
 from plans.errors import RequestError
 from plans.text_check import check_text
-from runtime.numbers import as_real, told
+from runtime.numbers import as_real, shown
 from runtime.text.bad_words import BadWords, token_sequences
 from runtime.text.grammars import Grammars
 from runtime.text.penalties import Penalties
@@ -114,7 +114,7 @@ def check_rules(
     repetition = as_real(given := options.get("repetition_penalty", 1.0))
     if repetition is None or not 1 / MAX_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY:
         raise RequestError(
-            f"repetition_penalty is {told(given)}; pass a number above 0, 1 for none; more than 1 lowers repeated "
+            f"repetition_penalty is {shown(given)}; pass a number above 0, 1 for none; more than 1 lowers repeated "
             "tokens."
         )
     if presence or frequency or repetition != 1:
@@ -128,7 +128,7 @@ def check_min_tokens(options: LogitsOptions, max_new_tokens: int) -> int:
     least = options.get("min_tokens", 0)
     if isinstance(least, bool) or not isinstance(least, int) or not 0 <= least <= max_new_tokens:
         raise RequestError(
-            f"min_tokens is {told(least)}; pass a whole number from 0 to max_new_tokens, which is {max_new_tokens}."
+            f"min_tokens is {shown(least)}; pass a whole number from 0 to max_new_tokens, which is {max_new_tokens}."
         )
     return least
 
@@ -136,31 +136,31 @@ def check_min_tokens(options: LogitsOptions, max_new_tokens: int) -> int:
 def _allowed_ids(given: object, vocab_size: int | None) -> list[int]:
     if not isinstance(given, Collection) or isinstance(given, str | bytes | Mapping) or not len(given):
         raise RequestError(
-            f"allowed_token_ids is {told(given)}; pass a list of at least one token id, or None for all."
+            f"allowed_token_ids is {shown(given)}; pass a list of at least one token id, or None for all."
         )
     return [_token_id(each, "allowed_token_ids", vocab_size) for each in given]
 
 
 def _token_id(given: object, name: str, vocab_size: int | None) -> int:
     if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
-        raise RequestError(f"{name} holds {told(given)}; pass token ids, whole numbers of at least 0.")
+        raise RequestError(f"{name} holds {shown(given)}; pass token ids, whole numbers of at least 0.")
     if vocab_size is not None and given >= vocab_size:
         raise RequestError(
-            f"{name} holds {told(given)}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
+            f"{name} holds {shown(given)}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
         )
     return int(given)
 
 
 def _words(given: object) -> list[str]:
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-        raise RequestError(f"bad_words is {told(given)}; pass a list of texts.")
+        raise RequestError(f"bad_words is {shown(given)}; pass a list of texts.")
     words = list(islice(given, MAX_BAD_WORDS + 1))
     if len(words) > MAX_BAD_WORDS:
         raise RequestError(f"bad_words holds more than {MAX_BAD_WORDS} texts; pass at most {MAX_BAD_WORDS}.")
     for place, word in enumerate(words):
         name = f"bad_words[{place}]"
         if not isinstance(word, str) or not word.strip():
-            raise RequestError(f"{name} is {told(word)}; pass a text that is more than spaces.")
+            raise RequestError(f"{name} is {shown(word)}; pass a text that is more than spaces.")
         check_text(word, name)
         if len(word.encode()) > MAX_BAD_WORD_BYTES:
             raise RequestError(f"{name} has {len(word.encode())} bytes; pass a text of at most {MAX_BAD_WORD_BYTES}.")
@@ -169,7 +169,7 @@ def _words(given: object) -> list[str]:
 
 def _biases(given: object, vocab_size: int | None) -> dict[int, float]:
     if not isinstance(given, Mapping):
-        raise RequestError(f'logit_bias is {told(given)}; pass numbers by token id, such as {{"50256": -100}}.')
+        raise RequestError(f'logit_bias is {shown(given)}; pass numbers by token id, such as {{"50256": -100}}.')
     found = {}
     for key, bias in given.items():
         spelled = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20  # as JSON's keys are
@@ -182,12 +182,12 @@ def _processors(given: object) -> tuple[LogitsRule, ...]:
     processors = list(given) if isinstance(given, Iterable) else [given]
     if not isinstance(given, Iterable) or not all(callable(each) for each in processors):
         raise RequestError(
-            f"logits_processors is {told(given)}; pass a list of functions of the tokens so far and their logits."
+            f"logits_processors is {shown(given)}; pass a list of functions of the tokens so far and their logits."
         )
     return tuple(Processor(cast(Callable[..., None], each), place) for place, each in enumerate(processors))
 
 
 def _number(given: object, name: str, least: float, most: float) -> float:
     if (number := as_real(given)) is None or not least <= number <= most:
-        raise RequestError(f"{name} is {told(given)}; pass a number from {least:g} to {most:g}.")
+        raise RequestError(f"{name} is {shown(given)}; pass a number from {least:g} to {most:g}.")
     return number

@@ -6,7 +6,7 @@ from math import isfinite
 
 import numpy as np
 
-_LONGEST = 200  # characters of a value that an error tells
+_LONGEST = 200  # characters of a value in an error message
 
 
 def as_real(given: object) -> float | None:
@@ -20,8 +20,8 @@ def as_real(given: object) -> float | None:
     return number if isfinite(number) else None
 
 
-def told(given: object) -> str:
-    """A value as an error tells it: its beginning, where it is long."""
+def shown(given: object) -> str:
+    """A value as an error message shows it, shortened if it is long."""
     try:
         spelled = repr(given)
     except ValueError:  # Python spells no number of more than 4,300 digits

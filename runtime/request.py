@@ -15,7 +15,7 @@ from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
 from plans.text_check import check_text
 from runtime.draft_options import DraftLimits, DraftOptions, check_draft_limits
 from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
-from runtime.numbers import told
+from runtime.numbers import shown
 from runtime.sampling import FilterOrder, SamplingParams, new_seed
 from runtime.text.grammars import Grammars
 from runtime.text.rules import LogitsRule
@@ -56,10 +56,10 @@ class Options(LogitsOptions, DraftOptions, total=False):
     - `tentative` (False): give out spans of tokens that are not confirmed yet, marked, in lossless mode. Their text is
       what is still to be shown if all that waits is confirmed and nothing follows.
     - `remember` (True): once the generation has ended by itself, keep its tokens for later drafts of other requests,
-      where the drafter asked has a memory (`memory` of the recipe). Those who share a runtime share the memory: by how
-      fast its own tokens come, a request can tell what others have put out.
-    - `cache_salt` (""): whose request it is, as vLLM has it. What the prefix cache and drafters' memories keep of it,
-      requests of the same salt alone find: else one could tell, by what is known already, what others have asked.
+      if its drafter has a memory (`memory` of the recipe). Requests of equal `cache_salt` share the memory: the
+      speed of a request's tokens can reveal outputs of others.
+    - `cache_salt` (""): as in vLLM: the prefix cache and drafters' memories are shared only among requests of equal
+      salt, so that response times and `cached_tokens` reveal nothing about other requests.
     - `generated` (none): tokens that the same request has given before, elsewhere or before a restart. It goes on
       behind them with the tokens and the text that it would have had, `max_new_tokens` and rules counting them; its
       spans, and the log-probabilities of its result, are those of tokens to come. Not with drafters by rejection or
@@ -145,22 +145,22 @@ def check_options(
         raise RequestError(f"Unknown option {unknown[0]!r}{meant}; the options are {', '.join(names)}.")
     max_new_tokens = options.get("max_new_tokens", 128)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise RequestError(f"max_new_tokens is {told(max_new_tokens)}; pass a whole number of at least 1.")
+        raise RequestError(f"max_new_tokens is {shown(max_new_tokens)}; pass a whole number of at least 1.")
     logprobs = options.get("logprobs")
     whole = isinstance(logprobs, int) and not isinstance(logprobs, bool)
     if logprobs is not None and not (whole and 0 <= logprobs <= MAX_LOGPROBS):
-        raise RequestError(f"logprobs is {told(logprobs)}; pass a whole number from 0 to {MAX_LOGPROBS}.")
+        raise RequestError(f"logprobs is {shown(logprobs)}; pass a whole number from 0 to {MAX_LOGPROBS}.")
     drafter = options.get("drafter") or (drafters[0] if drafters else "none")
     if drafter != "none" and drafter not in drafters:
-        raise RequestError(f"The plan has no drafter {told(drafter)}; it has {', '.join([*drafters, 'none'])}.")
+        raise RequestError(f"The plan has no drafter {shown(drafter)}; it has {', '.join([*drafters, 'none'])}.")
     stop = check_stops(options.get("stop", ()))
     spelled = _special_stops(stop, grammars)
     ends: Collection[int] = options.get("eos_token_ids", eos_token_ids)
     if not isinstance(ends, Collection) or any(type(end) is not int for end in ends):
-        raise RequestError(f"eos_token_ids is {told(ends)}; pass a list of token ids.")
+        raise RequestError(f"eos_token_ids is {shown(ends)}; pass a list of token ids.")
     if vocab_size is not None and (wrong := [end for end in ends if not 0 <= end < vocab_size]):
         raise RequestError(
-            f"eos_token_ids holds {told(wrong[0])}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
+            f"eos_token_ids holds {shown(wrong[0])}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
         )
     ends = {*ends, *spelled}
     on_round = options.get("on_round")
@@ -176,7 +176,7 @@ def check_options(
     rules = check_rules(options, max_new_tokens=max_new_tokens, ends=ends, vocab_size=vocab_size, grammars=grammars)
     mode = options.get("partial_kv")
     if mode is not None and mode not in PARTIAL_MODES:
-        raise RequestError(f"partial_kv is {told(mode)}; pass one of {', '.join(PARTIAL_MODES)}.")
+        raise RequestError(f"partial_kv is {shown(mode)}; pass one of {', '.join(PARTIAL_MODES)}.")
     if partial is None and mode not in (None, "off"):
         raise RequestError(
             f"partial_kv is {mode!r}, and the plan has no partial KV cache; build it with partial_kv.enabled."
@@ -204,7 +204,7 @@ def check_options(
     counted = isinstance(budget, int) and not isinstance(budget, bool) and least <= budget <= most
     if budget not in (None, "auto") and not counted:
         why = "" if least == 1 else f": layers of the model see the last {window} tokens, which {least} blocks reach"
-        raise RequestError(f"partial_budget is {told(budget)}; pass auto, or {least} to {most} blocks{why}.")
+        raise RequestError(f"partial_budget is {shown(budget)}; pass auto, or {least} to {most} blocks{why}.")
     if partial is None or rules or drafter in rejecting or shared:
         mode = "off"
     if partial is not None and budget is None:
@@ -277,7 +277,7 @@ def _check_generated(given: object, max_new_tokens: int, vocab_size: int | None)
         raise RequestError(f"generated is of type {type(given).__name__}; pass a list of token ids.")
     if vocab_size is not None and (wrong := [each for each in given if not 0 <= each < vocab_size]):
         raise RequestError(
-            f"generated holds {told(wrong[0])}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
+            f"generated holds {shown(wrong[0])}, which is not in the vocabulary; ids go from 0 to {vocab_size - 1}."
         )
     if given and len(given) >= max_new_tokens:
         raise RequestError(
@@ -288,7 +288,7 @@ def _check_generated(given: object, max_new_tokens: int, vocab_size: int | None)
 
 def _check_salt(salt: object) -> str:
     if not isinstance(salt, str) or len(salt) > MAX_SALT:
-        raise RequestError(f"cache_salt is {told(salt)}; pass a text of at most {MAX_SALT} characters.")
+        raise RequestError(f"cache_salt is {shown(salt)}; pass a text of at most {MAX_SALT} characters.")
     check_text(salt, "cache_salt")
     return salt
 
@@ -310,13 +310,13 @@ def check_stops(stop: object) -> tuple[str, ...]:
     """Stop strings as a caller passes them: one text, or several. Raises RequestError naming the one that is wrong."""
     given = (stop,) if isinstance(stop, str) else stop
     if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping):
-        raise RequestError(f"stop is {told(stop)}; pass a list of texts.")
+        raise RequestError(f"stop is {shown(stop)}; pass a list of texts.")
     stops = tuple(islice(given, MAX_STOPS + 1))
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop holds more than {MAX_STOPS} texts; pass at most {MAX_STOPS}.")
     for place, text in enumerate(stops):
         if not isinstance(text, str) or not text:
-            raise RequestError(f"stop[{place}] is {told(text)}; pass a text of at least one character.")
+            raise RequestError(f"stop[{place}] is {shown(text)}; pass a text of at least one character.")
         check_text(text, f"stop[{place}]")
         size = len(text.encode())
         if size > MAX_STOP_BYTES:

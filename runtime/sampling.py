@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from plans import names
 from plans.errors import PlanError, RequestError
 from plugins import native
-from runtime.numbers import as_real, told
+from runtime.numbers import as_real, shown
 
 FilterOrder = Literal["temperature_first", "temperature_last"]
 
@@ -133,11 +133,11 @@ def new_seed() -> int:
 
 def _real(value: object, name: str, limits: str) -> float:
     if (number := as_real(value)) is None:
-        raise RequestError(f"{name} is {told(value)}; pass a number {limits}.")
+        raise RequestError(f"{name} is {shown(value)}; pass a number {limits}.")
     return number
 
 
 def _integer(value: object, name: str, limit: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
-        raise RequestError(f"{name} is {told(value)}; pass a whole number from 0 to {limit}.")
+        raise RequestError(f"{name} is {shown(value)}; pass a whole number from 0 to {limit}.")
     return int(value)

@@ -25,7 +25,7 @@ from runtime.engine import Engine
 from runtime.engine_pool import EnginePool
 from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from runtime.handle import Handle
-from runtime.numbers import as_real, told
+from runtime.numbers import as_real, shown
 from runtime.scheduler_stats import SchedulerStats
 from runtime.sequence import Committed, Sequence
 from runtime.stats import Stats
@@ -76,9 +76,9 @@ class SchedulerConfig:
 def check_place_in_queue(priority: object, deadline: object) -> None:
     """Raise RequestError for a priority that is no whole number, and a deadline that is no time to come."""
     if type(priority) is not int:
-        raise RequestError(f"priority is {told(priority)}; pass a whole number, 0 for the usual one.")
+        raise RequestError(f"priority is {shown(priority)}; pass a whole number, 0 for the usual one.")
     if deadline is not None and ((seconds := as_real(deadline)) is None or seconds <= 0):
-        raise RequestError(f"deadline is {told(deadline)}; pass seconds from now, more than 0.")
+        raise RequestError(f"deadline is {shown(deadline)}; pass seconds from now, more than 0.")
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
         # Start-time fair queuing (Goyal et al., 1996): the tokens that clients with a request here have been granted,
-        # and how many the one had who began last, with which whoever comes anew begins.
+        # and the count of the client that started last: a client that returns starts from it.
         self._granted: dict[str | None, int] = {}
         self._level = 0
         self._running: list[Sequence] = []
@@ -242,7 +242,7 @@ class Scheduler:
         return _Request(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
 
     def _enter(self, client: str | None) -> None:
-        """A client of whom nobody waits begins anew: it is owed nothing."""
+        """A client with no waiting request starts from the current level, without credit for its idle time."""
         waiting = {each.client for each in self._waiting}
         here = waiting | {each.client for each in self._by_place.values()}
         self._granted = {each: granted for each, granted in self._granted.items() if each in here}

@@ -51,7 +51,7 @@ class Sequence:
     computed: int = 0
     confirmed: int | None = None
     unseen: int = 0
-    owner: str = ""  # whose tokens they are: `cache_salt` of its request
+    owner: str = ""  # tenant and `cache_salt` of its request: the prefix cache and memories are separate for each
     watched: bool = False  # somebody has asked for the logits of a token of the generation
     host_drafters: dict[str, HostDrafter] = field(default_factory=dict)  # those that have been asked, by name
 

@@ -1,4 +1,4 @@
-"""What is here: `outrider doctor [PLAN]` tells what is installed, what the processor has, and what backends can run."""
+"""`outrider doctor [PLAN]` reports installed extras, processor features, and the backends that can run."""
 
 from __future__ import annotations
 

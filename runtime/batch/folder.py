@@ -167,7 +167,7 @@ class BatchFolder:
         try:
             found = TypeAdapter(BatchState).validate_json(path.read_bytes(), strict=True)
             if found.block_size < 1 or found.count < 0:
-                raise ValueError(f"it tells of {found.count} requests in blocks of {found.block_size}")
+                raise ValueError(f"it has {found.count} requests in blocks of {found.block_size}")
             return found
         except FileNotFoundError:
             return None

@@ -94,7 +94,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=whole_number(0, 2**64 - 1),
-        help="seed of the draws (default: a new one each time, which --json tells)",
+        help="seed of the draws (default: a new one each time, printed by --json)",
     )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 16 times"

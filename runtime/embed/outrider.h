@@ -179,15 +179,16 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
 
 /* Sets the option `key`. Each has one type:
  *
- *   int     max_new_tokens, top_k, seed, stream_id, min_tokens, partial_budget (blocks; -1: auto), draft_tokens,
- *           draft_depth, gamma_min, gamma_max, logprobs (how many of the most probable tokens to tell, 0 to 20),
+ *   int     max_new_tokens, top_k, seed (default: a new one for each generation), stream_id, min_tokens,
+ *           partial_budget (blocks; -1: auto), draft_tokens, draft_depth, gamma_min, gamma_max,
+ *           logprobs (the number of most probable tokens to report, 0 to 20),
  *           priority (of a request: a higher one begins first; 0)
  *   double  temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, deadline (of a request:
  *           seconds from its submission, after which it ends with what it has)
  *   bool    ignore_eos, auto_disable, skip_sample_adjustment, remember (0 or 1)
- *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"), cache_salt (whose request
- *           it is: what is known of others' it does not use),
- *           client (of a request: who asks, where each may have a share of the queue),
+ *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"), cache_salt (caches
+ *           and memories are shared only among requests of equal salt), client (of a request: who asks, where each may
+ *           have a share of the queue),
  *           logit_bias (a JSON object of numbers from -100 to 100 by token id, such as {"12": -100}),
  *           structured_outputs (the form of the text as a JSON object of one key: "json", a JSON schema; "json_object",
  *           true; "regex"; "grammar", for Lark or llama.cpp; "choice", a list of texts),

@@ -20,8 +20,8 @@ class CacheClient:
 
     def __init__(self, cache: PrefixCache, target: KvCache, drafting: Drafting) -> None:
         self._cache, self._target, self._drafting = cache, target, drafting
-        # By number, the owner and the tokens whose KV of the target the row of a sequence that is over still holds. A
-        # drafter's is gone: trees grow in all rows up to the last that is asked for, read or not.
+        # By number, the owner and tokens of an ended sequence: its row still holds their KV of the target. A drafter's
+        # is gone: trees grow in all rows up to the last that is asked for, read or not.
         self._left: dict[int, tuple[str, list[int]]] = {}
 
     # The prefix that all sequences share.
@@ -65,10 +65,10 @@ class CacheClient:
         return max(free, key=lambda number: (common_length(self._still_held(number, owner), tokens), -number))
 
     def _still_held(self, number: int, owner: str) -> List[int]:
-        """Return the tokens whose KV a sequence of the owner has left in a row, unless those that filled up a batch lie
-        over it."""
-        whose, tokens = self._left.get(number, ("", []))
-        return tokens if whose == owner and number not in self._target.filled_rows else []
+        """Return the tokens of an ended sequence of this owner if the row still holds their KV: padding of a batch
+        overwrites it."""
+        left_by, tokens = self._left.get(number, ("", []))
+        return tokens if left_by == owner and number not in self._target.filled_rows else []
 
     def recall(self, sequence: Sequence) -> int:
         """Copy in the KV that the sequence lacks, but for its tip's; return how many tokens of the target were copied.

@@ -111,7 +111,7 @@ def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
     try:
         if not path.is_file():  # nor a device, or a pipe
             raise OSError("it is no file")
-        data = np.fromfile(path, np.uint8)  # not mapped: whoever cut it meanwhile would end this process
+        data = np.fromfile(path, np.uint8)  # not mapped: a file truncated meanwhile would raise SIGBUS
     except OSError as error:
         raise PlanError(f"{path} cannot be read as a prefix cache: {error}. Remove it, or save it again.") from None
     header, start = _read_header(path, data)

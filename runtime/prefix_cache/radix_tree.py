@@ -62,7 +62,7 @@ class TreeStats:
     depth: int  # edges on the longest path
 
 
-_NOTHING: Node[Any] = Node([], None, None, 0)  # the root of an owner of whom nothing is known
+_NOTHING: Node[Any] = Node([], None, None, 0)  # the root of an owner that has no cached tokens
 
 
 class RadixTree(Generic[V]):

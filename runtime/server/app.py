@@ -65,8 +65,8 @@ class ServerConfig:
 
     Refused are bodies of more than `max_body_bytes`, and requests for more than `max_choices`: prompts times `n`. Each
     key may take `tokens_per_minute`, prompts and new tokens together. With `log_requests`, the logger
-    `outrider.requests` gets a record of each request. All that `/metrics` tells has the `metric_labels`, and asks for a
-    key with `protect_metrics`.
+    `outrider.requests` gets a record of each request. Every metric has the `metric_labels`; with
+    `protect_metrics`, `/metrics` requires a key.
 
     What was computed for requests of one key, no request of another uses, which could tell from it what was asked; with
     `share_prefixes` all do.

@@ -18,7 +18,7 @@ FIRST_FAULT = FirstFault()
 
 
 class Body(BaseModel):
-    """An object whose values have the very types they are to have, and which has no other keys.
+    """A JSON object with exactly the declared types, and no undeclared keys.
 
     A key that is null is one that was left out, as clients write those that they do not use. `UNREAD` are keys that
     clients send and that change no answer, such as what OpenAI's own client adds to the messages that it has read.

@@ -25,7 +25,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error that a client gets for one of the runtime's, or for one that nobody foresaw."""
+    """The API error for an error of the runtime; of any other class, status 500."""
     if isinstance(error, ClosedError):
         return shutting_down("the request was not begun")
     if isinstance(error, BusyError):

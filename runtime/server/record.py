@@ -37,7 +37,7 @@ class Record:
     path: str
     began: float = field(default_factory=perf_counter)
     began_ns: int = field(default_factory=time_ns)  # of the same moment, by the time of day
-    owner: str = ""  # whose requests use again what was computed for this one
+    owner: str = ""  # requests of one owner share cached prefixes and memories
     client: str | None = None
     asked: ChatAsked | CompletionAsked | None = None
     drafter: str | None = None

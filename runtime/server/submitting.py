@@ -59,7 +59,7 @@ class Submitter:
     ) -> Submitted:
         """Submit every choice of every prompt, all or none. Raises ApiError, and OutriderError as `submit_all`.
 
-        `owner` is whose requests use again what was computed for one another.
+        Requests of one `owner` share cached prefixes and memories.
 
         `admit` is called before, with the tokens of all prompts and the most that may be new; it may raise too. Texts
         are encoded and grammars compiled here, once each: not for the thread of an event loop.

@@ -68,8 +68,8 @@ class GrammarRule(LogitsRule):
         if self._matcher.is_error():
             if self._matcher.get_error().startswith("NoExtension"):
                 raise RequestError(
-                    "The text has come to a place behind which the grammar allows no token, and is not at its end. "
-                    "Correct the grammar: what it allows there must be able to go on."
+                    "The grammar allows no token at this place of the text, and the text may not end here either. "
+                    "Correct the grammar: every text that it allows must lead to an end."
                 )
             raise RequestError(f"The grammar {told(self._matcher.get_error())}. Correct it, or make it simpler.")
 

@@ -9,7 +9,7 @@ from plans.errors import RequestError
 from plans.manifest import Geometry
 from plans.text_check import check_text
 from plans.tokenizer import Tokenizer, as_ids
-from runtime.numbers import told
+from runtime.numbers import shown
 from runtime.text.stream import CONTEXT_TOKENS, TextStream
 
 Messages = Sequence[Mapping[str, object]]
@@ -73,7 +73,7 @@ def prepare_prompt(
     wrong = next((i for i in ids if not 0 <= i < geometry.vocab_size), None)
     if wrong is not None:
         raise RequestError(
-            f"Token id {told(wrong)} is not in the vocabulary; ids go from 0 to {geometry.vocab_size - 1}."
+            f"Token id {shown(wrong)} is not in the vocabulary; ids go from 0 to {geometry.vocab_size - 1}."
         )
     total = len(present) + len(ids)
     if total == 0:

@@ -1,8 +1,8 @@
 """Patterns of a JSON schema's properties that no further property can have.
 
-llguidance lets a comma follow the last declared property while a pattern is there, also one that the declared
-properties alone have: behind the comma no text is left. Such a pattern says something of these properties, and it is
-said with them instead.
+llguidance allows a comma after the last declared property while the schema has patterns, even if every name that a
+pattern allows is declared: after that comma no text is valid. Such a pattern is removed here, and its schema is added
+to the declared properties that match it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _covered(pattern: str, names: Sequence[str]) -> list[str]:
         {"properties": dict.fromkeys(having, _NULL), "required": having, "patternProperties": {pattern: _NULL}}
     )
     whole = "{" + "".join(f"{_spelled(name)}:null," for name in having)
-    if not _takes(rest, whole):  # llguidance does not go on behind the last of them
+    if not _takes(rest, whole):  # llguidance allows nothing after the last of them
         return having
     rest.compute_bitmask()
     return having if rest.is_error() else []

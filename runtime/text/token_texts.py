@@ -9,7 +9,7 @@ from runtime.text.stream import CONTEXT_TOKENS
 
 
 class TokenTexts:
-    """The bytes and names of tokens that follow one another behind the tokens of `context`.
+    """The bytes and names of successive tokens that follow `context`.
 
     A token's bytes are its share of the text: those of a text's tokens, joined, are the text, also where a character
     has bytes of several tokens. Special tokens have none.
@@ -38,7 +38,7 @@ class TokenTexts:
         return self._tokenizer.spelled(token_id) or f"token_id:{token_id}"
 
     def push(self, token_id: int) -> None:
-        """Go on behind the token."""
+        """Append the token to the context."""
         added = self.bytes_of(token_id)
         self._begun = self._begun or bool(added)
         self.length += len(self._utf8.decode(added))

@@ -73,7 +73,7 @@ _FIGURES = {
     "ttft_ms_p90": "",
     "ttft_ms_p99": "",
     "itl_ms_p50": "milliseconds between two pieces of text, as a user waits for them: of a round whatever it brings, "
-    "of all rounds behind the first",
+    "of all rounds after the first",
     "itl_ms_p90": "",
     "itl_ms_p99": "",
     "tpot_ms_p50": "milliseconds of a token behind the first ones, a round's shared by its tokens: of all tokens",

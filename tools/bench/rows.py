@@ -21,9 +21,9 @@ _BINS = 16  # stretches of the context, at most, whose tokens' times are told ap
 
 @dataclass(frozen=True)
 class Run:
-    """One generation. `wall_ms` and `steady` are of its rounds behind the opening, by the wall clock and by stage;
-    `gaps_ms` of every token behind the first span, the time since the one before, that of a span divided evenly;
-    `waits_ms` of every such span, undivided: what a user waits for it."""
+    """One generation. `wall_ms` and `steady` are of its rounds after the opening, by the wall clock and by stage.
+    `gaps_ms` has the time since the previous token for each token after the first span, a span's time divided evenly;
+    `waits_ms` has the undivided time of each such span: how long a user waits for it."""
 
     generation: Generation
     wall_ms: float
