@@ -46,7 +46,7 @@ def runtime(plan: Path) -> Runtime:
 
 
 def memory_of(runtime: Runtime, drafter: str = "recall") -> NgramMemory:
-    return runtime.loaded.memories[drafter].of("")
+    return runtime.loaded.memories[drafter].get_or_create("")
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
