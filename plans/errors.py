@@ -31,6 +31,10 @@ class PlanError(OutriderError):
     """A plan cannot be built, read or trusted."""
 
 
+class OpError(PlanError):
+    """An op of a pass refuses what it was given, such as logits that are not numbers."""
+
+
 class RequestError(OutriderError, ValueError):
     """A call to the runtime carries a value that cannot be served."""
 

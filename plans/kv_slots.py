@@ -7,7 +7,10 @@ cache, and what moves slots moves rows, whatever they hold.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plans.buffers import DType
 
@@ -21,3 +24,10 @@ SCALE_BYTES = 4
 def slot_size(dtype: DType, head_dim: int) -> int:
     """Return the elements of type `dtype` that a slot has for one head of `head_dim` numbers."""
     return head_dim + SCALE_BYTES if dtype is DType.INT8 else head_dim
+
+
+def are_finite(slots: NDArray[Any]) -> bool:
+    """Return whether slots `[..., size]` hold no infinity and no NaN, in numbers or in scales."""
+    if slots.dtype == np.int8:
+        slots = np.ascontiguousarray(slots[..., -SCALE_BYTES:]).view(np.float32)
+    return bool(np.isfinite(slots).all())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from time import perf_counter
 
-from plans.errors import RequestError
 from runtime.branch_request import BranchRequest, Mode
 from runtime.engine import Engine
 from runtime.generation import FinishReason, Generation, Run, Span
@@ -73,7 +72,7 @@ def run_branches(
                 span = engine.show(committed)
                 stats.new_tokens += 0 if span.tentative else len(span.token_ids)
                 if span.error is not None:
-                    raise RequestError(f"Branch {span.sequence}: {span.error}") from None
+                    raise type(span.error)(f"Branch {span.sequence}: {span.error}") from None
                 if span.result is not None:
                     ended[span.sequence] = span.result
                 handed_over = perf_counter()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.errors import PlanError, RequestError
+from plans.errors import OpError, PlanError, RequestError
 from plans.manifest import Manifest, longest_draft, rejects
 from runtime.branch_request import Mode
 from runtime.drafters.adaptive import AdaptiveSpeculations
@@ -358,7 +358,8 @@ class Engine:
         """One round of all: propose, lay out, verify, accept, commit. Returns the tokens that each sequence gets.
 
         A pass takes at most `chunk` tokens of prompts (default: all that it has room for). Sequences that are over are
-        left out. Sequences that read the partial KV cache have a pass of their own, and none while a sequence needs the
+        left out. Where an op refuses a pass of several, each has a pass of its own: who is refused there ends with the
+        error. Sequences that read the partial KV cache have a pass of their own, and none while a sequence needs the
         features of the pass before for its next draft (`Drafting.needs_features`). On a device, rounds of sequences
         that all are `plain` are launched a step ahead (`LaunchedRounds`).
 
@@ -399,8 +400,63 @@ class Engine:
                     self._give_up(each, error)
                 full += partial_room
         if full:
-            found += self._pass(full, chunk)
+            try:
+                found += self._pass(full, chunk)
+            except OpError:
+                found += self._pass_each(full, chunk)
         return found
+
+    def _pass_each(self, live: List[Sequence], chunk: int) -> list[Committed]:
+        """Repeat a pass that an op has refused, of one sequence after another: tokens depend on nobody beside."""
+        for each in live:
+            self._take_back(each, each.computed)
+        spoilt = {each for each in live if self._spoilt(each)}
+        found: list[Committed] = []
+        for each in sorted(live, key=lambda each: (each not in spoilt, each.rounds)):  # others may read its KV
+            found += self._pass_again(each, chunk)
+        return found
+
+    def _pass_again(self, sequence: Sequence, chunk: int) -> list[Committed]:
+        """Repeat a pass for one sequence. If it is refused again, the sequence goes on without its drafter, as a draft
+        at fault must change no token; if once more, it ends with the error."""
+        while True:
+            try:
+                committed = self._pass([sequence], chunk)
+                if self._spoilt(sequence):
+                    raise OpError("the KV of its prompt is not finite")
+                return committed
+            except OpError as error:
+                drafts = sequence.host_drafter is not None or sequence.engine_drafter is not None
+                if sequence.disabled or not drafts:
+                    self._take_back(sequence, sequence.shared)
+                    sequence.error = error
+                    return [Committed(sequence, [], error=error)]
+                self._take_back(sequence, sequence.computed)
+                sequence.disabled, sequence.adaptive = True, None
+
+    def _spoilt(self, sequence: Sequence) -> bool:
+        """Whether KV of a prompt, by which no token has been chosen yet, is not finite."""
+        return not sequence.rounds and not self.cache.is_finite(sequence.number)
+
+    def _take_back(self, sequence: Sequence, end: int) -> None:
+        """What a failed pass has fed the sequence, from token `end` on, is to be computed again.
+
+        Zeros take its place: an engine that multiplies what it hides by 0 reads it.
+        """
+        drafters = self.drafting.engine_drafters.values()
+        caches = [self.cache, *(drafter.cache for drafter in drafters)]
+        if self._partial is not None:
+            caches.append(self._partial.cache)
+            self._partial.of(sequence).truncate(end)
+        reach = [cache.reach(sequence.number) for cache in caches]
+        sequence.unseen = 0
+        self._truncate_caches(sequence, min(sequence.computed, end, len(sequence.tokens) - 1))
+        if end <= sequence.shared:
+            self.drafting.truncate(sequence, end)
+        elif not sequence.disabled:
+            self._catch_up_drafters(sequence)
+        for cache, slots in zip(caches, reach, strict=True):
+            cache.erase(sequence.number, slots)
 
     def _step_behind(self, sequences: List[Sequence], chunk: int) -> list[Committed]:
         """Commit a round that is outstanding, or is launched here, once the one behind it is launched too."""
@@ -421,21 +477,16 @@ class Engine:
             if following is not None:
                 rounds.advance(following)
             rounds.outstanding = following
-        except BaseException:
+        except BaseException as error:
             rounds.outstanding = None
             rounds.settle()
             for failed in (present, following):
-                if failed is not None:
-                    self._take_back(failed)
+                for each in () if failed is None else failed.placed:
+                    self._take_back(each.sequence, each.start)
+            if isinstance(error, OpError):
+                return self._pass_each(sequences, chunk)
             raise
         return self._commit_launch(present)
-
-    def _take_back(self, launch: Launch) -> None:
-        """A launched round has failed, or the one before it: what it has fed is to be computed again."""
-        for each in launch.placed:
-            sequence = each.sequence
-            sequence.unseen = 0
-            self._truncate_caches(sequence, min(sequence.computed, each.start, len(sequence.tokens) - 1))
 
     def _commit_launch(self, launch: Launch) -> list[Committed]:
         """Commit the tokens of a launched round, whose KV was committed when it was launched."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from time import perf_counter
 
-from plans.errors import RequestError
+from plans.errors import OpError, RequestError
 from runtime.request import Request
 from runtime.sampling import TokenLogprob
 from runtime.stats import Stats
@@ -54,7 +54,7 @@ class Span:
     tentative: bool = False
     sequence: int = 0
     result: Generation | None = None
-    error: RequestError | None = None
+    error: RequestError | OpError | None = None
 
 
 Run = Generator[Span | None, None, None]

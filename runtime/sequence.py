@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.errors import RequestError
+from plans.errors import OpError, RequestError
 from runtime.drafters.adaptive import AdaptiveSpeculation
 from runtime.drafters.base import HostDrafter
 from runtime.drafters.verify_length import VerifyLength
@@ -77,7 +77,7 @@ class Sequence:
     reason: FinishReason | None = None  # why its tokens end
     stopped: bool = False  # whether its text has ended
     stuck: RequestError | None = None  # why no token may follow, which the next step tells
-    error: RequestError | None = None  # why it cannot go on
+    error: RequestError | OpError | None = None  # why it cannot go on
     chosen_by: Placed | None = None  # where its last tokens' logits are
 
     @property
@@ -151,6 +151,6 @@ class Committed:
     drafted: int = 0
     accepted: int = 0
     reason: FinishReason | None = None
-    error: RequestError | None = None
+    error: RequestError | OpError | None = None
     tentative: bool = False
     round: Round | None = None  # for who watches

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.errors import PlanError
+from plans.errors import OpError, PlanError
 from plugins.cuda.launches import FAULTS
 from runtime.backends.cuda_driver import Pinned
 from runtime.backends.device_contract import Device
@@ -154,8 +154,8 @@ class DeviceExchange:
             raise _refused(fault)
 
 
-def _refused(fault: int) -> PlanError:
-    return PlanError(f"no token can be chosen: {FAULTS.get(fault, f'fault {fault}')}")
+def _refused(fault: int) -> OpError:
+    return OpError(f"no token can be chosen: {FAULTS.get(fault, f'fault {fault}')}")
 
 
 def _one_after_another(calls: Sequence[Call]) -> Call:

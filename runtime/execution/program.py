@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
-from plans.errors import PlanError
+from plans.errors import OpError, PlanError
 from plans.manifest import Program as ProgramData
 from plans.manifest import Stage, StageKind
 from plugins.schemas import SCHEMAS
@@ -150,9 +150,8 @@ class Program:
         except ValueError as error:
             raise self._refused(place, error) from error
 
-    def _refused(self, place: str, error: ValueError) -> PlanError:
-        """An op refuses what it was given, such as logits that are not numbers."""
-        return PlanError(f"program {self.name!r}, {place}: {error}")
+    def _refused(self, place: str, error: ValueError) -> OpError:
+        return OpError(f"program {self.name!r}, {place}: {error}")
 
     def _run(self, stages: Sequence[tuple[int, Call]]) -> None:
         nanoseconds = self.nanoseconds

@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plans import names
+from plans.kv_slots import are_finite
 from plans.manifest import Geometry
 from runtime.execution.buffers import Buffers
 from runtime.execution.program import Program
 from runtime.execution.step import NOBODY, Step
 from runtime.kv.alignment import Alignment, AlignmentState
+from runtime.kv.memory import HostKv
 from runtime.kv.slots import EMPTY, SHARED, SlotTable
 from runtime.kv.token_kv import TokenKv
 from runtime.kv.window import WindowedRow
@@ -374,6 +376,28 @@ class KvCache:
         if self._pooled:
             self._dead = max(0, self._dead + released - trimmed)
         return end
+
+    def is_finite(self, number: int) -> bool:
+        """Whether the sequence's own KV has no infinity and no NaN."""
+        row = self.row_of(number)
+        slots = np.flatnonzero(self._rows[row].owners == number)
+        if not len(slots):
+            return True
+        first, last = int(slots[0]), int(slots[-1])
+        return are_finite(self._kv[row].array(first, last + 1 - first)[:, :, slots - first])
+
+    def reach(self, number: int) -> int:
+        """The slot behind the last one of the sequence's row that a step may have written to."""
+        return min(self._rows[self.row_of(number)].length + self._step.most, self._kv[0].slots)
+
+    def erase(self, number: int, reach: int) -> None:
+        """Put zeros in the slots before `reach` of the sequence's row that nobody has."""
+        row = self.row_of(number)
+        table, kv = self._rows[row], self._kv[row]
+        free = np.append(np.flatnonzero(table.owners == EMPTY), np.arange(table.length, reach))
+        zero = np.zeros_like(kv.array(0, 1))
+        zeros = HostKv(np.broadcast_to(zero, (*zero.shape[:2], len(free), zero.shape[3])))
+        TokenKv(kv, slots=free).put(0, len(free), zeros, 0)
 
     def claim(self, number: int, first: int, count: int) -> None:
         """Give a sequence `count` slots from position `first` on, whose KV the caller writes (`kv_of`), not a step."""

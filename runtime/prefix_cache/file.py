@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plans import names
 from plans.errors import PlanError, RequestError
+from plans.kv_slots import are_finite
 from runtime.kv.memory import HostKv
 from runtime.kv.token_kv import TokenKv
 from runtime.prefix_cache.cache import PrefixCache
@@ -171,7 +172,7 @@ def _check_payload(
                 )
             size = count * shapes[name].nbytes
             kv = payload[expected : expected + size]
-            if len(kv) == size and not np.isfinite(kv.view(shapes[name].dtype)).all():
+            if len(kv) == size and not are_finite(kv.view(shapes[name].dtype).reshape(-1, shapes[name].size)):
                 raise PlanError(f"{path}, edges.{place}: KV that is not finite; remove the file, or save it again.")
             expected += size
     if not expected == header.payload_bytes == len(payload):

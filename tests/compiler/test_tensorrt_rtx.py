@@ -88,7 +88,8 @@ def test_ranges_of_new_tokens(most: int, ranges: list[tuple[int, int]]) -> None:
     assert [(p.symbols["N"].least, p.symbols["N"].most) for p in profiles] == ranges
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path: Path) -> None:
     options = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_80]}}"
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"

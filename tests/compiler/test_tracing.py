@@ -35,10 +35,9 @@ def of_block_head(toy_recipe: Path, folder: Path) -> ir.Model:
     return export_draft(draft, Tree(top_k=2, depth=1, nodes=4), 64, VOCAB)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_exports")
-@pytest.mark.parametrize(
-    "export", [of_draft_model, *(pytest.param(each, marks=pytest.mark.long) for each in (of_target, of_block_head))]
-)
+@pytest.mark.parametrize("export", [of_draft_model, of_target, of_block_head])
 def test_the_exporter_makes_the_same_nodes_with_all_that_it_does(
     export: Callable[[Path, Path], ir.Model], toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

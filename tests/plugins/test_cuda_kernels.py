@@ -21,7 +21,7 @@ from tests.plugins.test_race_noise import noise_inputs, noise_outputs
 
 POISON = -77
 FEW = settings(
-    max_examples=60,
+    max_examples=max(20, settings.default.max_examples),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
