@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -61,6 +62,8 @@ from tests.plugins.tensorrt_stand_in import StandIn, compile_shells
 settings.register_profile("short", max_examples=7, deadline=None)
 settings.register_profile("long", max_examples=200, deadline=None)
 settings.load_profile("short")
+
+logging.getLogger("torch.__trace").disabled = True  # pytest would print thousands of lines of it for a test that fails
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE_RECIPE = REPOSITORY / "plans" / "recipes" / "reference.yaml"
