@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -37,19 +38,31 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
             ) from None
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, ceil(cpus)),
-            object_store_memory=_STORE,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        with _sheltered():
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, ceil(cpus)),
+                object_store_memory=_STORE,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
     with redirect_stdout(sys.stderr):  # what Ray says, at its end too, is no result of a command
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _sheltered() -> Iterator[None]:
+    """Let processes that are started meanwhile ignore SIGTERM, which service managers send to all at once: the command
+    ends them in order."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _look(address: str) -> None:

@@ -41,6 +41,7 @@ from compiler.export import tracing
 from compiler.recipe import load_recipe
 from plans.manifest import Engine
 from plans.plan import Plan, open_plan
+from plugins.cuda import compile
 from plugins.cuda.compile import CUBINS
 from runtime import Runtime
 from runtime.backends.base import LoadedEngine, Settings
@@ -278,10 +279,22 @@ def made_in(root: Path, name: str, make: Callable[[Path], object]) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No kernels are compiled twice, by whatever process."""
+def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No kernels are compiled twice, by whatever process, nor at once by two."""
     root = tmp_path_factory.getbasetemp()
     os.environ.setdefault(CUBINS, str((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cubins"))
+    compiled = compile._compile
+
+    def once(architecture: str, source: str, sources: Path) -> bytes:
+        if sources != compile.SOURCES or Path(source).is_absolute():
+            return compiled(architecture, source, sources)
+        name = f"{architecture}.{source}.cubin"
+        made = made_once(tmp_path_factory, name, lambda out: out.write_bytes(compiled(architecture, source, sources)))
+        return made.read_bytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_compile", once)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -94,7 +94,8 @@ def begun(plan: Path, requests: Path, size: int) -> tuple[BatchState, dict[int, 
     return state, {n: ordered[start:stop] for n, (start, stop) in enumerate(block_bounds(len(ordered), size))}
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long  # Ray itself takes 35 s of a processor for it
+@pytest.mark.parametrize("count", [1, 2])
 def test_actors_write_the_bytes_of_one_process(
     count: int, address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:

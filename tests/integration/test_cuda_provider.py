@@ -144,6 +144,7 @@ runtime.close()
 """
 
 
+@pytest.mark.long
 def test_many_sequences_the_prefix_cache_and_partial_kv(
     recorded: bool, cuda_provider: CudaProvider, everything_cuda_plan: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "runtime" / "ray_serve" / "serve.
 def started(command: list[str], address: str, seconds: float = 120) -> Iterator[subprocess.Popen[str]]:
     """A command that serves, until it has ended; it must not leave a process."""
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     known: list[psutil.Process] = []
     try:
         until = time.monotonic() + seconds
@@ -59,8 +59,10 @@ def started(command: list[str], address: str, seconds: float = 120) -> Iterator[
 
 
 @pytest.mark.long
-def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path) -> None:
-    """With replicas of its own; told to end, it waits for who is served, and takes nothing more."""
+@pytest.mark.parametrize("tell", [os.kill, os.killpg], ids=["itself", "all its processes"])
+def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path, tell: Callable[[int, int], None]) -> None:
+    """With replicas of its own; told to end, it waits for who is served, and takes nothing more. So where a service
+    manager tells all of its processes."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "runtime.ray_serve", str(branch_plan), "--replicas", "2", "--port", str(port)]
@@ -86,7 +88,7 @@ def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path) -> None:
         while "outrider_requests_submitted_total 67.0" not in get(f"{address}/metrics")[1]:
             assert time.monotonic() < until
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
+        tell(process.pid, signal.SIGTERM)
         asking.join(30)
         assert len(texts) == 64
         _, said = process.communicate(timeout=60)
