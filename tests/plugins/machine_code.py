@@ -3,7 +3,7 @@
 An instruction has 16 bytes. A load says in its control bits which of six scoreboards it signals, and a later
 instruction which ones it waits for; `nvdisasm -hex` shows the same bits. NVIDIA does not document them: the places are
 from Zhe Jia et al. ("Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2),
-and `test_the_decoder_agrees_with_nvdisasm` holds them against the disassembler where there is one.
+and `test_the_decoder_agrees_with_nvdisasm` holds the operations against the disassembler where there is one.
 """
 
 from __future__ import annotations

@@ -14,9 +14,12 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -65,17 +68,23 @@ def measure(prepared: Path, out: Path, cubin: Path, limits: dict[str, int], befo
 
 
 def run_stage(arguments: list[object], log: Path, limit: int) -> Row:
-    """Run a stage for at most `limit` seconds, and return how it ended; what it has started is killed with it."""
-    command = ["timeout", "--signal=KILL", str(limit), sys.executable, "-X", "faulthandler", "-m", "tools.gpu.stages"]
-    command += map(str, arguments)
-    began = monotonic()
+    """Run a stage for at most `limit` seconds, and return how it ended; what it has started is killed with it, also
+    where this is interrupted."""
+    command = [sys.executable, "-X", "faulthandler", "-m", "tools.gpu.stages", *map(str, arguments)]
+    began, code = monotonic(), None
     with log.open("a", encoding="utf-8") as file:
         print(*command, file=file, flush=True)
-        code = subprocess.run(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL).returncode
+        process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     seconds = monotonic() - began
-    status = (
-        f"killed after {limit} s" if code and seconds >= limit else f"crashed, status {code}" if code else "complete"
-    )
+    status = f"killed after {limit} s" if code is None else f"crashed, status {code}" if code else "complete"
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:] if code else []
     return {"status": status, "seconds": round(seconds, 1), "last": last}
 
@@ -151,11 +160,13 @@ def _parser() -> Parser:
 
 def _run(arguments: argparse.Namespace) -> int:
     prepared, out = arguments.prepared.absolute(), arguments.out.absolute()
-    cubin = next(prepared.glob("cubins/*.engine.*.cubin"), None)
-    if cubin is None:
+    cubins = sorted(prepared.glob("cubins/*.engine.*.cubin"))
+    if not cubins:
         raise OutriderError(f"{prepared} was not prepared; run python -m tools.gpu.prepare first")
+    if len(cubins) > 1:
+        raise OutriderError(f"{prepared}/cubins has kernels of other sources too; remove it, and prepare again")
     before = arguments.resume.absolute() if arguments.resume else None
-    return 0 if measure(prepared, out, (arguments.cubin or cubin).absolute(), arguments.stages, before) else 1
+    return 0 if measure(prepared, out, (arguments.cubin or cubins[0]).absolute(), arguments.stages, before) else 1
 
 
 if __name__ == "__main__":

@@ -84,7 +84,9 @@ def _make(out: Path, name: str, make: Make, sources: Sequence[str]) -> None:
     if made.pop(name, "") == stamp.hexdigest() and path.exists():
         return
     stamps.write_text(json.dumps(made), encoding="utf-8")  # a part that is half made has no stamp
-    shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
     if not path.suffix:
         path.mkdir()
     if callable(make):
