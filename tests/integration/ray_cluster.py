@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -76,8 +76,12 @@ class Deployed:
         self.address, self.ingress = address, ingress
 
     def replicas(self) -> list[About]:
-        found: list[About] = self.ingress.replicas.remote().result(timeout_s=30)
-        return found
+        until = time.monotonic() + 120
+        while True:  # a busy machine's replicas may not answer in Ray's own time
+            with suppress(TimeoutError):
+                found: list[About] = self.ingress.replicas.remote().result(timeout_s=60)
+                return found
+            assert time.monotonic() < until
 
     def running(self) -> int:
         """Requests at replicas, whether they wait there or run."""
