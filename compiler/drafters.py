@@ -23,11 +23,13 @@ from compiler.opening import read_config
 from compiler.recipe import Recipe
 from compiler.recipe_drafters import (
     BlockSection,
+    Device,
     Eagle3Section,
     EntropySection,
     GraphSection,
     ModelSection,
     NgramSection,
+    tree_of,
 )
 from compiler.recipe_rope import positions_served
 from compiler.recipe_weights import WeightsSection
@@ -59,6 +61,7 @@ class GraphSource:
             kind=section.kind,
             name=section.name,
             tree=self.tree,
+            least_chance=section.least_chance,
             acceptance=section.acceptance,
             entropy=EntropyGamma(gamma_min=adaptive.min, gamma_max=adaptive.max, beta=adaptive.beta)
             if isinstance(adaptive, EntropySection)
@@ -127,7 +130,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                 )
             _check_tokens(recipe, index, path)
             _check_positions(recipe, index, config, replaced=section.rope_scaling is not None)
-        tree = _tree(section, config)
+        tree = _tree(section, config, recipe.device)
         if isinstance(config, BlockConfig) and tree.depth >= config.drafted:
             raise recipe.error(
                 ("drafters", index, "gamma") if section.tree is None else ("drafters", index, "tree", "depth"),
@@ -216,9 +219,10 @@ def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightTyp
     return DecoderDraft(defer_decoder(path, dtype, section.scaling, recipe.capacity.context))
 
 
-def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig) -> Tree:
+def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig, device: Device) -> Tree:
     if section.tree is not None:
-        return section.tree.tree()
+        deepest = config.drafted - 1 if isinstance(config, BlockConfig) else None
+        return tree_of(section.tree, device, deepest).tree()
     if isinstance(section.gamma, EntropySection):
         return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs the engine once per drafted token
     gamma = section.gamma or (config.drafted if isinstance(config, BlockConfig) else CHAIN)

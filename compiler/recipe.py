@@ -32,7 +32,7 @@ from compiler.recipe_backends import (
     TensorRtSection,
     choose_backends,
 )
-from compiler.recipe_drafters import DrafterSection, GraphSection, ModelSection, NgramSection
+from compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection, NgramSection
 from compiler.recipe_partial import PartialKvSection
 from compiler.recipe_rope import RopeScalingSection, positions_served
 from compiler.recipe_section import Name, Section, WrittenPath
@@ -241,8 +241,14 @@ class Recipe(Section):
         """The rotary scaling that replaces the checkpoint's; None to keep the checkpoint's."""
         return None if self.target.rope_scaling is None else self.target.rope_scaling.scaling()
 
+    @property
+    def device(self) -> Device:
+        """What defaults go by: a CPU where one of the backends is one."""
+        return "cpu" if any(backend.kind == "onnxruntime-cpu" for backend in self.backends) else "gpu"
+
     def resolved(self) -> dict[str, JsonValue]:
-        """Return the recipe with every default filled in, as JSON values, for `plan.json` and the identity.
+        """Return the recipe with every default filled in, as JSON values, for `plan.json` and the identity. Trees that
+        are auto stay so: the manifest's drafters have them.
 
         Relative paths stay as written; of an absolute path only the last part is kept, so that the same inputs give
         the same plan wherever they lie (their contents are hashed apart).

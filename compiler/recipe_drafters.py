@@ -95,16 +95,48 @@ class TreeSection(Section):
         return Tree(top_k=self.top_k, depth=self.depth, nodes=self.nodes)
 
 
-AUTO_TREE = {"top_k": 3, "depth": 2, "nodes": 8}  # a CPU verifies few nodes cheaply: 8 cost 1.1 to 1.8 times one
+AUTO_TREES = {
+    "cpu": TreeSection(top_k=3, depth=2, nodes=8),  # it verifies few nodes cheaply: 8 cost 1.1 to 1.8 times one
+    "gpu": TreeSection(top_k=10, depth=7, nodes=60),  # that of EAGLE-3 (arXiv 2503.01840)
+}
+Device = Literal["cpu", "gpu"]
 
 
-_TREE = TreeSection | Literal["auto"]  # as a recipe may have it
+def _tree_kind(written: object) -> str:
+    return ":auto" if isinstance(written, str) else ":shape"
 
 
-def _chosen_tree(written: object) -> object:
+def _known_word(written: object) -> object:
     if isinstance(written, str) and written != "auto":
         raise PydanticCustomError("tree", "must be {top_k, depth, nodes}, or auto")
-    return AUTO_TREE if written == "auto" else written
+    return written
+
+
+TreeKey = Annotated[
+    Annotated[TreeSection, Tag(":shape")] | Annotated[Literal["auto"], Tag(":auto")],
+    Discriminator(_tree_kind),
+    BeforeValidator(_known_word),
+]
+
+
+def tree_of(written: TreeSection | Literal["auto"], device: Device, deepest: int | None = None) -> TreeSection:
+    """The shape that a key of a recipe stands for; auto, at most `deepest` levels behind the root's children."""
+    if written != "auto":
+        return written
+    found = AUTO_TREES[device]
+    if deepest is None or deepest >= found.depth:
+        return found
+    shallow = Tree(top_k=found.top_k, depth=deepest, nodes=found.nodes)
+    return TreeSection(top_k=found.top_k, depth=deepest, nodes=min(found.nodes, 1 + shallow.candidates))
+
+
+_LEAST_CHANCE = Field(
+    None,
+    ge=0,
+    lt=1,
+    description="in passes of several sequences, nodes that are less likely to be accepted than this are not verified, "
+    "unless measured prices of passes decide (by default 0.2 on a CPU, 0 on a GPU)",
+)
 
 
 class Eagle3Section(Section):
@@ -114,11 +146,8 @@ class Eagle3Section(Section):
     kind: Literal["eagle3"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
     weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
-    tree: Annotated[TreeSection, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE)] = Field(
-        default_factory=lambda: TreeSection(**AUTO_TREE),
-        description="{top_k, depth, nodes}, or auto",
-        json_schema_extra={"default": "auto"},
-    )
+    tree: TreeKey = Field("auto", description="{top_k, depth, nodes}, or auto")
+    least_chance: float | None = _LEAST_CHANCE
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
         description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
@@ -163,9 +192,10 @@ class BlockSection(Section):
     gamma: Annotated[int, Field(ge=1, le=64)] | None = Field(
         None, description="drafts a chain of this many tokens; without it, of as many as a block of the head drafts"
     )
-    tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE | None)] = Field(
+    tree: TreeKey | None = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; depth is less than a block's tokens"
     )
+    least_chance: float | None = _LEAST_CHANCE
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
         description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
@@ -193,7 +223,7 @@ def _of_head(value: WeightsSection | None) -> WeightsSection | None:
     return value
 
 
-def _check_shape(gamma: object, tree: TreeSection | None) -> None:
+def _check_shape(gamma: object, tree: object) -> None:
     if gamma is not None and tree is not None:
         raise PydanticCustomError(
             "gamma", "stands beside tree; a draft is a chain or a tree, keep one of them", {"at": ("gamma",)}
@@ -242,9 +272,10 @@ class ModelSection(Section):
         description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: of as "
         "many as it is sure of",
     )
-    tree: Annotated[TreeSection | None, BeforeValidator(_chosen_tree, json_schema_input_type=_TREE | None)] = Field(
+    tree: TreeKey | None = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 5"
     )
+    least_chance: float | None = _LEAST_CHANCE
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",

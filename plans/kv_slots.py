@@ -27,7 +27,9 @@ def slot_size(dtype: DType, head_dim: int) -> int:
 
 
 def are_finite(slots: NDArray[Any]) -> bool:
-    """Return whether slots `[..., size]` hold no infinity and no NaN, in numbers or in scales."""
+    """Return whether slots `[..., size]` hold no infinity and no NaN, in numbers or in scales; bfloat16 is uint16."""
     if slots.dtype == np.int8:
         slots = np.ascontiguousarray(slots[..., -SCALE_BYTES:]).view(np.float32)
+    if slots.dtype == np.uint16:
+        return bool((slots & 0x7F80 != 0x7F80).all())
     return bool(np.isfinite(slots).all())

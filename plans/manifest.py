@@ -121,7 +121,9 @@ class Taps(Strict):
 
 
 class GraphDrafter(Strict):
-    """A drafter that is an engine of its name, with a KV cache of its own: the model of its name.
+    """A drafter that is an engine of its name, with a KV cache of its own: the model of its name. Of its drafts, nodes
+    less likely to be accepted than `least_chance` (by default 0.2 on a CPU, 0 on a GPU) are left out where several
+    sequences share a pass without prices.
 
     `eagle3`: slot i pairs the target's feature of token i with token i + 1. `block`: slot i is made of that feature
     alone, and a draft runs a `block` of slots behind them. `model`: slot i is token i. With `entropy`, the engine
@@ -131,6 +133,7 @@ class GraphDrafter(Strict):
     kind: Literal["eagle3", "block", "model"]
     name: str
     tree: Tree
+    least_chance: Annotated[float, Field(ge=0, lt=1)] | None = None
     block: Size | None = None
     acceptance: Literal["coupled", "rejection"] = "coupled"
     entropy: EntropyGamma | None = None

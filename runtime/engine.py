@@ -7,6 +7,7 @@ prompts of those that have just come. Each has the tokens that it would have alo
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
@@ -195,6 +196,7 @@ class Engine:
             caches = [self.cache, *(drafter.cache for drafter in self.drafting.engine_drafters.values())]
             stats.state_ms = self._watch.ms
             stats.bytes_copied = sum(cache.bytes_copied for cache in caches)
+            stats.kv_operations = dict(sum((cache.operations for cache in caches), Counter()))
             stats.compactions = sum(cache.compactions for cache in caches)
             stats.kv_bytes = sum(cache.peak_slots * cache.slot_bytes for cache in caches)
 
@@ -291,9 +293,10 @@ class Engine:
         if self._partial is not None:
             self._partial.begin(sequence)
 
-    def _catch_up_drafters(self, sequence: Sequence) -> None:
-        """The sequence's drafters take in its tokens; the target computes again those whose features they lack."""
-        computed = self.drafting.catch_up(sequence, self.passes)
+    def _catch_up_drafters(self, sequence: Sequence, *, fresh: bool = True) -> None:
+        """The sequence's drafters take in its tokens; the target computes again those whose features they lack. Unless
+        `fresh`, they keep what they have learnt of it."""
+        computed = self.drafting.catch_up(sequence, self.passes, fresh=fresh)
         if computed < sequence.computed:
             self._truncate_caches(sequence, computed)
 
@@ -320,6 +323,8 @@ class Engine:
         if self._live.pop(sequence.number, None) is None:
             return
         self._launched.drop(sequence)
+        if self._spoilt(sequence):  # cancelled before anybody saw it
+            self._take_back(sequence, sequence.shared)
         if sequence.computed > len(sequence.tokens):
             self._truncate_caches(sequence, len(sequence.tokens))
         if self._partial is not None:
@@ -407,56 +412,67 @@ class Engine:
         return found
 
     def _pass_each(self, live: List[Sequence], chunk: int) -> list[Committed]:
-        """Repeat a pass that an op has refused, of one sequence after another: tokens depend on nobody beside."""
-        for each in live:
-            self._take_back(each, each.computed)
-        spoilt = {each for each in live if self._spoilt(each)}
-        found: list[Committed] = []
-        for each in sorted(live, key=lambda each: (each not in spoilt, each.rounds)):  # others may read its KV
-            found += self._pass_again(each, chunk)
-        return found
+        """Repeat a pass that an op has refused, of one sequence after another: tokens depend on nobody beside.
+
+        A prompt whose KV is not finite may have it from another one, beside which it was computed: each is computed
+        again, alone.
+        """
+        for each in [*live, *(other for other in self._open.values() if other.over)]:
+            lost = self._spoilt(each) or (each.over and not self.cache.is_finite(each.number))
+            self._take_back(each, each.shared if lost else each.computed)
+        return [committed for each in live for committed in self._pass_again(each, chunk)]
 
     def _pass_again(self, sequence: Sequence, chunk: int) -> list[Committed]:
-        """Repeat a pass for one sequence. If it is refused again, the sequence goes on without its drafter, as a draft
-        at fault must change no token; if once more, it ends with the error."""
+        """Repeat a pass for one sequence, from a prompt's beginning up to its first token. If it is refused again, the
+        sequence goes on without its drafter, as a draft at fault must change no token; if once more, it ends with the
+        error."""
+        anew = sequence.computed == sequence.shared
+        rejects = sequence.engine_drafter is not None and sequence.engine_drafter.rejects
         while True:
             try:
+                if rejects and sequence.rounds and not sequence.decoding:
+                    self._pass([sequence], sequence.pending - 1)  # gives the features that a draft is made of again
+                prompted = not sequence.rounds
                 committed = self._pass([sequence], chunk)
-                if self._spoilt(sequence):
+                if prompted and not self.cache.is_finite(sequence.number):
                     raise OpError("the KV of its prompt is not finite")
-                return committed
+                if committed or not anew:
+                    return committed
             except OpError as error:
                 drafts = sequence.host_drafter is not None or sequence.engine_drafter is not None
                 if sequence.disabled or not drafts:
                     self._take_back(sequence, sequence.shared)
                     sequence.error = error
                     return [Committed(sequence, [], error=error)]
-                self._take_back(sequence, sequence.computed)
+                self._take_back(sequence, sequence.shared if self._spoilt(sequence) else sequence.computed)
+                self._adaptive.give_back(sequence.request, sequence.adaptive)
                 sequence.disabled, sequence.adaptive = True, None
 
     def _spoilt(self, sequence: Sequence) -> bool:
         """Whether KV of a prompt, by which no token has been chosen yet, is not finite."""
         return not sequence.rounds and not self.cache.is_finite(sequence.number)
 
-    def _take_back(self, sequence: Sequence, end: int) -> None:
-        """What a failed pass has fed the sequence, from token `end` on, is to be computed again.
+    def _rewind(self, sequence: Sequence, end: int) -> None:
+        """A pass has failed: what it has fed the sequence, from token `end` on, is to be computed again."""
+        sequence.unseen = 0
+        self._truncate_caches(sequence, min(sequence.computed, end, len(sequence.tokens) - 1))
 
-        Zeros take its place: an engine that multiplies what it hides by 0 reads it.
+    def _take_back(self, sequence: Sequence, end: int) -> None:
+        """Rewind a sequence behind a pass that an op has refused.
+
+        Zeros take the place of what is not finite and nobody's: an engine that multiplies what it hides by 0 reads it.
         """
-        drafters = self.drafting.engine_drafters.values()
-        caches = [self.cache, *(drafter.cache for drafter in drafters)]
+        self._rewind(sequence, end)
+        caches = [self.cache, *(drafter.cache for drafter in self.drafting.engine_drafters.values())]
         if self._partial is not None:
             caches.append(self._partial.cache)
             self._partial.of(sequence).truncate(end)
-        reach = [cache.reach(sequence.number) for cache in caches]
-        sequence.unseen = 0
-        self._truncate_caches(sequence, min(sequence.computed, end, len(sequence.tokens) - 1))
         if end <= sequence.shared:
             self.drafting.truncate(sequence, end)
-        elif not sequence.disabled:
-            self._catch_up_drafters(sequence)
-        for cache, slots in zip(caches, reach, strict=True):
-            cache.erase(sequence.number, slots)
+        if not sequence.disabled and not sequence.over:
+            self._catch_up_drafters(sequence, fresh=False)
+        for cache in caches:
+            cache.erase(sequence.number)
 
     def _step_behind(self, sequences: List[Sequence], chunk: int) -> list[Committed]:
         """Commit a round that is outstanding, or is launched here, once the one behind it is launched too."""
@@ -482,7 +498,7 @@ class Engine:
             rounds.settle()
             for failed in (present, following):
                 for each in () if failed is None else failed.placed:
-                    self._take_back(each.sequence, each.start)
+                    self._rewind(each.sequence, each.start)
             if isinstance(error, OpError):
                 return self._pass_each(sequences, chunk)
             raise
@@ -750,7 +766,11 @@ class Engine:
                 logits = self.logits_of(sequence, index)
                 if request.logprobs is not None:
                     raw = (placed.raw_logits or {}).get(_logits_index(placed, index), logits)
-                    committed.logprobs.append(logprobs(raw, token, request.logprobs))
+                    try:
+                        committed.logprobs.append(logprobs(raw, token, request.logprobs))
+                    except PlanError as error:  # an infinity among them, which a token may be chosen by
+                        committed.error = sequence.error = OpError(str(error))
+                        break
                 if host is not None and wanted and not sequence.disabled:
                     likely = likeliest(logits, wanted)[::-1]
                     host.observe(len(sequence.tokens) + index, likely[logits[likely] > -np.inf])

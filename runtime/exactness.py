@@ -27,6 +27,7 @@ from plans import names
 from plans.errors import PlanError
 from plans.machine import available_cores, instruction_set, processor
 from plans.manifest import Manifest, Probe
+from plans.onnx_operators import check_operators
 from plans.plan import Plan, file_sha256
 from plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
 from runtime.backends import on_processor
@@ -84,6 +85,7 @@ def ensure_exact(plan: Plan, probe: Probe, threads: int) -> Probed:
     conditions = _conditions(plan, probe, threads)
     if _is_remembered(conditions):
         return Probed(ops, perf_counter() - began, remembered=True)
+    check_operators(path)
     try:
         session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
         found = differing(session, SHORT)

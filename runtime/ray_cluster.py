@@ -56,8 +56,11 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
 
 @contextmanager
 def _sheltered() -> Iterator[None]:
-    """Let processes that are started meanwhile ignore SIGTERM, which service managers send to all at once: the command
-    ends them in order."""
+    """Have SIGTERM blocked in processes that are started meanwhile, and in theirs: service managers send it to all at
+    once, and the command ends them in order."""
+    if not hasattr(signal, "pthread_sigmask"):  # a system without process groups
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         yield

@@ -39,7 +39,7 @@ from runtime.scheduler_stats import SchedulerStats
 from runtime.session import Session
 from runtime.stats import Stats
 from runtime.text.grammars import Grammars
-from runtime.text.prompt import Messages, TemplateVariables, choose_prompt
+from runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
 _LOG = logging.getLogger("outrider")
@@ -204,6 +204,20 @@ class Runtime:
         finally:
             for handle in handles:
                 handle.cancel()  # the unfinished ones, where one has failed
+
+    def count_tokens(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Messages | None = None,
+        chat_template_kwargs: TemplateVariables | None = None,
+    ) -> int:
+        """Number of tokens of a prompt that `generate` takes, or of messages; special ones of the tokenizer included.
+
+        Raises RequestError for what `generate` refuses, such as a text that does not fit the context.
+        """
+        chosen = self._choose(prompt, messages, chat_template_kwargs)
+        return len(prepare_prompt(chosen, [], [], self.tokenizer, self.manifest.target).ids)
 
     def submit(
         self,

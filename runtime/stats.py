@@ -48,7 +48,10 @@ class Stats:
     most_alive: int = 0  # at once
     state_ms: float = 0.0  # laying out steps and the bookkeeping of slots, all models
     kv_bytes: int = 0  # of committed slots, the most at once of each model
-    bytes_copied: int = 0  # of slots: prefixes, accepted nodes that were moved together, live slots over dead ones
+    bytes_copied: int = 0  # of slots
+    kv_operations: dict[str, int] = field(default_factory=dict)
+    """Slots of all models' own KV caches by what was done to them: `prefix`, copied to another row; `accepted`, nodes
+    moved together; `compacted`, moved over dead ones; `cut_off`, dropped from a sequence's end. Debug logs say each."""
     compactions: int = 0  # times that live slots were moved over dead ones
 
     @property

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
 from plans.manifest import Engine
+from plans.onnx_operators import check_operators
 
 
 class OnnxRuntimeEngines:
@@ -26,6 +27,7 @@ class OnnxRuntimeEngines:
         path = self._folder / f"{name}.onnx"
         engine = describe_engine(model, f"engines/{self._folder.name}/{path.name}")
         write_graph(model, path, self._weights)
+        check_operators(path)
         return engine
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from plans import names
 from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.manifest import BackendPlan, Engine
+from plans.onnx_operators import check_operators
 from plugins.onnxruntime_ops import THREADS, cpu_library
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.shared_engines import write_packed
@@ -49,6 +50,7 @@ class OnnxRuntimeCpu:
         self._settings = settings or Settings()
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        check_operators(path)
         if self._settings.shared_engines is not None:
             write = partial(write_packed, options=partial(self._options, engine), disabled=_DISABLED)
             path = self._settings.shared_engines.engine(path, engine.weight_bytes, write)

@@ -25,6 +25,7 @@ from plans.buffers import DType, Tensor
 from plans.errors import PlanError
 from plans.extras import install_on_gpu
 from plans.manifest import BackendPlan, Engine
+from plans.onnx_operators import check_operators
 from runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
 from runtime.backends.cuda_libraries import missing_libraries
@@ -63,6 +64,7 @@ class OnnxRuntimeCuda:
         self._kernels = PlanKernels(self._device, plan.kernels)
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
+        check_operators(path)
         self._kernels.load(path)
         session, thread = self._open(path)
         if _PROVIDER not in session.get_providers():

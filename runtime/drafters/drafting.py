@@ -20,7 +20,7 @@ from plans import names
 from plans.manifest import GraphDrafter, NgramDrafter
 from runtime.drafters import make_host_drafter
 from runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
-from runtime.drafters.engine import EngineDrafter, chain_rounds, tree_shape
+from runtime.drafters.engine import LEAST_CHANCE, EngineDrafter, chain_rounds, tree_shape
 from runtime.drafters.kept_features import KeptFeatures
 from runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
 from runtime.execution.assembly import Assembly, Loaded
@@ -29,10 +29,6 @@ from runtime.execution.step import TargetStep
 from runtime.request import Request
 from runtime.sequence import Sequence
 from runtime.stats import Stopwatch
-
-# Where no prices are known: a node that is less likely to be accepted than this costs a pass that many sequences share
-# more than it brings.
-_WORTH = log(0.2)
 
 
 class Allowed(NamedTuple):
@@ -147,14 +143,14 @@ class Drafting:
             memory = memories.get_or_create(sequence.owner)
             memory.add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
 
-    def catch_up(self, sequence: Sequence, passes: int) -> int:
+    def catch_up(self, sequence: Sequence, passes: int, *, fresh: bool = True) -> int:
         """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""
         if sequence.host_drafter is not None:
             sequence.host_drafter.mark_tentative(None)
             sequence.host_drafter.sync(sequence.tokens)  # now: no round is to seem so slow
-        return (
-            sequence.computed if sequence.engine_drafter is None else sequence.engine_drafter.catch_up(sequence, passes)
-        )
+        if sequence.engine_drafter is None:
+            return sequence.computed
+        return sequence.engine_drafter.catch_up(sequence, passes, fresh=fresh)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Drop what drafters know of a sequence behind its first `length` tokens."""
@@ -279,7 +275,7 @@ class Drafting:
             (float(score), -place, number)
             for number, tree in trees.items()
             for place, score in enumerate(tree.scores if tree.scores is not None else ())
-            if number in worth or score >= _WORTH or len(live) == 1
+            if number in worth or score >= _least(tree, live[number].sequence) or len(live) == 1
         ]
         wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
         wanted |= {number: len(tokens) for number, tokens in forced.items()}
@@ -416,6 +412,12 @@ def _part(tree: Draft, nodes: List[int]) -> Draft:
 def _left(draft: Draft, nodes: List[int]) -> Draft:
     """Cut a draft to the nodes that are worth verifying."""
     return draft if len(nodes) == len(draft) else replace(_part(draft, nodes), left_out=len(draft) - len(nodes))
+
+
+def _least(draft: Draft, sequence: Sequence) -> float:
+    """Return the lowest score of a node that is verified beside others' where no prices are known."""
+    engine = sequence.engine_drafter
+    return log(LEAST_CHANCE) if draft.by_host or engine is None else engine.least_score
 
 
 def _rate(sequence: Sequence) -> float | None:

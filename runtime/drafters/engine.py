@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,9 @@ from runtime.stats import Stopwatch
 
 Choose = Callable[[List[int], List[float]], List[int]]
 """Chooses nodes of a draft, ascending and with all of their ancestors, by parents (-1 for the tip) and scores."""
+
+LEAST_CHANCE = 0.2
+"""Chance of a node to be accepted from which a CPU verifies it in a pass that several sequences share."""
 
 _NONE = np.zeros(0, np.int64)
 
@@ -74,6 +78,9 @@ class EngineDrafter:
         """`watch` has the time of the bookkeeping; `kept` is there for heads."""
         name, buffers, programs = settings.name, parts.buffers, parts.programs
         self.name, self.settings = name, settings
+        least = LEAST_CHANCE if buffers.exchange is None else 0.0
+        least = least if settings.least_chance is None else settings.least_chance
+        self.least_score = log(least) if least else -inf
         self.paired, self.rejects = settings.reads_features, settings.acceptance == "rejection"
         self._tree, self._lead, self._room = settings.tree, int(self.paired), geometry.context
         self._buffers, self._watch = buffers, watch
@@ -199,15 +206,16 @@ class EngineDrafter:
             self._drop_features(state, 0)
         state.tentative = tentative
 
-    def catch_up(self, sequence: Sequence, passes: int) -> int:
-        """Take in the sequence's tokens; return how many of them may keep their KV in the target.
+    def catch_up(self, sequence: Sequence, passes: int, *, fresh: bool) -> int:
+        """Take in the sequence's tokens; return how many of them may keep their KV in the target. `fresh` chains begin
+        with a length of their own.
 
         Features of those behind are computed again. `passes` counts the target's passes: what others than the last one
         gave is lost.
         """
         self.open(sequence)
         state, tokens, computed = self._states[sequence.number], sequence.tokens, sequence.computed
-        if state.length is not None:
+        if state.length is not None and fresh:
             state.length.reset()
         least = max(len(tokens) - 1 - self._lead, 0)  # the tip is always fed again
         if state.end > least:

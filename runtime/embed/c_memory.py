@@ -38,6 +38,7 @@ class Result:
     text: Bytes
     logprobs: Logprobs
     finish_reason: int
+    seed: int
     stats: Bytes
 
 
@@ -84,5 +85,6 @@ class CMemory:
             text=self.text(made.text),
             logprobs=self.logprobs(made.logprobs),
             finish_reason=FINISHED[made.finish_reason],
+            seed=made.seed,
             stats=self.text(json.dumps(made.stats.to_json())),
         )

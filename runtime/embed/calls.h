@@ -8,6 +8,8 @@ int32_t outrider_py_open(const char *plan, size_t plan_length, const char *optio
                          uint64_t *out);
 int32_t outrider_py_drain(uint64_t runtime, int64_t timeout_ms);
 int32_t outrider_py_runtime_stats(uint64_t runtime, uint64_t *out);
+int32_t outrider_py_count_tokens(uint64_t runtime, const void *prompt, size_t length, int32_t form, uint64_t params,
+                                 size_t *count);
 int32_t outrider_py_save_cache(uint64_t runtime, const char *path, size_t path_length, size_t *tokens);
 int32_t outrider_py_load_cache(uint64_t runtime, const char *path, size_t path_length, size_t *tokens);
 int32_t outrider_py_session(uint64_t runtime, uint64_t *out);
@@ -34,6 +36,7 @@ int32_t outrider_py_text(uint64_t text, const char **data, size_t *length);
 int32_t outrider_py_tokens(uint64_t result, const int64_t **tokens, size_t *count);
 int32_t outrider_py_result_text(uint64_t result, const char **data, size_t *length);
 int32_t outrider_py_finish_reason(uint64_t result, int32_t *reason);
+int32_t outrider_py_seed(uint64_t result, uint64_t *seed);
 int32_t outrider_py_logprobs(uint64_t result, const outrider_logprobs **out);
 int32_t outrider_py_stats(uint64_t result, const char **data, size_t *length);
 int32_t outrider_py_submit(uint64_t runtime, const void *prompt, size_t length, int32_t form, uint64_t params,

@@ -162,11 +162,11 @@ class Calls:
 
     def define(self) -> None:
         for name in (
-            "inspect", "open", "drain", "runtime_stats", "save_cache", "load_cache", "session", "reset", "cancel",
-            "params", "set_int", "set_uint", "set_double", "set_bool", "set_text", "add_text", "add_ints",
-            "add_function", "generate", "text", "tokens", "result_text", "finish_reason", "logprobs", "stats", "submit",
-            "next", "request_result", "cancel_request", "branches", "branch_count", "branch_result", "branches_stats",
-            "stop", "destroy",
+            "inspect", "open", "drain", "runtime_stats", "count_tokens", "save_cache", "load_cache", "session", "reset",
+            "cancel", "params", "set_int", "set_uint", "set_double", "set_bool", "set_text", "add_text", "add_ints",
+            "add_function", "generate", "text", "tokens", "result_text", "finish_reason", "seed", "logprobs", "stats",
+            "submit", "next", "request_result", "cancel_request", "branches", "branch_count", "branch_result",
+            "branches_stats", "stop", "destroy",
         ):  # fmt: skip
             call = self._told(getattr(self, name))
             self._ffi.def_extern(name=f"outrider_py_{name}", error=int(Status.INTERNAL))(call)
@@ -363,6 +363,11 @@ class Calls:
             return {"prompt": self._ffi.unpack(self._ffi.cast("int64_t *", data), length) if length else []}
         return {"prompt": self._text(data, length, "prompt")}
 
+    def count_tokens(self, runtime: int, prompt: Any, length: int, form: int, params: int, count: Any) -> None:
+        loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
+        given, options = self._prompt(prompt, length, form), self._options(params)
+        count[0] = loaded.count_tokens(**given, chat_template_kwargs=options.get("chat_template_kwargs"))
+
     # Generating.
 
     def generate(
@@ -483,6 +488,9 @@ class Calls:
 
     def logprobs(self, result: int, out: Any) -> None:
         out[0] = cast(Result, self._handles.get(Kind.RESULT, result)).logprobs.struct
+
+    def seed(self, result: int, seed: Any) -> None:
+        seed[0] = self._handles.get(Kind.RESULT, result).seed
 
     def finish_reason(self, result: int, reason: Any) -> None:
         reason[0] = self._handles.get(Kind.RESULT, result).finish_reason

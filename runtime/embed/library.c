@@ -24,10 +24,10 @@
 _Static_assert(sizeof(void *) >= sizeof(uint64_t), "handles are 64-bit numbers");
 
 #define CALLS(CALL)                                                                                                  \
-  CALL(inspect) CALL(open) CALL(drain) CALL(runtime_stats) CALL(save_cache) CALL(load_cache) CALL(session)           \
-  CALL(reset) CALL(cancel) CALL(params) CALL(set_int) CALL(set_uint) CALL(set_double) CALL(set_bool) CALL(set_text)  \
+  CALL(inspect) CALL(open) CALL(drain) CALL(runtime_stats) CALL(count_tokens) CALL(save_cache) CALL(load_cache)       \
+  CALL(session) CALL(reset) CALL(cancel) CALL(params) CALL(set_int) CALL(set_uint) CALL(set_double) CALL(set_bool) CALL(set_text)  \
   CALL(add_text) CALL(add_ints) CALL(add_function) CALL(generate) CALL(text) CALL(tokens) CALL(result_text)          \
-  CALL(finish_reason) CALL(logprobs) CALL(stats) CALL(submit) CALL(next) CALL(request_result) CALL(cancel_request)   \
+  CALL(finish_reason) CALL(seed) CALL(logprobs) CALL(stats) CALL(submit) CALL(next) CALL(request_result) CALL(cancel_request)   \
   CALL(branches) CALL(branch_count) CALL(branch_result) CALL(branches_stats) CALL(destroy)
 
 #define SLOT(name) __typeof__(outrider_py_##name) *name;
@@ -236,6 +236,22 @@ outrider_status outrider_runtime_stats(const outrider_runtime *runtime, outrider
   MAKE(py.runtime_stats(number(runtime), &made));
 }
 
+outrider_status outrider_count_tokens(outrider_runtime *runtime, const char *prompt, size_t prompt_length,
+                                      size_t *count) {
+  NEED(count);
+  NEED_BYTES(prompt, prompt_length);
+  START;
+  return py.count_tokens(number(runtime), prompt, prompt_length, OUTRIDER_PROMPT_TEXT, 0, count);
+}
+
+outrider_status outrider_count_message_tokens(outrider_runtime *runtime, const char *messages, size_t messages_length,
+                                              const outrider_params *params, size_t *count) {
+  NEED(count);
+  NEED_BYTES(messages, messages_length);
+  START;
+  return py.count_tokens(number(runtime), messages, messages_length, OUTRIDER_PROMPT_MESSAGES, number(params), count);
+}
+
 outrider_status outrider_runtime_save_prefix_cache(outrider_runtime *runtime, const char *path, size_t path_length,
                                                    size_t *tokens) {
   NEED_BYTES(path, path_length);
@@ -402,6 +418,12 @@ outrider_status outrider_result_finish_reason(const outrider_result *result, int
   NEED(reason);
   START;
   return py.finish_reason(number(result), reason);
+}
+
+outrider_status outrider_result_seed(const outrider_result *result, uint64_t *seed) {
+  NEED(seed);
+  START;
+  return py.seed(number(result), seed);
 }
 
 outrider_status outrider_result_logprobs(const outrider_result *result, const outrider_logprobs **out) {

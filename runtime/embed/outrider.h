@@ -150,6 +150,16 @@ OUTRIDER_API outrider_status outrider_runtime_close(outrider_runtime *runtime);
  * "running", "refused", "new_tokens", "ttft_ms" ...); "prefix_cache" (null without one); "memory", in bytes. */
 OUTRIDER_API outrider_status outrider_runtime_stats(const outrider_runtime *runtime, outrider_text **out);
 
+/* How many tokens a prompt has, special ones that the tokenizer adds included. One that does not fit the context, or is
+ * empty, is OUTRIDER_REQUEST. */
+OUTRIDER_API outrider_status outrider_count_tokens(outrider_runtime *runtime, const char *prompt, size_t prompt_length,
+                                                   size_t *count);
+/* The same of a conversation, as outrider_generate_messages takes it; of `params`, which may be NULL,
+ * "chat_template_kwargs" are read. */
+OUTRIDER_API outrider_status outrider_count_message_tokens(outrider_runtime *runtime, const char *messages,
+                                                           size_t messages_length, const outrider_params *params,
+                                                           size_t *count);
+
 /* Writes the prefix cache to the file `path`, or adds to the cache what was written. `tokens`, which may be NULL, gets
  * how many. Only the same plan, processor and build reads a file: any other is OUTRIDER_PLAN, as is one that is
  * damaged. */
@@ -268,6 +278,8 @@ OUTRIDER_API outrider_status outrider_result_tokens(const outrider_result *resul
 OUTRIDER_API outrider_status outrider_result_text(const outrider_result *result, const char **data, size_t *length);
 /* OUTRIDER_STOPPED, OUTRIDER_LENGTH, OUTRIDER_CANCELLED or OUTRIDER_DEADLINE. */
 OUTRIDER_API outrider_status outrider_result_finish_reason(const outrider_result *result, int32_t *reason);
+/* The seed that it was drawn by: with it, the same request has the same tokens again. */
+OUTRIDER_API outrider_status outrider_result_seed(const outrider_result *result, uint64_t *seed);
 /* Of its tokens, behind those of "generated". */
 OUTRIDER_API outrider_status outrider_result_logprobs(const outrider_result *result, const outrider_logprobs **out);
 /* Counts and times, as a JSON object: "new_tokens", "ttft_ms", "decode_tokens_per_second", "tokens_per_verify" ... */

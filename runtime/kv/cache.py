@@ -11,6 +11,8 @@ of the step, and its slots to those of the longest row. Padding belongs to no se
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -30,7 +32,9 @@ from runtime.kv.window import WindowedRow
 
 # Dead slots are worth a compaction where there are so many, and as many as live ones of sequences: what is moved is
 # then never more than what was appended since.
+_LOG = logging.getLogger("outrider")
 _MANY_DEAD = 64
+_PIECE = 256  # slots that are looked through at once
 
 
 class KvCache:
@@ -101,7 +105,13 @@ class KvCache:
 
     def _begin_counts(self) -> None:
         self._dead = 0  # slots of sequences that are over, in the one row of all
-        self.bytes_copied = self.peak_slots = self.compactions = 0
+        self.peak_slots = self.compactions = 0
+        self.operations: Counter[str] = Counter()  # slots, by what was done to them (`Stats.kv_operations`)
+
+    def _note(self, operation: str, row: int, slots: int) -> None:
+        if slots:
+            self.operations[operation] += slots
+            _LOG.debug("KV of %s, row %d: %s, %d slots", self._model, row, operation, slots)
 
     # Room.
 
@@ -109,6 +119,11 @@ class KvCache:
     def tables(self) -> Sequence[SlotTable]:
         """Slots of all rows."""
         return self._tables
+
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes of slots that were copied or moved."""
+        return self.slot_bytes * sum(self.operations[each] for each in self.operations if each != "cut_off")
 
     @property
     def pooled(self) -> bool:
@@ -205,7 +220,7 @@ class KvCache:
                 count[0] = len(slots)
                 self._buffers.of(self._model, names.MOVE_TO)[row] = to
                 self._compact.run()
-                self.bytes_copied += len(slots) * self.slot_bytes
+                self._note("compacted", row, len(slots))
             self.compactions += table.compact() > 0
             self._dead = 0
 
@@ -282,8 +297,7 @@ class KvCache:
         """Commit KV of a step of row 0: of its first `count` tokens, or of those that `kept` lists, moved there."""
         table = self._tables[0]
         if kept is not None and count and int(kept[count - 1]) >= count:
-            moved = np.count_nonzero(kept[:count] != np.arange(count))
-            self.bytes_copied += int(moved) * self.slot_bytes
+            self._note("accepted", 0, int(np.count_nonzero(kept[:count] != np.arange(count))))
         table.commit(count, kept)
         self.peak_slots = max(self.peak_slots, table.length)
 
@@ -300,7 +314,7 @@ class KvCache:
             if len(mine):
                 self._rows[row].commit(len(mine), mine)
                 moved = mine != np.arange(step.row_splits[row], step.row_splits[row] + len(mine))
-                self.bytes_copied += int(moved.sum()) * self.slot_bytes
+                self._note("accepted", row, int(np.count_nonzero(moved)))
         if self.alignment is not None and self._aligned is not None:
             own = np.searchsorted(kept[step.branch[kept] != NOBODY], step.row_splits[: self._used + 1])
             self.alignment.commit(self._aligned, np.diff(own).tolist())
@@ -344,7 +358,7 @@ class KvCache:
         if table.length < self._prefix:
             self._kv[row].copy(0, self._kv[0], 0, self._prefix)
             table.copy(self._tables[0], self._prefix)
-            self.bytes_copied += self._prefix * self.slot_bytes
+            self._note("prefix", row, self._prefix)
         if self.alignment is not None:
             self.alignment.open(row, self._prefix)
 
@@ -370,6 +384,7 @@ class KvCache:
         row = self.row_of(number)
         table = self._rows[row]
         released = table.release(number, end)
+        self._note("cut_off", row, released)
         if self.alignment is not None:
             self.alignment.valid_lengths[row] -= released
         trimmed = table.trim(self._prefix)
@@ -386,18 +401,18 @@ class KvCache:
         first, last = int(slots[0]), int(slots[-1])
         return are_finite(self._kv[row].array(first, last + 1 - first)[:, :, slots - first])
 
-    def reach(self, number: int) -> int:
-        """The slot behind the last one of the sequence's row that a step may have written to."""
-        return min(self._rows[self.row_of(number)].length + self._step.most, self._kv[0].slots)
-
-    def erase(self, number: int, reach: int) -> None:
-        """Put zeros in the slots before `reach` of the sequence's row that nobody has."""
+    def erase(self, number: int) -> None:
+        """Put zeros in slots of the sequence's row that nobody has and whose KV is not finite."""
         row = self.row_of(number)
         table, kv = self._rows[row], self._kv[row]
-        free = np.append(np.flatnonzero(table.owners == EMPTY), np.arange(table.length, reach))
-        zero = np.zeros_like(kv.array(0, 1))
-        zeros = HostKv(np.broadcast_to(zero, (*zero.shape[:2], len(free), zero.shape[3])))
-        TokenKv(kv, slots=free).put(0, len(free), zeros, 0)
+        free = np.ones(kv.slots, np.bool_)
+        free[: table.length] = table.owners == EMPTY
+        for first in range(0, kv.slots, _PIECE):
+            slots = np.flatnonzero(free[first : first + _PIECE])
+            found = kv.array(first, min(_PIECE, kv.slots - first))
+            if not are_finite(found[:, :, slots]):
+                zeros = HostKv(np.zeros((*found.shape[:2], len(slots), found.shape[3]), found.dtype))
+                TokenKv(kv, slots=first + slots).put(0, len(slots), zeros, 0)
 
     def claim(self, number: int, first: int, count: int) -> None:
         """Give a sequence `count` slots from position `first` on, whose KV the caller writes (`kv_of`), not a step."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _LINE = 64  # bytes
+_PAGE = 4096  # bytes, the smallest that systems hand out
 _MAPPED = 2**20  # bytes from which on memory is worth pages of its own
 
 
@@ -51,8 +52,11 @@ class HostKv:
 
 
 def host_kv(planes: int, heads: int, slots: int, size: int, dtype: DTypeLike, *, huge_pages: bool = True) -> KvMemory:
-    """New memory of the host, of zeros."""
-    return HostKv(zeros((planes, heads, slots, size), dtype, huge_pages=huge_pages))
+    """New memory of the host, of zeros; with huge pages the system hands it out now, not to the first that writes."""
+    memory = zeros((planes, heads, slots, size), dtype, huge_pages=huge_pages)
+    if huge_pages:
+        memory.reshape(-1).view(np.uint8)[::_PAGE] = 0
+    return HostKv(memory)
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, *, huge_pages: bool = True) -> NDArray[Any]:

@@ -110,6 +110,27 @@ def test_a_block_drafts_as_many_tokens_as_it_has(toy_recipe: Path) -> None:
         sources(toy_recipe, block % ", gamma: 2, tree: auto")
 
 
+@pytest.mark.parametrize(
+    ("backends", "written", "tree", "least_chance"),
+    [
+        ("onnxruntime-cpu", "", (3, 2, 8), None),
+        ("onnxruntime-cpu, cuda", "tree: auto", (3, 2, 8), None),
+        ("cuda, tensorrt-rtx", "tree: auto", (10, 7, 60), None),
+        ("cuda", "tree: {top_k: 2, depth: 1, nodes: 4}, least_chance: 0.1", (2, 1, 4), 0.1),
+        ("cuda", "kind: block, checkpoint: block, tree: auto", (10, 4, 60), None),  # a block of 5 tokens
+    ],
+)
+def test_defaults_go_by_the_backends(
+    toy_recipe: Path, backends: str, written: str, tree: tuple[int, int, int], least_chance: float | None
+) -> None:
+    head = "" if "block" in written else "kind: eagle3, checkpoint: head, "
+    recipe = load_recipe(toy_recipe, [f"backends=[{backends}]", f"drafters=[{{name: a, {head}{written}}}]"])
+    (source,) = read_sources(recipe, read_config(recipe.checkpoint_path))
+    top_k, depth, nodes = tree
+    assert source.drafter.tree == Tree(top_k=top_k, depth=depth, nodes=nodes)
+    assert source.drafter.least_chance == least_chance
+
+
 def test_heads_of_one_plan_may_read_different_layers(toy_recipe: Path) -> None:
     """The target gives the streams of all, and each head picks its own."""
     head, block = sources(

@@ -76,6 +76,7 @@ def test_a_sequence_with_many_dead_slots_is_compacted(branching, monkeypatch) ->
     g = branching.manifest.target
     slot = 2 * g.layers * g.kv_heads * g.head_dim * 4
     assert compacted.bytes_copied <= sum(2 + branch["max_new_tokens"] for branch in branches) * slot
+    assert compacted.bytes_copied == compacted.kv_operations["compacted"] * slot
 
 
 @pytest.fixture

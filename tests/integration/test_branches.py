@@ -212,6 +212,7 @@ def test_a_run_says_what_it_cost(branching) -> None:
     assert one.kv_bytes == (100 + 4 * 6) * slot
     assert rows.kv_bytes == 4 * (100 + 6) * slot
     assert (one.bytes_copied, rows.bytes_copied) == (0, 3 * 100 * slot)
+    assert (one.kv_operations, rows.kv_operations) == ({}, {"prefix": 300})
     assert 0 < one.engine_ms <= one.total_ms
     closed = branching.stream_branches(prefix, branches, max_new_tokens=6)
     next(closed)

@@ -176,20 +176,16 @@ def test_memory_is_given_back(runtime: Runtime, device: EmulatedDevice) -> None:
     assert len(device._memory) == before
 
 
-def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtime: Runtime) -> None:
-    session = runtime.session()
-    session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
+def test_kv_that_is_not_finite_is_computed_again(runtime: Runtime) -> None:
+    session, other = runtime.session(), runtime.session()
+    for each in (session, other):
+        each.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
+    expected = other.generate(max_new_tokens=3, drafter="none").token_ids
     kv = session.buffers.memory[names.of(names.TARGET, names.KV)]
     nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
     with session.buffers.device.lock():
         session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
-    with pytest.raises(PlanError, match="contain NaN"):
-        session.generate(max_new_tokens=3, drafter="none")
-    nan[:] = 0.0
-    with session.buffers.device.lock():
-        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
-    session.reset()
-    assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3
+    assert session.generate(max_new_tokens=3, drafter="none").token_ids == expected
 
 
 def test_a_binding_that_onnxruntime_refuses_is_an_error_of_ours(runtime: Runtime, cuda_plan: Plan) -> None:

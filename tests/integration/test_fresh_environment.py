@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -87,3 +90,35 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     refused = run([outrider, "build", toy_plan.parent / "model.yaml"], outside, PYTHONPATH=".")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "which is not installed" in refused.stderr
+
+
+@pytest.mark.long
+def test_the_image_serves_a_plan(toy: Runtime, toy_plan: Path, tmp_path: Path) -> None:
+    """Where there is no container runtime, what the Dockerfile runs of pip is run in an environment of its own."""
+    command = ["generate", toy_plan, "--prompt", PROMPT, "--max-new-tokens", "8", "--json"]
+    if shutil.which("docker") and run(["docker", "info"], tmp_path).returncode == 0:
+        made = run(["docker", "build", "--tag", "outrider-tested", REPOSITORY], tmp_path)
+        started: list[str | Path] = [
+            "docker",
+            "run",
+            "--rm",
+            "--volume",
+            f"{toy_plan}:{toy_plan}:ro",
+            "outrider-tested",
+        ]
+    else:
+        ignored = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").replace("**/", "").split()
+        shutil.copytree(REPOSITORY, tmp_path / "src", ignore=shutil.ignore_patterns(*ignored))
+        venv.create(tmp_path / "venv", with_pip=True)
+        steps = re.findall(r"^RUN (pip .*?)(?: &&.*)?$", (REPOSITORY / "Dockerfile").read_text(encoding="utf-8"), re.M)
+        assert len(steps) == 2
+        script = " && ".join(steps).replace("/wheels", str(tmp_path / "wheels"))
+        path = f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}"
+        made = run(["bash", "-c", script], tmp_path / "src", PATH=path)
+        started = [tmp_path / "venv" / "bin" / "outrider"]
+    skip_without_index(made)
+    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-2000:]
+    ended = run([*started, *command], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["token_ids"] == toy.generate(PROMPT, max_new_tokens=8).token_ids
+    assert run([*started, "serve", "--help"], tmp_path).returncode == 0

@@ -241,15 +241,13 @@ def test_a_round_is_one_launch_of_an_engine_for_each_model_and_the_rows_that_mov
         assert found == cpu.generate(PROMPT, drafter="none", **options).token_ids[: len(found)]
 
 
-def test_logits_that_are_not_numbers_are_an_error_and_the_session_goes_on(runtime: Runtime) -> None:
-    session = runtime.session()
-    session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
+def test_kv_that_is_not_finite_is_computed_again(runtime: Runtime) -> None:
+    session, other = runtime.session(), runtime.session()
+    for each in (session, other):
+        each.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
     fill_cache(session, np.nan)
-    with pytest.raises(PlanError, match="contain NaN"):
-        session.generate(max_new_tokens=3, drafter="none")
-    fill_cache(session, 0.0)
-    session.reset()
-    assert len(session.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True).token_ids) == 3
+    expected = other.generate(max_new_tokens=3, drafter="none").token_ids
+    assert session.generate(max_new_tokens=3, drafter="none").token_ids == expected
 
 
 @pytest.fixture(scope="module")

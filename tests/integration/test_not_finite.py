@@ -78,6 +78,22 @@ def test_it_ends_alone(runtime: Runtime, place: int) -> None:
         assert [handle.result(60).token_ids for handle in handles] == expected
 
 
+def test_prompts_that_are_computed_beside_it_are_computed_again(runtime: Runtime) -> None:
+    """In parts, where nobody has a token yet that would show it; also where it is cancelled before that."""
+    long = [[20 + place, *range(30, 100)] for place in range(2)]
+    expected = [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in long]
+    options = Options(drafter="chain") | OPTIONS
+    for cancelled in (False, True):
+        spoilt, *handles = runtime.submit_all([([LARGE, *long[0]], options), *((each, options) for each in long)])
+        if cancelled:
+            spoilt.cancel()
+        else:
+            with pytest.raises(PlanError, match=r"NaN|not finite"):
+                spoilt.result(60)
+        assert [handle.result(60).token_ids for handle in handles] == expected
+    assert [runtime.generate(each, **options).token_ids for each in long] == expected
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_draft_that_is_at_fault_changes_no_token(
     runtime: Runtime, together: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from plans import names
-from plans.errors import PlanError, RequestError
+from plans.errors import RequestError
 from runtime import Runtime, SchedulerConfig
 from runtime.generation import Span
 from runtime.request import Options
@@ -219,13 +219,12 @@ def test_tokens_that_a_rule_forces_are_drafted(serving: Runtime, drafter: str, w
 
 
 @pytest.mark.parametrize("drafter", ["none", "chain", "bushy"])
-def test_logits_that_are_not_numbers_are_the_plans_fault(toy: Runtime, drafter: str) -> None:
-    session = toy.session()
-    expected = session.generate(PROMPTS[0], **asked(drafter=drafter, max_new_tokens=10)).token_ids
-    keys = session.buffers.of(names.TARGET, names.KV)
-    keys[:] = np.nan
-    with pytest.raises(PlanError, match=r"verify|decode|speculate"):
-        session.generate([5], **asked(drafter=drafter))
-    keys[:] = 0
-    session.reset()
-    assert session.generate(PROMPTS[0], **asked(drafter=drafter, max_new_tokens=10)).token_ids == expected
+def test_kv_that_is_not_finite_is_computed_again(toy: Runtime, drafter: str) -> None:
+    session, other = toy.session(), toy.session()
+    for each in (session, other):
+        each.generate(PROMPTS[0], **asked(drafter=drafter, max_new_tokens=10))
+    session.buffers.of(names.TARGET, names.KV)[:] = np.nan
+    assert (
+        session.generate([5], **asked(drafter=drafter)).token_ids
+        == other.generate([5], **asked(drafter=drafter)).token_ids
+    )

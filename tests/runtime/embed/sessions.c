@@ -56,10 +56,28 @@ static void results(outrider_runtime *runtime) {
   same(result, &seen);
   EXPECT(reason_of(result) == OUTRIDER_LENGTH && seen.count == 20);
   const char *stats;
-  size_t length;
+  size_t length, prompt;
   EXPECT_OK(outrider_result_stats(result, &stats, &length));
   EXPECT(strlen(stats) == length && strstr(stats, "\"new_tokens\": 20") != NULL);
+  char told[40];
+  EXPECT_OK(outrider_count_tokens(runtime, "import", 6, &prompt));
+  snprintf(told, sizeof told, "\"prompt_tokens\": %zu,", prompt);
+  EXPECT(prompt > 0 && strstr(stats, told) != NULL);
   EXPECT_OK(outrider_result_destroy(result));
+
+  static struct seen drawn[2];
+  outrider_params *sampled = params_of(20);
+  EXPECT_OK(outrider_params_set_double(sampled, "temperature", 11, 0.9));
+  for (int turn = 0; turn < 2; ++turn) { /* the second with the seed of the first */
+    uint64_t seed;
+    EXPECT_OK(outrider_session_reset(session));
+    EXPECT_OK(outrider_generate(session, "import", 6, sampled, collect, &drawn[turn], &result));
+    EXPECT_OK(outrider_result_seed(result, &seed));
+    EXPECT_OK(outrider_params_set_uint(sampled, "seed", 4, seed));
+    EXPECT_OK(outrider_result_destroy(result));
+  }
+  EXPECT(memcmp(drawn[0].tokens, drawn[1].tokens, drawn[0].count * sizeof *drawn[0].tokens) == 0);
+  EXPECT_OK(outrider_params_destroy(sampled));
 
   static struct seen stopped, cancelled;
   stopped.stop_at = 2;

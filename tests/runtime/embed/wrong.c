@@ -58,6 +58,7 @@ static void requests(const char *plan) {
   const outrider_span *span = NULL;
   const outrider_logprobs *logprobs = NULL;
   const int64_t tokens[] = {1, 300};
+  size_t count;
 
   EXPECT_FAILURE(outrider_submit(NULL, "a", 1, NULL, NULL, NULL, &request), OUTRIDER_INVALID_HANDLE, "runtime");
   EXPECT_FAILURE(outrider_submit((outrider_runtime *)session, "a", 1, NULL, NULL, NULL, &request),
@@ -87,6 +88,9 @@ static void requests(const char *plan) {
   EXPECT_FAILURE(outrider_result_logprobs(NULL, &logprobs), OUTRIDER_INVALID_HANDLE, "result");
   EXPECT_FAILURE(outrider_runtime_drain(NULL, 0), OUTRIDER_INVALID_HANDLE, "runtime");
   EXPECT_FAILURE(outrider_runtime_stats((outrider_runtime *)session, &text), OUTRIDER_INVALID_HANDLE, "runtime");
+  EXPECT_FAILURE(outrider_count_tokens(NULL, "a", 1, &count), OUTRIDER_INVALID_HANDLE, "runtime");
+  EXPECT_FAILURE(outrider_count_message_tokens(runtime, "x", 1, NULL, &count), OUTRIDER_INVALID_ARGUMENT, "a JSON list");
+  EXPECT_FAILURE(outrider_result_seed(NULL, NULL), OUTRIDER_INVALID_ARGUMENT, "seed is NULL");
   EXPECT_FAILURE(outrider_runtime_save_prefix_cache(runtime, "/tmp/x", 6, NULL), OUTRIDER_REQUEST, "no prefix cache");
   EXPECT_FAILURE(outrider_runtime_load_prefix_cache(runtime, "a\0b", 3, NULL), OUTRIDER_INVALID_ARGUMENT, "no path");
   EXPECT(request == NULL && result == NULL && span == NULL && logprobs == NULL && text == NULL);
