@@ -1,7 +1,7 @@
 # The OpenAI-compatible server of a plan:
 #   docker build -t outrider .
 #   docker run -v "$PWD/my-plan:/plan:ro" -p 8000:8000 outrider
-# Any other command, and its options, goes behind the image's name: docker run ... outrider generate /plan --prompt "..."
+# Other commands follow the image's name: docker run ... outrider generate /plan --prompt "..."
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --no-install-recommends --yes g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src

@@ -29,7 +29,7 @@ from compiler.recipe_drafters import (
     GraphSection,
     ModelSection,
     NgramSection,
-    tree_of,
+    resolve_tree,
 )
 from compiler.recipe_rope import positions_served
 from compiler.recipe_weights import WeightsSection
@@ -222,7 +222,7 @@ def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightTyp
 def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig, device: Device) -> Tree:
     if section.tree is not None:
         deepest = config.drafted - 1 if isinstance(config, BlockConfig) else None
-        return tree_of(section.tree, device, deepest).tree()
+        return resolve_tree(section.tree, device, deepest).tree()
     if isinstance(section.gamma, EntropySection):
         return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs the engine once per drafted token
     gamma = section.gamma or (config.drafted if isinstance(config, BlockConfig) else CHAIN)

@@ -106,7 +106,7 @@ def _tree_kind(written: object) -> str:
     return ":auto" if isinstance(written, str) else ":shape"
 
 
-def _known_word(written: object) -> object:
+def _check_word(written: object) -> object:
     if isinstance(written, str) and written != "auto":
         raise PydanticCustomError("tree", "must be {top_k, depth, nodes}, or auto")
     return written
@@ -115,12 +115,12 @@ def _known_word(written: object) -> object:
 TreeKey = Annotated[
     Annotated[TreeSection, Tag(":shape")] | Annotated[Literal["auto"], Tag(":auto")],
     Discriminator(_tree_kind),
-    BeforeValidator(_known_word),
+    BeforeValidator(_check_word),
 ]
 
 
-def tree_of(written: TreeSection | Literal["auto"], device: Device, deepest: int | None = None) -> TreeSection:
-    """The shape that a key of a recipe stands for; auto, at most `deepest` levels behind the root's children."""
+def resolve_tree(written: TreeSection | Literal["auto"], device: Device, deepest: int | None = None) -> TreeSection:
+    """Return the tree of a recipe's key; an auto one has at most `deepest` levels below the root's children."""
     if written != "auto":
         return written
     found = AUTO_TREES[device]

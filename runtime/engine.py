@@ -294,8 +294,8 @@ class Engine:
             self._partial.begin(sequence)
 
     def _catch_up_drafters(self, sequence: Sequence, *, fresh: bool = True) -> None:
-        """The sequence's drafters take in its tokens; the target computes again those whose features they lack. Unless
-        `fresh`, they keep what they have learnt of it."""
+        """The sequence's drafters consume its tokens; the target recomputes those whose features they lack. Unless
+        `fresh`, they keep their estimates for it."""
         computed = self.drafting.catch_up(sequence, self.passes, fresh=fresh)
         if computed < sequence.computed:
             self._truncate_caches(sequence, computed)
@@ -323,8 +323,8 @@ class Engine:
         if self._live.pop(sequence.number, None) is None:
             return
         self._launched.drop(sequence)
-        if self._spoilt(sequence):  # cancelled before anybody saw it
-            self._take_back(sequence, sequence.shared)
+        if self._prompt_damaged(sequence):  # cancelled before its first token
+            self._roll_back(sequence, sequence.shared)
         if sequence.computed > len(sequence.tokens):
             self._truncate_caches(sequence, len(sequence.tokens))
         if self._partial is not None:
@@ -363,7 +363,7 @@ class Engine:
         """One round of all: propose, lay out, verify, accept, commit. Returns the tokens that each sequence gets.
 
         A pass takes at most `chunk` tokens of prompts (default: all that it has room for). Sequences that are over are
-        left out. Where an op refuses a pass of several, each has a pass of its own: who is refused there ends with the
+        left out. A pass that an op refuses is retried one sequence at a time; one that is refused again ends with the
         error. Sequences that read the partial KV cache have a pass of their own, and none while a sequence needs the
         features of the pass before for its next draft (`Drafting.needs_features`). On a device, rounds of sequences
         that all are `plain` are launched a step ahead (`LaunchedRounds`).
@@ -408,30 +408,32 @@ class Engine:
             try:
                 found += self._pass(full, chunk)
             except OpError:
-                found += self._pass_each(full, chunk)
+                found += self._retry_each(full, chunk)
         return found
 
-    def _pass_each(self, live: List[Sequence], chunk: int) -> list[Committed]:
-        """Repeat a pass that an op has refused, of one sequence after another: tokens depend on nobody beside.
+    def _retry_each(self, live: List[Sequence], chunk: int) -> list[Committed]:
+        """Retry a pass that an op has refused, one sequence at a time: a sequence's tokens depend on no other.
 
-        A prompt whose KV is not finite may have it from another one, beside which it was computed: each is computed
-        again, alone.
+        KV of a prompt that is not finite may come from another sequence of the same pass, so every such prompt is
+        computed again, alone.
         """
         for each in [*live, *(other for other in self._open.values() if other.over)]:
-            lost = self._spoilt(each) or (each.over and not self.cache.is_finite(each.number))
-            self._take_back(each, each.shared if lost else each.computed)
-        return [committed for each in live for committed in self._pass_again(each, chunk)]
+            lost = self._prompt_damaged(each) or (each.over and not self.cache.is_finite(each.number))
+            self._roll_back(each, each.shared if lost else each.computed)
+        return [committed for each in live for committed in self._retry_alone(each, chunk)]
 
-    def _pass_again(self, sequence: Sequence, chunk: int) -> list[Committed]:
-        """Repeat a pass for one sequence, from a prompt's beginning up to its first token. If it is refused again, the
-        sequence goes on without its drafter, as a draft at fault must change no token; if once more, it ends with the
-        error."""
+    def _retry_alone(self, sequence: Sequence, chunk: int) -> list[Committed]:
+        """Retry a pass for one sequence; a prompt that starts over runs up to its first token.
+
+        A sequence that is refused again loses its drafter, because a faulty draft must change no token. A sequence that
+        is refused without one ends with the error.
+        """
         anew = sequence.computed == sequence.shared
         rejects = sequence.engine_drafter is not None and sequence.engine_drafter.rejects
         while True:
             try:
                 if rejects and sequence.rounds and not sequence.decoding:
-                    self._pass([sequence], sequence.pending - 1)  # gives the features that a draft is made of again
+                    self._pass([sequence], sequence.pending - 1)  # recomputes the features that the drafter reads
                 prompted = not sequence.rounds
                 committed = self._pass([sequence], chunk)
                 if prompted and not self.cache.is_finite(sequence.number):
@@ -441,15 +443,16 @@ class Engine:
             except OpError as error:
                 drafts = sequence.host_drafter is not None or sequence.engine_drafter is not None
                 if sequence.disabled or not drafts:
-                    self._take_back(sequence, sequence.shared)
+                    self._roll_back(sequence, sequence.shared)
                     sequence.error = error
                     return [Committed(sequence, [], error=error)]
-                self._take_back(sequence, sequence.shared if self._spoilt(sequence) else sequence.computed)
+                self._roll_back(sequence, sequence.shared if self._prompt_damaged(sequence) else sequence.computed)
+                _LOG.warning("sequence %d continues without its drafter: %s", sequence.id, error)
                 self._adaptive.give_back(sequence.request, sequence.adaptive)
                 sequence.disabled, sequence.adaptive = True, None
 
-    def _spoilt(self, sequence: Sequence) -> bool:
-        """Whether KV of a prompt, by which no token has been chosen yet, is not finite."""
+    def _prompt_damaged(self, sequence: Sequence) -> bool:
+        """Whether a sequence without a generated token has KV that is not finite."""
         return not sequence.rounds and not self.cache.is_finite(sequence.number)
 
     def _rewind(self, sequence: Sequence, end: int) -> None:
@@ -457,10 +460,10 @@ class Engine:
         sequence.unseen = 0
         self._truncate_caches(sequence, min(sequence.computed, end, len(sequence.tokens) - 1))
 
-    def _take_back(self, sequence: Sequence, end: int) -> None:
-        """Rewind a sequence behind a pass that an op has refused.
+    def _roll_back(self, sequence: Sequence, end: int) -> None:
+        """Rewind a sequence after a pass that an op has refused, and zero KV that is not finite in free slots.
 
-        Zeros take the place of what is not finite and nobody's: an engine that multiplies what it hides by 0 reads it.
+        Engines that multiply masked values by 0 read those slots.
         """
         self._rewind(sequence, end)
         caches = [self.cache, *(drafter.cache for drafter in self.drafting.engine_drafters.values())]
@@ -500,7 +503,7 @@ class Engine:
                 for each in () if failed is None else failed.placed:
                     self._rewind(each.sequence, each.start)
             if isinstance(error, OpError):
-                return self._pass_each(sequences, chunk)
+                return self._retry_each(sequences, chunk)
             raise
         return self._commit_launch(present)
 
@@ -768,7 +771,7 @@ class Engine:
                     raw = (placed.raw_logits or {}).get(_logits_index(placed, index), logits)
                     try:
                         committed.logprobs.append(logprobs(raw, token, request.logprobs))
-                    except PlanError as error:  # an infinity among them, which a token may be chosen by
+                    except PlanError as error:  # infinite logits, from which a token can still be chosen
                         committed.error = sequence.error = OpError(str(error))
                         break
                 if host is not None and wanted and not sequence.disabled:

@@ -38,7 +38,7 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
             ) from None
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        with _sheltered():
+        with _sigterm_blocked():
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, ceil(cpus)),
@@ -55,9 +55,9 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
 
 
 @contextmanager
-def _sheltered() -> Iterator[None]:
-    """Have SIGTERM blocked in processes that are started meanwhile, and in theirs: service managers send it to all at
-    once, and the command ends them in order."""
+def _sigterm_blocked() -> Iterator[None]:
+    """Block SIGTERM in processes started meanwhile and in their children: service managers send it to the whole process
+    group, and the command has to shut them down in order."""
     if not hasattr(signal, "pthread_sigmask"):  # a system without process groups
         yield
         return

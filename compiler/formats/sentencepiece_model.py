@@ -19,13 +19,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram
 
 from plans.errors import CheckpointError
+from plans.protobuf import BYTES, FIXED32, VARINT, fields
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of pieces, in `tokenizer.model` and in GGUF files alike."""
 SPACE = "\u2581"
 """Stands for a space in pieces."""
 _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 _Fields = dict[tuple[int, int], Any]
 """A message's fields, by their numbers and kinds: one of another kind than it should have is not found."""
@@ -212,77 +212,43 @@ def _model(data: bytes) -> SentencePieceModel:
     """Read the model's message. Raises ValueError, IndexError or struct.error for what is none."""
     tokens, types, scores = list[str](), list[int](), list[float]()
     trainer, normalizer = _Fields(), _Fields()
-    for (number, kind), value in _fields(data):
-        if kind != _BYTES:
+    for (number, kind), value in fields(data):
+        if kind != BYTES:
             continue
         if number == 1:
-            piece = _Fields(_fields(value))
-            if (1, _BYTES) not in piece:
+            piece = _Fields(fields(value))
+            if (1, BYTES) not in piece:
                 raise ValueError("a piece without a text")
-            tokens.append(piece[1, _BYTES].decode())
-            scores.append(struct.unpack("<f", piece.get((2, _FIXED32), bytes(4)))[0])
-            types.append(piece.get((3, _VARINT), NORMAL))
+            tokens.append(piece[1, BYTES].decode())
+            scores.append(struct.unpack("<f", piece.get((2, FIXED32), bytes(4)))[0])
+            types.append(piece.get((3, VARINT), NORMAL))
         elif number == 2:
-            trainer |= _Fields(_fields(value))
+            trainer |= _Fields(fields(value))
         elif number == 3:
-            normalizer |= _Fields(_fields(value))
+            normalizer |= _Fields(fields(value))
     if not tokens or len(set(tokens)) < len(tokens) or not set(types) <= set(range(NORMAL, BYTE + 1)):
         raise ValueError("no vocabulary")
-    unknown, bos, eos = (_id(trainer.get((number, _VARINT), role)) for number, role in ((40, 0), (41, 1), (42, 2)))
+    unknown, bos, eos = (_id(trainer.get((number, VARINT), role)) for number, role in ((40, 0), (41, 1), (42, 2)))
     if not (0 <= unknown < len(tokens) and bos < len(tokens) and eos < len(tokens)):
         raise ValueError("ids outside the vocabulary")
-    kind = trainer.get((3, _VARINT), 1)
+    kind = trainer.get((3, VARINT), 1)
     if kind not in _KINDS:
         raise ValueError("no such kind of model")
     return SentencePieceModel(
         Pieces(tokens, types, scores),
         kind=_KINDS[kind],
-        byte_fallback=bool(trainer.get((35, _VARINT), 0)),
+        byte_fallback=bool(trainer.get((35, VARINT), 0)),
         unknown=unknown,
         bos=bos,
         eos=eos,
-        characters=normalizer.get((2, _BYTES), b""),
-        dummy_prefix=bool(normalizer.get((3, _VARINT), 1)),
-        single_spaces=bool(normalizer.get((4, _VARINT), 1)),
-        space_behind=bool(trainer.get((24, _VARINT), 0)),
-        space_escaped=bool(normalizer.get((5, _VARINT), 1)),
+        characters=normalizer.get((2, BYTES), b""),
+        dummy_prefix=bool(normalizer.get((3, VARINT), 1)),
+        single_spaces=bool(normalizer.get((4, VARINT), 1)),
+        space_behind=bool(trainer.get((24, VARINT), 0)),
+        space_escaped=bool(normalizer.get((5, VARINT), 1)),
     )
 
 
 def _id(value: int) -> int:
     """A number that may be negative, which is written with 64 bits."""
     return value - 2**64 if value >= 2**63 else value
-
-
-def _fields(data: bytes) -> Iterator[tuple[tuple[int, int], Any]]:
-    """Yield a message's fields: number and kind, and an integer or bytes. Raises ValueError or IndexError."""
-    place = 0
-    while place < len(data):
-        key, place = _varint(data, place)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            value, place = _varint(data, place)
-            yield (number, kind), value
-            continue
-        if kind == _BYTES:
-            size, place = _varint(data, place)
-        elif kind in (_FIXED32, _FIXED64):
-            size = 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError("no such kind of field")
-        if place + size > len(data):
-            raise ValueError("the message is cut off")
-        yield (number, kind), data[place : place + size]
-        place += size
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 64:
-        byte = data[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, place
-        shift += 7
-    raise ValueError("a number of more than 64 bits")

@@ -402,7 +402,7 @@ class KvCache:
         return are_finite(self._kv[row].array(first, last + 1 - first)[:, :, slots - first])
 
     def erase(self, number: int) -> None:
-        """Put zeros in slots of the sequence's row that nobody has and whose KV is not finite."""
+        """Zero the free slots of the sequence's row whose KV is not finite."""
         row = self.row_of(number)
         table, kv = self._rows[row], self._kv[row]
         free = np.ones(kv.slots, np.bool_)

@@ -171,7 +171,7 @@ class PrefixCache:
     def insert(
         self, tokens: Sequence[int], kv: Mapping[str, tuple[int, TokenKv]], owner: str = "", *, wait: bool = True
     ) -> int:
-        """Keep the KV of `tokens`: of each model, of so many leading ones; of the target, of all. Only matches of the
+        """Keep the KV of `tokens`; `kv` says how many leading ones each model has, the target all. Only matches of the
         same `owner` find it.
 
         Returns how many of the tokens are known now: not all, where too few pages are free or evictable. Without

@@ -105,7 +105,7 @@ class RemoteRuntime:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
         shared = self._config.shares_rows(self.manifest.target)
         checked = check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
-        options = Options(**{**options, "seed": checked.request.sampling.seed})  # the same wherever it goes on
+        options = Options(**{**options, "seed": checked.request.sampling.seed})  # the same wherever it continues
         sent = Sent(checked.token_ids, options, self.manifest.identity, priority, deadline, client, self._caller)
         followed = Followed(sent, Handle(lambda: self._cancel(followed)), stays=self._why_it_stays(checked.request))
         return followed

@@ -90,7 +90,7 @@ class Answer:
         self._drafters = runtime.manifest.drafters
         self.drafter: str | None = None  # that the request asks for; None: the plan's first
         self.calling: ToolCalling | None = None  # the tools that may be called
-        self._contexts: Sequence[Sequence[int]] = ()  # token ids that each choice goes on from
+        self._contexts: Sequence[Sequence[int]] = ()  # token ids that each choice continues
         self.with_usage = False  # of a stream: its last object has the usage, and the others say that they have none
         self._readers: dict[int, CallReader] = {}  # by choice
         self._whole, self._chunk = whole, chunk

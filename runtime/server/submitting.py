@@ -25,7 +25,7 @@ Admit = Callable[[int, int], object]
 class Submitted:
     """A handle of every choice of every prompt, those of a prompt together, and the tools that they may call.
 
-    `contexts` are the token ids that each choice goes on from; `prompt_tokens` those of all prompts, each counted once;
+    `contexts` are the token ids that each choice continues; `prompt_tokens` those of all prompts, each counted once;
     `seed` is that of all draws.
     """
 

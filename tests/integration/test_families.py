@@ -50,12 +50,12 @@ def each_of(short: dict[str, str]) -> pytest.MarkDecorator:
     )
 
 
-OWN = ("ministral", "qwen3_moe", "gpt_oss", "gemma2", "gemma3", "phi3", "granite")
+SHORT = ("ministral", "qwen3_moe", "gpt_oss", "gemma2", "gemma3", "phi3", "granite")
 """Families that the short run builds plans of; `test_models.py` computes all graphs in every run."""
 
 
 @pytest.fixture(
-    scope="module", params=[name if name in OWN else pytest.param(name, marks=pytest.mark.long) for name in TOYS]
+    scope="module", params=[name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in TOYS]
 )
 def recipe(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name = request.param

@@ -1,4 +1,4 @@
-"""A request whose logits are no numbers ends by itself; who shares its passes has the tokens that it has alone."""
+"""A request with NaN logits ends alone; requests that share its passes get the tokens that they get alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import safetensors.torch
 from compiler.build import build
 from compiler.recipe import load_recipe
 from plans.errors import PlanError
-from runtime import Runtime, SchedulerConfig
+from runtime import Runtime, SchedulerConfig, engine
 from runtime.branch_request import MODES
 from runtime.drafters.base import Draft
 from runtime.drafters.drafting import Drafting
 from runtime.request import Options
+from runtime.sampling import TokenLogprob, logprobs
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, Toy, write_toy
 from tests.integration.test_families_on_device import CACHE, by_graphs, by_kernels
@@ -79,7 +80,7 @@ def test_it_ends_alone(runtime: Runtime, place: int) -> None:
 
 
 def test_prompts_that_are_computed_beside_it_are_computed_again(runtime: Runtime) -> None:
-    """In parts, where nobody has a token yet that would show it; also where it is cancelled before that."""
+    """In chunks, before any sequence has a token that would show the fault; also if the faulty one is cancelled."""
     long = [[20 + place, *range(30, 100)] for place in range(2)]
     expected = [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in long]
     options = Options(drafter="chain") | OPTIONS
@@ -94,6 +95,23 @@ def test_prompts_that_are_computed_beside_it_are_computed_again(runtime: Runtime
     assert [runtime.generate(each, **options).token_ids for each in long] == expected
 
 
+def test_infinite_logits_end_a_request_for_log_probabilities_alone(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in PROMPTS]
+
+    def refuse(logits: np.ndarray, token: int, top: int) -> TokenLogprob:
+        return logprobs(np.where(np.arange(len(logits)) == token, np.float32(np.inf), logits), token, top)
+
+    monkeypatch.setattr(engine, "logprobs", refuse)
+    faulty, *handles = runtime.submit_all(
+        [(PROMPTS[0], Options(logprobs=1) | OPTIONS), *((each, OPTIONS) for each in PROMPTS)]
+    )
+    with pytest.raises(PlanError, match="no distribution: their maximum is inf"):
+        faulty.result(60)
+    assert [handle.result(60).token_ids for handle in handles] == expected
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_draft_that_is_at_fault_changes_no_token(
     runtime: Runtime, together: bool, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +124,7 @@ def test_a_draft_that_is_at_fault_changes_no_token(
     assert [each.token_ids for each in found] == expected
 
 
-def test_a_session_goes_on_behind_it(runtime: Runtime) -> None:
+def test_a_session_continues_after_it(runtime: Runtime) -> None:
     session = runtime.session()
     with pytest.raises(PlanError, match="NaN"):
         session.generate([*PROMPTS[0], LARGE], drafter="chain", **OPTIONS)
