@@ -177,3 +177,9 @@ def _brief(value: object) -> str:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_sha256(files: Mapping[str, Path]) -> str:
+    """Return the digest of files and of the names that they are given here."""
+    listed = "".join(f"{file_sha256(files[name])} {name}\n" for name in sorted(files))
+    return hashlib.sha256(listed.encode()).hexdigest()

@@ -8,34 +8,56 @@ from pathlib import Path
 
 from plans.errors import PlanError
 from plans.extras import install
+from plans.plan import files_sha256
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 
 
 CUBINS = "OUTRIDER_CUBINS"
-"""The environment variable that names a folder of cubins, which are compiled once for the same sources."""
+"""The environment variable that names a folder of cubins, which are compiled once for the same sources, options and
+NVRTC."""
+
+_OPTIONS = {
+    "std": "c++17",
+    "device_as_default_execution_space": True,  # NVRTC 13.0 takes a generic lambda for a host function
+    "fma": False,  # results must not depend on the compiler: csrc/portable.h
+}
 
 
 def compile_kernels(architecture: str, source: str = "kernels.cu", sources: Path = SOURCES) -> bytes:
     """Compile the kernels of `source` to a cubin for `architecture`, such as sm_90; the bytes are the same every time.
 
     `kernels.cu` has our ops', `engine.cu` those of engines as well; `sources` is the folder that has `cuda/` in it. A
-    cubin of the same sources in the folder that `CUBINS` names is taken instead, and kept there where there is none.
+    cubin of the same sources and options in the folder that `CUBINS` names is taken instead, and kept there where there
+    is none; it must be of this machine's NVRTC, if there is one.
 
     Raises `PlanError`, with the compiler's log, where the kernels do not compile or NVRTC is missing.
     """
     if not (folder := os.environ.get(CUBINS)):
         return _compile(architecture, source, sources)
-    digest = hashlib.sha256((sources / "cuda" / source).read_bytes())
-    for path in sorted(path for path in sources.rglob("*") if path.suffix in (".h", ".cu")):
-        digest.update(f"\n{path.relative_to(sources).as_posix()}\n".encode() + path.read_bytes())
-    kept = Path(folder) / f"{architecture}.{Path(source).stem}.{digest.hexdigest()[:32]}.cubin"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}")  # others may compile it now
-        part.write_bytes(_compile(architecture, source, sources))
-        part.replace(kept)
-    return kept.read_bytes()
+    headers = (path for path in sources.rglob("*") if path.suffix in (".h", ".cu"))
+    files = {path.relative_to(sources).as_posix(): path for path in headers} | {"": sources / "cuda" / source}
+    digest = hashlib.sha256(f"{files_sha256(files)} {_OPTIONS}".encode()).hexdigest()[:32]
+    name = f"{architecture}.{Path(source).stem}.{digest}.nvrtc-{_nvrtc_version() or '*'}.cubin"
+    for kept in Path(folder).glob(name):
+        return kept.read_bytes()
+    cubin = _compile(architecture, source, sources)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    part = Path(folder) / f"{name}.{os.getpid()}"  # others may compile it now
+    part.write_bytes(cubin)
+    part.replace(Path(folder) / name)
+    return cubin
+
+
+def _nvrtc_version() -> str:
+    """Return NVRTC's version, such as 13.0, or nothing where it cannot be loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        _, *version = nvrtc.nvrtcVersion()
+    except Exception:  # ImportError, or of the search for its library
+        return ""
+    return ".".join(map(str, version))
 
 
 def _compile(architecture: str, source: str, sources: Path) -> bytes:
@@ -44,13 +66,7 @@ def _compile(architecture: str, source: str, sources: Path) -> bytes:
     except ImportError as error:
         raise PlanError(f"our ops are compiled by NVRTC, which cannot be loaded ({error}); {install('gpu')}") from None
 
-    options = ProgramOptions(
-        arch=architecture,
-        std="c++17",
-        device_as_default_execution_space=True,  # NVRTC 13.0 takes a generic lambda for a host function
-        include_path=[str(sources), str(sources / "cuda")],
-        fma=False,  # results must not depend on the compiler: csrc/portable.h
-    )
+    options = ProgramOptions(arch=architecture, include_path=[str(sources), str(sources / "cuda")], **_OPTIONS)
     try:
         code = Program((sources / "cuda" / source).read_text(encoding="utf-8"), "c++", options).compile("cubin")
     except Exception as error:  # from NVRTC, with its log as the message, or from the search for its library

@@ -252,12 +252,20 @@ def test_a_long_report_is_cut() -> None:
     assert lines[-1] == "... 43 lines more, of rows in the files of stages"
 
 
-def test_kernels_are_compiled_once_for_the_same_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_once_for_the_same_sources_options_and_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no compiler, whichever made them."""
     compiled = []
     monkeypatch.setattr(compiling, "_compile", lambda *given: compiled.append(given) or CUBIN)
     monkeypatch.setenv(CUBINS, str(tmp_path / "cubins"))
     (sources := tmp_path / "csrc" / "cuda").mkdir(parents=True)
-    for text, count in (("one", 1), ("one", 1), ("two", 2)):
+    asked = [("one", "13.0", 1), ("one", "13.0", 1), ("two", "13.0", 2), ("two", "13.1", 3), ("two", "", 3)]
+    for text, version, count in asked:
         (sources / "engine.cu").write_text(text)
+        monkeypatch.setattr(compiling, "_nvrtc_version", lambda version=version: version)
         assert compile_kernels("sm_90", "engine.cu", sources.parent) == CUBIN
         assert len(compiled) == count
+    monkeypatch.setitem(compiling._OPTIONS, "fma", True)
+    compile_kernels("sm_90", "engine.cu", sources.parent)
+    assert len(compiled) == 4
