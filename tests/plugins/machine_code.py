@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from plugins.cuda.resources import sections
 
-LDG, IMMA, BAR, DEPBAR, BRA = 0x981, 0x237, 0xB1D, 0x91A, 0x947
-NAMES = {LDG: "LDG", IMMA: "IMMA", BAR: "BAR", DEPBAR: "DEPBAR", BRA: "BRA"}
+LDG, IMMA, HMMA, BAR, DEPBAR, BRA = 0x981, 0x237, 0x23C, 0xB1D, 0x91A, 0x947
+NAMES = {LDG: "LDG", IMMA: "IMMA", HMMA: "HMMA", BAR: "BAR", DEPBAR: "DEPBAR", BRA: "BRA"}
 """By the lowest twelve bits, which say the operation and the kinds of its operands."""
 
 _SIZE = 16
