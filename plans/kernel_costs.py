@@ -11,10 +11,12 @@ from plans.kernel_engine import TURN, KernelEngine, Launch
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """One launch of a step: `moved` bytes are read and written at least, `operations` are additions and products."""
+    """One launch of a step: `moved` bytes are read and written at least, `operations` are additions and products. A
+    block has `shared` bytes of dynamic shared memory."""
 
     launch: Launch
     blocks: int
+    shared: int
     moved: int
     operations: int
 
@@ -30,6 +32,6 @@ def launch_costs(engine: KernelEngine, sizes: Mapping[str, int]) -> list[LaunchC
             for launch in launches:
                 blocks = formula(launch.blocks).value(at)
                 if blocks > 0:
-                    moved, operations = (formula(text).value(at) for text in (launch.moves, launch.operations))
-                    found.append(LaunchCost(launch, blocks, moved, operations))
+                    texts = (launch.shared, launch.moves, launch.operations)
+                    found.append(LaunchCost(launch, blocks, *(formula(text).value(at) for text in texts)))
     return found

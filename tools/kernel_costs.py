@@ -6,7 +6,8 @@ and keep_tokens. Two kinds of computed times: a bound, the bytes at the speed of
 launch; and for one token on an H200 an estimate, from what each kernel took there by its bytes (`tools/gpu` measures
 it). Attention's own time is not modelled: keys are counted once, and its kernel reads them again for each token, so
 that after long contexts a step takes longer than this says. With `--architecture` the kernels are compiled, and a
-second table has what each takes of a multiprocessor, and how many of its blocks run there.
+second table has what each takes of a multiprocessor, and how many of its blocks run there, with the most shared memory
+that a launch of these steps asks for.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ import json
 import sys
 from argparse import Namespace
 from collections import Counter
+from itertools import product
 from typing import Any
 
 from commands.arguments import Parser
 from commands.console import guarded, stdout
-from plans import names
-from plans.formulas import formula
 from plans.kernel_costs import LaunchCost, launch_costs
 from plugins.cuda.compile import compile_kernels
 from plugins.cuda.launches import THREADS
 from plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
 from tools.gpu.models import CAPACITY, SHAPES, TYPES, model_of
+from tools.output import figure, markdown_table
+
+Row = dict[str, Any]
 
 GAP = 0.4e-6
 """Seconds of an empty kernel of a CUDA graph on an H200 (tools/results/gpu-2026-11-27-sm_90.md)."""
@@ -49,10 +52,8 @@ MEASURED = {
 """Seconds of a launch for one token on an H200, and bytes a second beyond: fitted to the kernels of 1B and 8B there
 (tools/results/gpu-2026-11-27-sm_90.md)."""
 
-_SIZES = dict.fromkeys(names.SYMBOLS, 1) | {names.ROW_EDGES: 2, names.CAPACITY: CAPACITY}
 
-
-def figures(costs: list[LaunchCost], tokens: int) -> dict[str, Any]:
+def figures(costs: list[LaunchCost], tokens: int) -> Row:
     """Return launches and bytes of a step, their bound on each of `GPUS`, and for one token an estimate."""
     moved, launches = sum(cost.moved for cost in costs), len(costs)
     times = {}
@@ -74,45 +75,39 @@ def _estimate(cost: LaunchCost) -> float:
     return start + cost.moved / speed
 
 
-def measure(shapes: list[str], kinds: list[str], keys: int, rows: list[int]) -> list[dict[str, Any]]:
+def steps(shapes: list[str], kinds: list[str], keys: int, rows: list[int]) -> list[tuple[Row, list[LaunchCost]]]:
+    """Return what each step is, and its launches."""
     found = []
-    for name in shapes:
-        for kind in kinds:
-            model = model_of(SHAPES[name], kind)
-            for row in rows:
-                costs = launch_costs(model.engine, model.sizes(row, keys))
-                found.append({"model": name, "weights": kind, "tokens": row, "keys": keys} | figures(costs, row))
+    for name, kind in product(shapes, kinds):
+        model = model_of(SHAPES[name], kind)
+        for row in rows:
+            step = {"model": name, "weights": kind, "tokens": row, "keys": keys}
+            found.append((step, launch_costs(model.engine, model.sizes(row, keys))))
     return found
 
 
-def markdown(found: list[dict[str, Any]]) -> str:
+def markdown(found: list[Row]) -> list[str]:
     heads = [*(f"{gpu}, bound, ms (share of copies)" for gpu in GPUS), "H200, estimate, ms"]
-    lines = [
-        f"| {' | '.join(('model', 'weights', 'tokens', 'keys', 'launches', 'GB moved', *heads))} |",
-        f"|{' --- |' * (6 + len(heads))}",
-    ]
+    lines = []
     for row in found:
         cells = [row["model"], row["weights"], row["tokens"], row["keys"], row["launches"]]
         cells.append(f"{row['moved_bytes'] / 1e9:.2f}")
         cells += [f"{gpu['ms']:.2f} ({gpu['share_of_copies']:.0%})" for gpu in row["gpus"].values()]
-        cells.append("" if row["h200_estimate_ms"] is None else f"{row['h200_estimate_ms']:.2f}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append([*cells, figure(row["h200_estimate_ms"], ".2f")])
+    return markdown_table(("model", "weights", "tokens", "keys", "launches", "GB moved", *heads), lines)
 
 
-def occupancy(architecture: str, costs: list[LaunchCost]) -> list[dict[str, Any]]:
+def occupancy(architecture: str, costs: list[LaunchCost]) -> list[Row]:
     """Return what every kernel takes of a multiprocessor, compiled for `architecture`.
 
-    Those of a step have the most shared memory of its launches, others none beside their own.
+    Those that are launched have the most shared memory of their launches, others none beside their own.
     """
     on = MULTIPROCESSORS[architecture]
-    by_shared = sorted((cost.launch for cost in costs), key=lambda launch: formula(launch.shared).value(_SIZES))
-    launched = {launch.kernel: launch for launch in by_shared}
+    launched = {cost.launch.kernel: cost for cost in sorted(costs, key=lambda cost: cost.shared)}
     found = []
     for kernel, own in sorted(kernel_resources(compile_kernels(architecture, "engine.cu")).items()):
-        launch = launched.get(kernel)
-        threads = THREADS if launch is None else launch.threads
-        dynamic = 0 if launch is None else formula(launch.shared).value(_SIZES)
+        most = launched.get(kernel)
+        threads, dynamic = (THREADS, 0) if most is None else (most.launch.threads, most.shared)
         blocks = own.blocks(on, threads, dynamic)
         found.append(
             {
@@ -145,19 +140,18 @@ def _run(given: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(given)
     shapes, kinds, rows = _lists(parser, arguments)
-    found = measure(shapes, kinds, arguments.keys, rows)
-    taken: list[dict[str, Any]] = []
+    measured = steps(shapes, kinds, arguments.keys, rows)
+    found = [step | figures(costs, step["tokens"]) for step, costs in measured]
+    taken: list[Row] = []
     if arguments.architecture is not None:
-        steps = [launch_costs(model_of(SHAPES[shapes[0]], kind).engine, _SIZES) for kind in kinds]
-        taken = occupancy(arguments.architecture, [cost for step in steps for cost in step])
+        taken = occupancy(arguments.architecture, [cost for _, costs in measured for cost in costs])
     if arguments.json:
         stdout.print(json.dumps({"steps": found, "kernels": taken}, indent=1), markup=False, soft_wrap=True)
         return 0
-    stdout.print(markdown(found), markup=False, soft_wrap=True)
+    lines = markdown(found)
     if taken:
-        lines = [f"| {' | '.join(taken[0])} |", f"|{' --- |' * len(taken[0])}"]
-        lines += [f"| {' | '.join(map(str, row.values()))} |" for row in taken]
-        stdout.print("\n" + "\n".join(lines), markup=False, soft_wrap=True)
+        lines += ["", *markdown_table(list(taken[0]), [list(row.values()) for row in taken])]
+    stdout.print("\n".join(lines), markup=False, soft_wrap=True)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -42,3 +42,9 @@ def make_table(*heads: str) -> Table:
     for head in heads:
         table.add_column(head, justify="left" if head in _NAMES else "right", no_wrap=True)
     return table
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table in Markdown; a cell stands on one line, and no bar in it ends it."""
+    cells = ([" ".join(str(cell).splitlines()).replace("|", r"\|") for cell in row] for row in rows)
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)]

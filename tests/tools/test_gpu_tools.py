@@ -20,14 +20,17 @@ from compiler.build import build
 from compiler.recipe import load_recipe
 from plans import names
 from plans.errors import OutriderError
+from plans.formulas import formula
 from plans.kernel_costs import launch_costs
 from plugins.cuda import compile as compiling
 from plugins.cuda.compile import CUBINS, compile_kernels
-from plugins.cuda.engine_kernels import ENGINE_KERNELS
+from plugins.cuda.engine_kernels import ENGINE_KERNELS, quant_bytes
+from plugins.cuda.resources import Resources
 from runtime import Runtime
 from tests.conftest import REPOSITORY
 from tests.plugins import golden
 from tests.plugins.emulator import Emulator
+from tools import kernel_costs
 from tools.gpu import measure, prepare
 from tools.gpu.bench import Settings
 from tools.gpu.golden import Golden, compare, read_golden, write_golden
@@ -243,6 +246,20 @@ def test_a_step_moves_the_weights_that_it_has(kind: str) -> None:
     moved = sum(cost.moved for cost in launch_costs(model.engine, model.sizes(1, 1)))
     assert moved == pytest.approx(read, rel=0.05)
     assert model.sizes(3, 8)[names.LOGITS] == 3
+
+
+def test_costs_of_kernels_are_of_the_steps_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_costs, "SHAPES", {"1b": SHAPE})
+    monkeypatch.setattr(kernel_costs, "compile_kernels", lambda *_: CUBIN)
+    monkeypatch.setattr(kernel_costs, "kernel_resources", lambda _: {"outrider_quant_product": Resources(64, 0, 16)})
+    shared = []
+    for tokens in ("1", "1,32"):
+        given = ["--shapes", "1b", "--weights", "int4", "--tokens", tokens, "--architecture", "sm_90", "--json"]
+        assert kernel_costs.main(given) == 0
+        shared.append(json.loads(capsys.readouterr().out)["kernels"][0]["shared"])
+    assert shared == [16 + max(formula(quant_bytes(bits, rows)).value({}) for bits in (4, 8)) for rows in (1, 32)]
 
 
 def test_a_long_report_is_cut() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 from tools.bench.columns import Row
 from tools.bench.questions import OVERALL
 from tools.bench.shapes import PLAIN
-from tools.output import figure
+from tools.output import figure, markdown_table
 
 
 def label(row: Row) -> str:
@@ -126,24 +126,14 @@ def category_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The main figures, those of a suite by category too, and what they were measured on."""
-    lines = ["; ".join(title(report)), "", *_markdown(MAIN_COLUMNS, map(main_cells, report["rows"]))]
+    lines = ["; ".join(title(report)), "", *markdown_table(_heads(MAIN_COLUMNS), map(main_cells, report["rows"]))]
     if "suite" in report and (categories := category_cells(report["rows"])):
-        lines += ["", *_markdown(CATEGORY_COLUMNS, categories)]
+        lines += ["", *markdown_table(_heads(CATEGORY_COLUMNS), categories)]
     return "\n".join(lines)
 
 
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    head = [column.replace(" /", "/") for column in columns]
-    return [
-        f"| {' | '.join(head)} |",
-        "|---" * len(head) + "|",
-        *(f"| {' | '.join(map(_cell, row))} |" for row in rows),
-    ]
-
-
-def _cell(text: str) -> str:
-    """A cell on one line, in which no bar ends it."""
-    return " ".join(text.splitlines()).replace("|", r"\|")
+def _heads(columns: Sequence[str]) -> list[str]:
+    return [column.replace(" /", "/") for column in columns]
 
 
 def print_table(report: dict[str, Any], console: Console, stages: bool = False) -> None:
