@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import lzma
+import pickle
 import random
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS
 from tests.plugins import test_engine_kernels
 from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.gpu import Gpu
-from tools.gpu.golden import Array, Golden, Tensors, write_golden
+from tools.gpu.stages import Array, Golden, Tensors, widened
 
 SETS_OF_TEST, MOST_BYTES = 6, 600_000  # sets of parameters; bytes of a launch's tensors
 COMPANY = "half_products_are_of_the_row_alone"  # the test whose launches must have the same rows
@@ -42,8 +45,7 @@ class Recorder(Gpu):
         if "half_product" in kernel:
             named = dict(zip(ENGINE_KERNELS[kernel].numbers, numbers, strict=True))
             case.form = FORMS[named["form"]]
-            result = case.result(case.after)
-            wide = result if case.form == "float32" else test_engine_kernels.widened(result, case.form)
+            wide = widened(case.result(case.after), case.form)
             case.tolerance = 2e-5 * float(np.abs(wide[np.isfinite(wide)]).max(initial=0.0))
             case.rounding = _ROUNDING[case.form]
             case.company = self.test if COMPANY in self.test else ""
@@ -76,6 +78,10 @@ def record_tests(recorder: Recorder) -> None:
                 recorder.test = f"{name.removeprefix('test_')}{list(given.values())}"
                 if not any(case.name == recorder.test for case in recorder.cases):
                     test(recorder, **given)
+
+
+def write_golden(path: Path, cases: Sequence[Golden]) -> None:
+    path.write_bytes(lzma.compress(pickle.dumps(list(cases))))
 
 
 def main(out: Path) -> None:

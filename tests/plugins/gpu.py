@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from plugins.cuda import DeviceOp
 from plugins.cuda.compile import compile_kernels
 from plugins.cuda.launches import STATUS
 from runtime.backends.cuda_driver import CudaDevice, architecture
+from tools.gpu.stages import launch
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,5 @@ class Gpu:
         numbers: Sequence[int],
         shared: int,
     ) -> None:
-        """Copy every array there, launch the kernel on them, and copy them back; None is a null pointer."""
-        device = self._device
-        addresses = [0 if array is None else device.allocate(array.nbytes) for array in tensors]
-        both = [(address, array) for address, array in zip(addresses, tensors, strict=True) if array is not None]
-        for address, array in both:
-            device.to_device(address, array.ctypes.data, array.nbytes)
-        values: list[Any] = [*map(ctypes.c_uint64, addresses), *map(ctypes.c_int64, numbers)]
-        device.launch(kernel, blocks, threads, values, shared)
-        for address, array in both:
-            device.to_host(array.ctypes.data, address, array.nbytes)
-        device.wait()
-        for address, _ in both:
-            device.free(address)
+        """As `tools.gpu.stages.launch`: arrays are changed in place."""
+        launch(self._device, kernel, blocks, threads, tensors, numbers, shared)

@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the imports, which take a second
     begin()
 
 import argparse
-import hashlib
 import json
 import os
 import signal
@@ -26,45 +25,56 @@ from time import monotonic
 from commands.arguments import Parser, at_least_1
 from commands.console import guarded, stdout
 from plans.errors import OutriderError
+from plans.plan import files_sha256
 from runtime.backends.cuda_driver import device_name
-from tools.gpu.golden import Row
+from tools.gpu.stages import Row
+from tools.output import markdown_table
 
-LIMITS = {"env": 30, "smoke": 40, "steps": 150, "plan": 120}
-"""Seconds that each stage may take, in the order in which they run."""
+STAGES = {
+    "env": (30, ("cubins", "settings.json")),
+    "smoke": (40, ("cubins", "golden.xz")),
+    "steps": (150, ("cubins", "engines", "settings.json")),
+    "plan": (120, ("expected.json", "native", "plan.tar.xz")),
+}
+"""In the order in which they run: seconds that each may take, and the prepared parts that it reads."""
 MOST_LINES = 60
 _LAST_LINES = 12  # of what a stage printed, in its last row where it did not end well
 _MOST_FAILURES = 6
 _PARTS = ("q+k+v", "o", "gate+up", "down", "lm_head", "attention")
 
 
-def measure(prepared: Path, out: Path, cubin: Path, limits: dict[str, int], before: Path | None) -> bool:
-    """Run stages in order, each for its limit in seconds at most, and report them. Return whether all passed.
+def measure(prepared: Path, out: Path, stages: dict[str, int], resume: Path | None) -> int:
+    """Run stages in order, each for its limit in seconds at most, and report them. Return 0 where all passed, else 1.
 
-    A stage that is complete in the results `before`, of the same inputs on the same card, is copied from there.
+    A stage that is complete in the results `resume`, of the same inputs on the same card, is copied from there.
     """
-    digest, stages = hashlib.sha256(cubin.read_bytes()), dict[str, list[Row]]()
-    for path in sorted(path for path in prepared.rglob("*") if path.is_file() and before not in path.parents):
-        digest.update(f"\n{path.relative_to(prepared)}\n".encode() + path.read_bytes())
-    measured = {"card": device_name(), "inputs": digest.hexdigest()}
+    if len(cubins := list(prepared.glob("cubins/*.engine.*.cubin"))) != 1:
+        reason = f"{prepared}/cubins has kernels of {len(cubins)} sources, not of one"
+        raise OutriderError(f"{reason}; remove it if it is there, and run python -m tools.gpu.prepare")
+    found, card = dict[str, list[Row]](), device_name()
     out.mkdir(parents=True, exist_ok=True)
-    for name, limit in limits.items():
+    for name, limit in stages.items():
         path = out / f"{name}.jsonl"
-        stages[name] = read_rows(before / path.name) if before else []
-        if stages[name] and stages[name][-1].items() >= {"status": "complete", **measured}.items():
+        parts = [prepared / part for part in STAGES[name][1]]
+        files = [file for part in parts for file in (part, *part.rglob("*")) if file.is_file()]
+        measured = {"card": card, "inputs": files_sha256({str(file.relative_to(prepared)): file for file in files})}
+        rows = read_rows(resume / path.name) if resume else []
+        if rows and rows[-1].items() >= {"status": "complete", **measured}.items():
             stdout.print(f"{name}: complete before", markup=False)
         else:
             path.unlink(missing_ok=True)
-            end = run_stage([name, prepared, out, cubin], out / "log.txt", limit)
-            stages[name] = read_rows(path)
-            if failed := sum(row.get("passed") is False for row in stages[name]):
+            end = run_stage([name, prepared, out], out / "log.txt", limit)
+            rows = read_rows(path)
+            if failed := sum(row.get("passed") is False for row in rows):
                 end["status"] += f", failed in {failed} rows"
-            stages[name].append({**end, **measured})
+            rows.append({**end, **measured})
             stdout.print(f"{name}: {end['status']}, {end['seconds']} s", markup=False)
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in stages[name]), encoding="utf-8")
-        text = "\n".join([f"# {measured['card']}", *report(stages)])
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        found[name] = rows
+        text = "\n".join([f"# {card}", *report(found)])
         (out / "report.md").write_text(f"{text}\n", encoding="utf-8")
     stdout.print(text, markup=False, soft_wrap=True)
-    return all(rows[-1]["status"] == "complete" for rows in stages.values())
+    return 0 if all(rows[-1]["status"] == "complete" for rows in found.values()) else 1
 
 
 def run_stage(arguments: list[object], log: Path, limit: int) -> Row:
@@ -76,9 +86,8 @@ def run_stage(arguments: list[object], log: Path, limit: int) -> Row:
         print(*command, file=file, flush=True)
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -122,27 +131,28 @@ def _smoke(rows: list[Row]) -> Iterator[str]:
 def _steps(rows: list[Row]) -> Iterator[str]:
     """A line for each step: its time, the sum of its kernels', and us (and share of copies) of the main ones."""
     heads = ("model", "rows", "step ms", "launches", "GB", "of copies", "kernels ms", *_PARTS)
-    yield f"| {' | '.join(heads)} |"
-    yield "|" + " --- |" * len(heads)
+    lines = []
     for step in (row for row in rows if row["what"] == "step"):
         key = ("kernel", step["model"], step["rows"])
-        own = [row for row in rows if (row["what"], row["model"], row["rows"]) == key]
+        own = [row for row in rows if (row["what"], row.get("model"), row.get("rows")) == key]
+        shown = {row["part"]: f"{row['us']:.1f} ({row['share']:.0%})" for row in reversed(own)}
         cells = [step["model"], step["rows"], f"{step['ms']:.3f}", step["launches"], f"{step['moved'] / 1e9:.2f}"]
         cells += [f"{step['share']:.0%}", f"{sum(row['ms'] for row in own):.3f}"]
-        shown = {row["part"]: f"{row['us']:.1f} ({row['share']:.0%})" for row in reversed(own)}
-        yield f"| {' | '.join(map(str, [*cells, *(shown.get(part, '') for part in _PARTS)]))} |"
+        lines.append([*cells, *(shown.get(part, "") for part in _PARTS)])
+    yield from (f"{line}: in every time of a graph below" for line in _plain(rows[:1]))
+    yield from markdown_table(heads, lines)
 
 
 def main(given: list[str] | None = None) -> int:
-    return guarded(lambda: _run(_parser().parse_args(sys.argv[1:] if given is None else given)))
+    return guarded(lambda: measure(**vars(_parser().parse_args(given))))
 
 
 def _limits(text: str) -> dict[str, int]:
     """Parse stages with commas, each with its limit where it has one of its own."""
     words = [word.partition("=") for word in text.split(",")]
-    if unknown := [name for name, *_ in words if name not in LIMITS]:
-        raise argparse.ArgumentTypeError(f"is {unknown[0]!r}; choose from {', '.join(LIMITS)}")
-    return {name: at_least_1(seconds) if seconds else LIMITS[name] for name, _, seconds in words}
+    if unknown := [name for name, *_ in words if name not in STAGES]:
+        raise argparse.ArgumentTypeError(f"is {unknown[0]!r}; choose from {', '.join(STAGES)}")
+    return {name: at_least_1(seconds) if seconds else STAGES[name][0] for name, _, seconds in words}
 
 
 def _parser() -> Parser:
@@ -152,21 +162,9 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--prepared", type=Path, default=Path(".gpu"), help="what tools.gpu.prepare wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--stages", type=_limits, default=",".join(LIMITS), help="NAME or NAME=SECONDS, with commas")
-    parser.add_argument("--cubin", type=Path, help="kernels of another checkout, for smoke and steps")
+    parser.add_argument("--stages", type=_limits, default=",".join(STAGES), help="NAME or NAME=SECONDS, with commas")
     parser.add_argument("--resume", type=Path, help="earlier results: stages complete there are not run again")
     return parser
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    prepared, out = arguments.prepared.absolute(), arguments.out.absolute()
-    cubins = sorted(prepared.glob("cubins/*.engine.*.cubin"))
-    if not cubins:
-        raise OutriderError(f"{prepared} was not prepared; run python -m tools.gpu.prepare first")
-    if len(cubins) > 1:
-        raise OutriderError(f"{prepared}/cubins has kernels of other sources too; remove it, and prepare again")
-    before = arguments.resume.absolute() if arguments.resume else None
-    return 0 if measure(prepared, out, (arguments.cubin or cubins[0]).absolute(), arguments.stages, before) else 1
 
 
 if __name__ == "__main__":

@@ -12,21 +12,17 @@ if __name__ == "__main__":  # before the imports, which take a second
     begin()
 
 import argparse
-import fcntl
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
 
 from commands.arguments import Parser
 from commands.console import guarded, stdout
@@ -34,38 +30,40 @@ from compiler.build import build
 from compiler.held_out import read_prompts
 from compiler.recipe import load_recipe
 from plans.errors import OutriderError
+from plans.plan import files_sha256
 from plugins.cuda.compile import CUBINS, compile_kernels
 from runtime import Runtime
-from tools.gpu.bench import Settings
+from runtime.file_lock import locked
 from tools.gpu.models import SHAPES, model_of
+from tools.gpu.stages import Row, bits_of, decode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPE = ROOT / "plans" / "recipes" / "reference.yaml"
-CPU, GPU = "onnxruntime-cpu", "cuda"
-ARCHITECTURE = "sm_90"
+CPU, GPU, ARCHITECTURE = "onnxruntime-cpu", "cuda", "sm_90"
+SETTINGS = {"bytes": 1 << 30, "rows": (1, 8, 32, 512), "keys": 512, "repeats": 24}
+"""Bytes that are copied, new tokens of each step, keys in view, and runs of which times are medians."""
 MOST_BYTES = 64 << 20  # of what travels in one call, for measuring or for tests
 _TESTED = ("tracked files", "cubins", "native", "wheels", "toys")  # only tests need the last
-_PROMPTS, _NEW, _PYTHON = 4, 96, "3.12"  # Python is of the machine that has the GPU
+_PROMPTS, _NEW = 4, 96
 
 Make = Callable[[Path], object] | str
-"""How to fill a file or a folder: a function, or a command of the shell, for which $PART is its path."""
+"""How to fill a file, or a folder that is there and empty: a function, or a command with its path as {part}."""
 
 
-def prepare(out: Path, parts: Mapping[str, tuple[Make, Sequence[str]]]) -> None:
+def prepare(out: Path, parts: Mapping[str, tuple[Make, Sequence[str]]]) -> int:
     """Make the `parts` of `out` that are not there or whose sources, files and folders of the repository, have changed.
 
-    Raises `OutriderError` where another process does the same, or where all is too large to travel.
+    Raises `OutriderError` where another process does the same, a part cannot be made, or all is too large to travel.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    (out / "stamps").mkdir(parents=True, exist_ok=True)
     os.environ[CUBINS] = str(out / "cubins")  # where kernels that are compiled are kept
-    with (out / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutriderError(f"another process prepares {out}; wait for it, or choose another folder") from None
-        for name, (make, sources) in parts.items():
-            _make(out, name, make, sources)
-    sizes = Counter({"tracked files": sum((ROOT / file).stat().st_size for file in _tracked(":/"))})
+    try:
+        with locked(out / "lock", wait=False):
+            for name, (make, sources) in parts.items():
+                _make(out / name, out / "stamps" / name, make, sources)
+    except BlockingIOError:
+        raise OutriderError(f"another process prepares {out}; wait for it, or choose another folder") from None
+    sizes = Counter({"tracked files": sum(file.stat().st_size for file in _tracked(":/").values())})
     for path in filter(Path.is_file, out.rglob("*")):
         sizes[path.relative_to(out).parts[0]] += path.stat().st_size
     totals = {"measured": sizes.total() - sizes["toys"], "tested": sum(sizes[name] for name in _TESTED)}
@@ -73,36 +71,37 @@ def prepare(out: Path, parts: Mapping[str, tuple[Make, Sequence[str]]]) -> None:
         stdout.print(f"{name:16} {size:12,} bytes", markup=False)
     if max(totals.values()) > MOST_BYTES:
         name = max(totals, key=totals.__getitem__)
-        raise OutriderError(f"what is {name} there has {totals[name]:,} bytes, more than {MOST_BYTES:,}")
+        raise OutriderError(f"what is {name} there has {totals[name]:,} bytes, more than {MOST_BYTES:,}; shrink a part")
+    return 0
 
 
-def _make(out: Path, name: str, make: Make, sources: Sequence[str]) -> None:
-    path, stamps, stamp, began = out / name, out / "stamps.json", hashlib.sha256(), perf_counter()
-    for file in _tracked(*sources):
-        stamp.update(f"{file} ".encode() + (ROOT / file).read_bytes())
-    made = json.loads(stamps.read_text(encoding="utf-8")) if stamps.exists() else {}
-    if made.pop(name, "") == stamp.hexdigest() and path.exists():
+def _make(part: Path, stamp: Path, make: Make, sources: Sequence[str]) -> None:
+    began, digest = perf_counter(), files_sha256(_tracked(*sources))
+    if part.exists() and stamp.exists() and stamp.read_text() == digest:
         return
-    stamps.write_text(json.dumps(made), encoding="utf-8")  # a part that is half made has no stamp
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    if not path.suffix:
-        path.mkdir()
+    stamp.unlink(missing_ok=True)  # a part that is half made has no stamp
+    if part.is_dir():
+        shutil.rmtree(part)
+    if not part.suffix:
+        part.mkdir()
     if callable(make):
-        make(path)
+        make(part)
     else:
-        own = {"PART": str(path), "PYTHON": sys.executable, "PYENV_VERSION": _PYTHON}  # the last for pyenv's python3.12
-        subprocess.run(["bash", "-c", make], cwd=ROOT, env=os.environ | own, check=True)
-    stamps.write_text(json.dumps({**made, name: stamp.hexdigest()}), encoding="utf-8")
-    stdout.print(f"{name}: {perf_counter() - began:.1f} s", markup=False)
+        words = [word.format(part=part, python=sys.executable) for word in make.split()]
+        try:  # the variable is for pyenv's python3.12
+            subprocess.run(words, cwd=ROOT, env=os.environ | {"PYENV_VERSION": "3.12"}, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = f"{part.name} cannot be made: {error}"
+            raise OutriderError(f"{reason}; install {words[0]} with pip if it is missing, and run this again") from None
+    stamp.write_text(digest)
+    stdout.print(f"{part.name}: {perf_counter() - began:.1f} s", markup=False)
 
 
-def _tracked(*paths: str) -> list[str]:
-    """Return files of the repository, tracked or not yet, none that are ignored."""
+def _tracked(*paths: str) -> dict[str, Path]:
+    """Return files of the repository by name, tracked or not yet, none that are ignored."""
     listed = ["git", "ls-files", "-co", "--exclude-standard", "-z", "--", *paths]
     found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return sorted(file for file in set(found.split("\0")) if file and (ROOT / file).is_file())
+    return {name: ROOT / name for name in found.split("\0") if (ROOT / name).is_file()}
 
 
 def write_models(folder: Path) -> None:
@@ -112,18 +111,15 @@ def write_models(folder: Path) -> None:
 
 
 def pack_plan(path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         shutil.make_archive(str(path).removesuffix(".tar.xz"), "xztar", _build(Path(folder) / "plan", GPU))
 
 
 def write_expected(path: Path) -> None:
-    held_out = load_recipe(RECIPE).held_out_path
-    assert held_out is not None
-    with tempfile.TemporaryDirectory() as folder:
-        runtime = Runtime.load(_build(Path(folder) / "plan", CPU), backend=CPU)
-        prompts = [runtime.tokenizer.encode(text) for text in read_prompts(held_out)[:_PROMPTS]]
+    texts = read_prompts(ROOT / "plans" / "reference" / "held_out.jsonl.gz")[:_PROMPTS]
+    with TemporaryDirectory() as folder, Runtime.load(_build(Path(folder) / "plan", CPU), backend=CPU) as runtime:
+        prompts = [runtime.tokenizer.encode(text) for text in texts]
         path.write_text(json.dumps(decode_all(runtime, prompts, _NEW)), encoding="utf-8")
-        runtime.close()
 
 
 def _build(out: Path, backend: str) -> Path:
@@ -133,51 +129,48 @@ def _build(out: Path, backend: str) -> Path:
     return out
 
 
-def decode_all(runtime: Runtime, prompts: list[list[int]], new: int) -> dict[str, Any]:
-    """Return what every drafter decodes, greedy and sampled: ids, and log-probabilities to the bit."""
-    runs: dict[str, list[Any]] = {name: [] for name in ("none", *(each.name for each in runtime.manifest.drafters))}
-    for drafter, number, temperature in product(runs, range(len(prompts)), (0.0, 0.8)):
-        options: dict[str, Any] = {"temperature": temperature, "seed": 5, "logprobs": 0, "max_new_tokens": new}
-        options |= {"ignore_eos": True, "auto_disable": False}
-        found = runtime.generate(prompts[number], drafter=drafter, **options)
-        bits = [float(entry.logprob).hex() for entry in found.logprobs]
-        runs[drafter].append({"prompt": number, "options": options, "token_ids": found.token_ids, "logprobs": bits})
-    return {"prompts": prompts, "runs": runs}
+def decode_all(runtime: Runtime, prompts: list[list[int]], new: int) -> dict[str, list[Row]]:
+    """Return runs of every drafter, greedy and sampled, with the tokens and bits that they decode."""
+    fixed = {"seed": 5, "logprobs": 0, "max_new_tokens": new, "ignore_eos": True, "auto_disable": False}
+    session, found = runtime.session(), dict[str, list[Row]]()
+    drafters = ("none", *(each.name for each in runtime.manifest.drafters))
+    for drafter, prompt, temperature in product(drafters, prompts, (0.0, 0.8)):
+        run = {"prompt": prompt, "options": {**fixed, "drafter": drafter, "temperature": temperature}}
+        found.setdefault(drafter, []).append({**run, "tokens": bits_of(decode(session, run))})
+    return found
 
 
-_TOYS = f'"$PYTHON" -m tests.integration.gpu_plans "$PART" {ARCHITECTURE}'
-_GOLDEN = '"$PYTHON" -m tests.plugins.golden "$PART"'
-_NATIVE = (
-    f'work=$(mktemp -d) && python{_PYTHON} -m pip install -q --no-deps --target "$work" "-Cbuild-dir=$work/build" . && '
-    'cp "$work"/plugins/*.so "$PART" && rm -r "$work"'
+_WHEELS = (  # what the runtime and the tests import and the machine with the GPU lacks, whose Python is 3.12
+    "{python} -m pip download -q --only-binary=:all: --python-version 3.12 --platform manylinux_2_31_x86_64 "
+    "--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c tools/constraints.txt -d {part} "
+    "fastapi llguidance openai pydantic uvicorn"
 )
-_WHEELS = (  # what the runtime and the tests import and that machine lacks
-    f'"$PYTHON" -m pip download -q --only-binary=:all: --python-version {_PYTHON} --platform manylinux_2_31_x86_64 '
-    "--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c tools/constraints.txt "
-    '-d "$PART" fastapi llguidance openai pydantic uvicorn'
-)
-_MODELS = ("tools/gpu/models.py", "tools/gpu/step_model.py", "tools/synthetic_llama.py")
+_NATIVE = "python3.12 -m pip wheel -q --no-deps -Cwheel.packages=plugins -w {part} ."  # whose libraries are small
 _NO_KERNELS = ":(exclude)plugins/csrc/cuda"
-_BUILT = ("compiler", "plans", "plugins", "runtime", "tools/gpu/prepare.py")
+_COMPILED = ("compiler", "plans", "plugins")
+_OWN, _STAGES = "tools/gpu/prepare.py", "tools/gpu/stages.py"
 
 PARTS: dict[str, tuple[Make, Sequence[str]]] = {
-    "settings.json": (lambda path: path.write_text(json.dumps(asdict(Settings()))), ["tools/gpu/bench.py"]),
+    "settings.json": (lambda path: path.write_text(json.dumps(SETTINGS)), [_OWN]),
     "cubins": (
         lambda _: [compile_kernels(ARCHITECTURE, source) for source in ("kernels.cu", "engine.cu")],
         ["plugins/csrc", "plugins/cuda/compile.py"],
     ),
-    "engines": (write_models, ["compiler", "plans", "plugins", *_MODELS, _NO_KERNELS]),
-    "golden.xz": (_GOLDEN, ["compiler", "plans", "plugins", "tests/plugins", "tools/gpu/golden.py"]),
-    "toys": (_TOYS, ["compiler", "plans", "plugins", "tests/conftest.py", "tests/integration/gpu_plans.py"]),
-    "plan.tar.xz": (pack_plan, _BUILT),
-    "expected.json": (write_expected, (*_BUILT, _NO_KERNELS)),
+    "engines": (write_models, [*_COMPILED, _STAGES, "tools/gpu/models.py", "tools/synthetic_llama.py", _NO_KERNELS]),
+    "golden.xz": ("{python} -m tests.plugins.golden {part}", [*_COMPILED, "tests/plugins", _STAGES]),
+    "toys": (
+        f"{{python}} -m tests.integration.gpu_plans {{part}} {ARCHITECTURE}",
+        [*_COMPILED, "tests/conftest.py", "tests/integration/gpu_plans.py"],
+    ),
+    "plan.tar.xz": (pack_plan, [*_COMPILED, "runtime", _OWN]),
+    "expected.json": (write_expected, [*_COMPILED, "runtime", _OWN, _STAGES, _NO_KERNELS]),
     "native": (_NATIVE, ["plugins", _NO_KERNELS, "pyproject.toml"]),
-    "wheels": (_WHEELS, ["tools/constraints.txt", "tools/gpu/prepare.py"]),
+    "wheels": (_WHEELS, ["tools/constraints.txt", _OWN]),
 }
 
 
 def main(given: list[str] | None = None) -> int:
-    return guarded(lambda: _run(_parser().parse_args(sys.argv[1:] if given is None else given)))
+    return guarded(lambda: prepare(_parser().parse_args(given).out.absolute(), PARTS))
 
 
 def _parser() -> Parser:
@@ -187,11 +180,6 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(".gpu"), help="folder that is filled (default: .gpu)")
     return parser
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    prepare(arguments.out.absolute(), PARTS)
-    return 0
 
 
 if __name__ == "__main__":
