@@ -27,6 +27,11 @@ from tests.plugins.gpu import Gpu
 from tools.gpu.stages import Array, Golden, Tensors, widened
 
 SETS_OF_TEST, MOST_BYTES = 6, 600_000  # sets of parameters; bytes of a launch's tensors
+MORE = {  # sets of parameters beside those that are drawn
+    "test_quantised_products_have_the_bits_of_the_reference": [
+        {"rows": rows, "bits": 4, "minimums": False, "wide": False} for rows in (8, 32)
+    ]
+}
 COMPANY = "half_products_are_of_the_row_alone"  # the test whose launches must have the same rows
 _ROUNDING = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # a result on the other side of a boundary
 
@@ -74,7 +79,7 @@ def record_tests(recorder: Recorder) -> None:
     rng = random.Random(0)
     for name, test in sorted(vars(test_engine_kernels).items()):
         if name.startswith("test_") and "engine_kernels" in inspect.signature(test).parameters:
-            for given in [draw_parameters(test, rng) for _ in range(SETS_OF_TEST)]:
+            for given in [*(draw_parameters(test, rng) for _ in range(SETS_OF_TEST)), *MORE.get(name, ())]:
                 recorder.test = f"{name.removeprefix('test_')}{list(given.values())}"
                 if not any(case.name == recorder.test for case in recorder.cases):
                     test(recorder, **given)

@@ -209,6 +209,8 @@ def test_a_part_is_made_again_when_its_sources_change(
 def test_golden_launches_have_every_kernel(recorder: golden.Recorder) -> None:
     """Each compares with itself."""
     assert {case.kernel for case in recorder.cases} == ENGINE_KERNELS.keys()
+    quant = [case.numbers for case in recorder.cases if case.kernel == "outrider_quant_product"]
+    assert {1, 8, 32} <= {numbers[0] for numbers in quant if numbers[3] == 4}, "rows of 4 bits"
     assert {case.tolerance > 0 for case in recorder.cases if "half_product" not in case.kernel} == {False}
     for case in recorder.cases[::9]:
         assert compare(case, case.after) == {
