@@ -51,7 +51,9 @@ def on_cpu(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     return Runtime.load(plan, threads=1)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(CUDA, marks=pytest.mark.long), "tensorrt-rtx", "cuda"])
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(name, marks=pytest.mark.long) for name in (CUDA, "tensorrt-rtx")), "cuda"]
+)
 def runtime(request: pytest.FixtureRequest, recipe: Path) -> Runtime:
     """By the recipe, too, so that another one makes another runtime."""
     if request.param == "cuda" and TOYS[recipe.parent.name.removeprefix("family-")].experts:

@@ -149,27 +149,20 @@ def serving(branch_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runti
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_and_company_change_nothing(serving: Runtime, toy: Runtime, temperature: float) -> None:
-    drafters = ["none", *TOY_DRAFTERS]
-    accepted = 0
-    for shift, (own, _) in enumerate(CASES.values()):
-        others = list(CASES.values())
+    drafters, others = ["none", *TOY_DRAFTERS], [own for own, _ in CASES.values()]
+    accepted, options = 0, Options(temperature=temperature, seed=4)
+    expected = [toy.generate(PROMPT, drafter="none", **asked(own, **options)).token_ids for own in others]
+    for shift, own in enumerate(others):
+        places = [(shift + place) % len(others) for place in range(len(drafters))]
         both = [
-            (
-                PROMPT,
-                asked((others[(shift + place) % len(others)])[0], drafter=drafter, temperature=temperature, seed=4),
-            )
-            for place, drafter in enumerate(drafters)
+            (PROMPT, asked(others[place], drafter=drafter, **options))
+            for place, drafter in zip(places, drafters, strict=True)
         ]
         found = [handle.result(120) for handle in serving.submit_all(both)]
-        expected = [toy.generate(prompt, **options | Options(drafter="none")) for prompt, options in both]
-        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+        assert [each.token_ids for each in found] == [expected[place] for place in places]
         accepted += sum(each.stats.accepted for each in found)
-        options = asked(own, temperature=temperature, seed=4)
-        plain = toy.generate(PROMPT, drafter="none", **options)
-        assert (
-            toy.generate(PROMPT, drafter=drafters[1 + shift % len(TOY_DRAFTERS)], **options).token_ids
-            == plain.token_ids
-        )
+        alone = toy.generate(PROMPT, drafter=drafters[1 + shift % len(TOY_DRAFTERS)], **asked(own, **options))
+        assert alone.token_ids == expected[shift]
     assert accepted > 100
 
 

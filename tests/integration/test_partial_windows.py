@@ -27,7 +27,6 @@ from tools.verify.partial_check import check_partial
 
 WINDOW = 17  # with two window blocks of 4 tokens, two of the three blocks that are retrieved are in its reach
 OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps behind the gap, 20 tokens
-ONE_BRANCH = "capacity={context: 160, prefill_chunk: 16}"  # drafters keep 4 tokens of the beginning and 20 to 40 last
 SLIDING = {
     "gemma3": (True, False, True),
     "ministral": (True, False),
@@ -65,16 +64,13 @@ def recipe(family: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def one(recipe: Path) -> Runtime:
-    """A plan of one branch."""
-    settings = [f"partial_kv={PARTIAL_KV}", ONE_BRANCH]
-    return Runtime.load(build(load_recipe(recipe, settings), recipe, recipe.parent / "one").plan.root, threads=1)
+def plan(recipe: Path) -> Path:
+    return build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}"]), recipe, recipe.parent / "plan").plan.root
 
 
 @pytest.fixture(scope="module")
-def rows(recipe: Path) -> Path:
-    """A plan of sixteen branches, in both modes."""
-    return build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}"]), recipe, recipe.parent / "rows").plan.root
+def one(plan: Path) -> Runtime:
+    return Runtime.load(plan, threads=1)
 
 
 def kv_behind(session: Session, model: str, planes: slice, start: int, count: int) -> np.ndarray:
@@ -137,11 +133,11 @@ def test_lossless_mode_changes_no_token(one: Runtime, drafter: str) -> None:
     assert drafted > 20 or drafter == "none"
 
 
-def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(rows: Path) -> None:
+def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(plan: Path) -> None:
     """Branches, requests and sessions with a row each, draft trees, the prefix cache, cuts, at any temperature."""
-    alone = Runtime.load(rows, threads=1)
+    alone = Runtime.load(plan, threads=1)
     used = Runtime.load(
-        rows,
+        plan,
         threads=2,
         prefix_cache=PrefixCacheConfig(memory_bytes=1 << 19, max_cached_tokens=200),
         scheduler=SchedulerConfig(mode="batching"),
@@ -153,8 +149,8 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(rows: Path) -> N
     assert alone.close(timeout=10)
 
 
-def test_the_prefix_cache_serves_lossless_sessions(recipe: Path, one: Runtime) -> None:
-    cached = Runtime.load(recipe.parent / "one", threads=1, prefix_cache=PrefixCacheConfig())
+def test_the_prefix_cache_serves_lossless_sessions(plan: Path, one: Runtime) -> None:
+    cached = Runtime.load(plan, threads=1, prefix_cache=PrefixCacheConfig())
     tokens = prompt(6, 90)
     expected = one.session().generate(tokens, max_new_tokens=50, partial_kv="off", ignore_eos=True).token_ids
     for drafter in (*DRAFTERS, *DRAFTERS):
@@ -174,11 +170,11 @@ def test_the_check_of_partial_kv_finds_lossless_mode_equal(one: Runtime) -> None
 
 
 def test_budgets_that_do_not_reach_the_window_are_refused(
-    one: Runtime, rows: Path, capsys: pytest.CaptureFixture[str]
+    one: Runtime, plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RequestError, match=r"partial_budget is 1; pass auto, or 2 to 3 blocks: .* the last 17 tokens"):
         one.generate("x", partial_budget=1)
-    arguments = ["context", str(rows), "--prompts", str(HELD_OUT), "--budgets", "1,2"]
+    arguments = ["context", str(plan), "--prompts", str(HELD_OUT), "--budgets", "1,2"]
     assert bench.main(arguments) == 2
     assert (
         "--budgets has 1; layers of the target see the last 17 tokens, which 2 blocks reach" in capsys.readouterr().err
@@ -187,8 +183,8 @@ def test_budgets_that_do_not_reach_the_window_are_refused(
     assert check_options({"partial_budget": 2}, (), (), partial, window=WINDOW).partial_budget == 2
 
 
-def test_inspect_tells_windows(rows: Path, family: str) -> None:
-    described = describe(rows)
+def test_inspect_tells_windows(plan: Path, family: str) -> None:
+    described = describe(plan)
     assert described["models"]["target"]["layer_windows"] == tuple(WINDOW * slides for slides in SLIDING[family])
     assert described["models"]["chain"]["layer_windows"] == tuple(OF_THE_DRAFTER * s for s in SLIDING[family])
     printed = io.StringIO()
@@ -212,7 +208,7 @@ def test_a_recipe_whose_partial_cache_does_not_reach_the_window_is_refused(
 ) -> None:
     recipe = recipe_of("gemma3", toy_recipe, tmp_path_factory)
     with pytest.raises(RecipeError, match=said):
-        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", ONE_BRANCH, *overrides]), recipe, tmp_path / "plan")
+        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", *overrides]), recipe, tmp_path / "plan")
 
 
 def test_a_model_without_a_layer_that_sees_the_context_is_refused(
@@ -221,9 +217,9 @@ def test_a_model_without_a_layer_that_sees_the_context_is_refused(
     write_toy("mistral", tmp_path / "mistral", toy_recipe.parent / "target")
     recipe = tmp_path / "mistral" / "model.yaml"
     with pytest.raises(RecipeError, match=r"enabled is true, but no layer of the target sees more than the last 20"):
-        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", ONE_BRANCH]), recipe, tmp_path / "plan")
+        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}"]), recipe, tmp_path / "plan")
     _set_window(recipe.parent / "target", 160)  # the whole context: no window of a plan
-    settings = [f"partial_kv={PARTIAL_KV}", ONE_BRANCH, "drafters=[]"]
+    settings = [f"partial_kv={PARTIAL_KV}", "drafters=[]"]
     plan = build(load_recipe(recipe, settings), recipe, tmp_path / "plan").plan
     assert plan.manifest.target.layer_windows == ()
 

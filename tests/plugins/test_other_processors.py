@@ -46,6 +46,7 @@ def assert_same(found: bytes, expected: bytes) -> None:
     np.testing.assert_array_equal(*(np.where(word & 0x7FFFFFFF > 0x7F800000, 0x7FC00000, word) for word in words))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_avx512(), reason="what is not emulated of AMX's kernel needs AVX-512")
 def test_amx_has_the_references_bits(native: Driver) -> None:
     """From 16 rows on tiles multiply, and the last tile may have rows of another; fewer rows are AVX-512's."""

@@ -55,6 +55,7 @@ def free_port() -> int:
 # Our engine.
 
 
+@pytest.mark.long
 def test_our_engine_has_no_divergence(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, 0, str(branch_plan), "--quick", "--new", "12", "--length", "10", *PROMPTS)
     assert found["diverged"] == 0
