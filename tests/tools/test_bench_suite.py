@@ -219,7 +219,7 @@ def test_one_category_alone_is_the_whole_table(run, questions: Path, capsys: Cap
     write(questions, SPEC_BENCH[2:])
     assert run("--drafters", "ngram", "--markdown") == 0
     text = capsys.readouterr().out
-    assert text.count("|---") == len(text.splitlines()[2].split("|")) - 2  # one table
+    assert text.count("| ---") == len(text.splitlines()[2].split("|")) - 2  # one table
     assert run("--drafters", "ngram", "--csv") == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(row["drafter"], row["task"]) for row in rows] == [("none", "math"), ("ngram", "math")]
