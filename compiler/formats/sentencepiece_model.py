@@ -25,6 +25,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of pieces, in `tokenizer.model` and in GGUF files alike."""
 SPACE = "\u2581"
 """Stands for a space in pieces."""
+_MOST_MERGED = 2**26
+"""Characters of all merges together: 256 for each of 262,144 pieces."""
 _KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 _Fields = dict[tuple[int, int], Any]
@@ -143,16 +145,22 @@ def merges(pieces: Pieces, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
     SentencePiece merges the neighbours whose union has the highest score. So every way in which a piece parts into two
     pieces is a merge, and pieces of higher scores come first; of one piece, the leftmost parting in the vocabulary's
-    order, as transformers has it.
+    order, as transformers has it. Raises `CheckpointError` where pieces contain each other without end.
     """
     merged = [token for token, number in ids.items() if pieces.types[number] in (NORMAL, USER_DEFINED)]
     ranked = sorted(merged, key=lambda piece: -float(pieces.scores[ids[piece]]))
     lengths = sorted({len(token) for token in ids})
-    return [
-        (pieces.tokens[first], pieces.tokens[second])
-        for piece in ranked
-        for first, second in sorted(_partings(piece, ids, lengths))
-    ]
+    found, size = [], 0
+    for piece in ranked:
+        partings = sorted(_partings(piece, ids, lengths))
+        found += [(pieces.tokens[first], pieces.tokens[second]) for first, second in partings]
+        size += len(piece) * len(partings)
+        if size > _MOST_MERGED:
+            raise CheckpointError(
+                f"the pieces of the tokenizer part into each other in too many ways: merges of over {_MOST_MERGED} "
+                "characters; add a tokenizer.json of the model, which lists its merges"
+            )
+    return found
 
 
 def _partings(piece: str, ids: Mapping[str, int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

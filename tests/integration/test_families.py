@@ -74,11 +74,9 @@ def plan(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def any_plan(
-    request: pytest.FixtureRequest, recipe: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def any_plan(request: pytest.FixtureRequest, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "float32":
-        return plan
+        return Path(request.getfixturevalue("plan"))
     loaded = load_recipe(recipe, int4(name_of(recipe)))
     return made_once(tmp_path_factory, f"{recipe.parent.name}/int4", lambda out: build(loaded, recipe, out))
 

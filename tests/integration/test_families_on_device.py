@@ -45,8 +45,9 @@ def recipe(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: p
 
 @pytest.fixture(scope="module")
 def on_cpu(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
-    loaded = load_recipe(recipe, ONE_ROW)
-    plan = made_once(tmp_path_factory, f"{recipe.parent.name}/one-row", lambda out: build(loaded, recipe, out))
+    """The plan of `test_families`: several rows change no token."""
+    loaded = load_recipe(recipe)
+    plan = made_once(tmp_path_factory, f"{recipe.parent.name}/plan", lambda out: build(loaded, recipe, out))
     return Runtime.load(plan, threads=1)
 
 

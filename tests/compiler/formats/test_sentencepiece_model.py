@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer
 
-from compiler.formats.sentencepiece_model import make_tokenizer, read_model
+from compiler.formats.sentencepiece_model import NORMAL, Pieces, make_tokenizer, merges, read_model
 from plans.errors import CheckpointError
 from plans.tokenizer import Tokenizer as PlanTokenizer
 from tests.tokenizer_families import CORPUS, TEXTS
@@ -125,6 +125,13 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
             CheckpointError, match="no model of SentencePiece that can be read, and there is no tokenizer"
         ):
             read_model(file)
+
+
+def test_pieces_that_hold_each_other_are_refused_before_they_fill_the_memory() -> None:
+    tokens = ["a" * length for length in range(1, 1001)]
+    pieces = Pieces(tokens, [NORMAL] * len(tokens), [0.0] * len(tokens))
+    with pytest.raises(CheckpointError, match="in too many ways: merges of over 67108864 characters; add a tokenizer"):
+        merges(pieces, {token: number for number, token in enumerate(tokens)})
 
 
 def test_a_damaged_file_is_read_or_refused(tmp_path: Path) -> None:
