@@ -131,7 +131,10 @@ def test_without_a_seed_texts_differ_and_the_result_has_it(alone: Runtime) -> No
         alone.generate([5], max_tokens=3)  # type: ignore[call-overload]
 
 
-def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Runtime) -> None:
+@pytest.mark.parametrize("error", [PlanError, SystemExit])
+def test_a_round_that_fails_fails_those_in_it_alone(
+    branch_plan: Path, alone: Runtime, error: type[BaseException]
+) -> None:
     runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
     expected = alone.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
     assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
@@ -142,7 +145,7 @@ def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Ru
         calls += self.name == "decode"
         if calls == 4:
             calls += 1
-            raise PlanError("the engine fell over")
+            raise error("the engine fell over")
         original(self)
 
     with pytest.MonkeyPatch.context() as patch:
