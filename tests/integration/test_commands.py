@@ -299,6 +299,10 @@ def test_every_way_to_give_the_prompt_gives_the_same(
         (["--prompt", ""], "empty"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--prompt-file", "."], "--prompt-file ."),
+        (
+            ["--prompt-file", "/dev/zero"],
+            "--prompt-file /dev/zero cannot be read as UTF-8 text: [Errno 27] it",
+        ),
         (["--prompt", "x" * 2000], "context is 160"),
         (["--prompt", "x", "--drafter", "oracle"], ", ".join([*TOY_DRAFTERS, "none"])),
         (["--prompt", "x", "--temperature", "-1"], "temperature"),
