@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -105,8 +106,13 @@ def test_a_list_may_be_longer_than_the_queue(branch_plan: Path, alone: Runtime) 
 def test_a_runtime_may_be_closed_before_its_first_request(branch_plan: Path) -> None:
     with Runtime.load(branch_plan, threads=1) as runtime:
         session = runtime.session()
-        runtime.submit([5], max_new_tokens=4)
+        handle = runtime.submit([5], max_new_tokens=4)
     assert "closed" in repr(runtime)
+    assert "0 tokens" in repr(session)
+    assert "done" in repr(handle)
+    for one in (runtime, session, handle):
+        with pytest.raises(TypeError, match="of its process"):
+            pickle.dumps(one)
     assert session.generate([5], max_new_tokens=1).token_ids  # what is open goes on
     for ask in (runtime.submit, runtime.generate, runtime.stream, runtime.beam_search):
         with pytest.raises(BusyError, match="closed"):
