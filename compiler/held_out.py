@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plans.errors import RecipeError
+from plans.text_file import read_text_file
 
 _LARGEST = 2**28  # characters of a text that a file unpacks to
 
@@ -32,7 +33,7 @@ def read_text(path: Path) -> str:
     Raises `OSError` naming the file, also where what gzip wrote is broken, and `UnicodeDecodeError`.
     """
     if path.suffix != ".gz":
-        return path.read_text(encoding="utf-8-sig")
+        return read_text_file(path, most=_LARGEST)
     try:
         with gzip.open(path, "rt", encoding="utf-8-sig") as file:
             text = file.read(_LARGEST + 1)

@@ -140,6 +140,8 @@ class Place:
 def _listed_files(manifest: Path) -> set[str] | None:
     """Return the files that a plan of any version may hold, `plan.json` among them; None if `manifest` is no plan's."""
     try:
+        if not manifest.is_file():  # reading a pipe would never end
+            return None
         raw = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from plans.errors import RecipeError
+from plans.text_file import read_text_file
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -63,7 +64,7 @@ class RecipeSource:
         """
         source = cls(path)
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = read_text_file(path)
         except UnicodeDecodeError as error:
             raise RecipeError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
         except OSError as error:
@@ -85,7 +86,13 @@ class RecipeSource:
         """Return pydantic's errors for `values` as a `model`, one sentence per line, in the order of the file."""
         # A default that follows from another key has no error of its own where that key has one.
         errors = [error for error in invalid.errors() if error["type"] != "default_factory_not_called"]
-        found = [self._sentence(error, model) for error in errors]
+        wanted: dict[Location, dict[str, None]] = {}  # what the types of a union want of one value
+        for error in errors:
+            if template := _CLAUSES.get(error["type"]):
+                context = error.get("ctx", {})
+                location, _ = _resolve((*error["loc"], *context.get("at", ())), self.values, model)
+                wanted.setdefault(location, {})[template.format_map(context)] = None
+        found = dict.fromkeys(self._sentence(error, model, wanted) for error in errors)
         return RecipeError("\n".join(sentence for _, sentence in sorted(found, key=lambda pair: pair[0])))
 
     def _beside(self, location: Location) -> Collection[str]:
@@ -103,7 +110,9 @@ class RecipeSource:
             location = location[:-1]
         return location
 
-    def _sentence(self, error: ErrorDetails, model: type[BaseModel]) -> tuple[int, str]:
+    def _sentence(
+        self, error: ErrorDetails, model: type[BaseModel], wanted: Mapping[Location, Iterable[str]]
+    ) -> tuple[int, str]:
         context = error.get("ctx", {})
         # Our own validators name the part of the value that is at fault by "at".
         location, section = _resolve((*error["loc"], *context.get("at", ())), self.values, model)
@@ -117,9 +126,9 @@ class RecipeSource:
         elif error["type"] in ("missing", "union_tag_not_found"):
             clause = "is missing; add it"
         else:
-            template = _CLAUSES.get(error["type"])
-            clause = template.format_map(context) if template else error["msg"]
-            clause += "" if template is None else f", found {_shown(error['input'])}"
+            clause = error["msg"]
+            if error["type"] in _CLAUSES:
+                clause = f"{' or '.join(wanted[location])}, found {_shown(error['input'])}"
         field = section.model_fields.get(str(key))
         if field is not None and field.description and error["type"] != "extra_forbidden":
             clause += f" ({field.description})"
@@ -223,7 +232,7 @@ _Loader.add_implicit_resolver(
 
 
 def _resolve(raw: Location, values: object, model: type[BaseModel]) -> tuple[Location, type[BaseModel]]:
-    """Return pydantic's location without tags of unions (kinds, or `:words`), and the model that owns its last key."""
+    """Return pydantic's location without tags of unions (kind, `:word`, type), and the model that owns its last key."""
     location: list[str | int] = []
     section, candidates = model, [model]
     for part in raw:
@@ -231,7 +240,8 @@ def _resolve(raw: Location, values: object, model: type[BaseModel]) -> tuple[Loc
             candidates = [one for one in candidates if part in get_args(one.model_fields["kind"].annotation)]
             section = candidates[0]
             continue
-        if isinstance(part, str) and part.startswith(":"):
+        known = candidates or (isinstance(values, dict) and part in values)
+        if isinstance(part, str) and (part.startswith(":") or not known):
             continue
         location.append(part)
         if isinstance(part, str):

@@ -5,6 +5,7 @@ Nothing that runs reads it, so it has no hash, and a plan without it is whole.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -36,8 +37,10 @@ def read_build_record(root: Path) -> BuildRecord | None:
     """The record of the plan at `root`; None where it has none. Raises `PlanError` for a file that is none."""
     path = root / BUILD_RECORD
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
+        if not path.is_file():  # reading a pipe would never end
+            raise OSError("it is no file")
         with path.open(encoding="utf-8") as file:
             return BuildRecord.model_validate_json(file.read(_LARGEST))
     except (OSError, UnicodeDecodeError, ValidationError):

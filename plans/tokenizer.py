@@ -82,7 +82,7 @@ class Tokenizer:
         """
         files = [folder / CHAT_TEMPLATE_FILE, folder / TOOLS_TEMPLATE_FILE]
         try:
-            texts = [_read(file) if file.exists() else None for file in files]
+            texts = [_read(file) if file.is_file() else None for file in files]
             tokenizer = cls.read(folder / TOKENIZER_FILE)
         except PlanError as error:
             raise PlanError(f"{error}. {_REPAIR}") from error

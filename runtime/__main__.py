@@ -142,12 +142,12 @@ def _generate(arguments: argparse.Namespace) -> int:
         for span in stream:
             print(span.text, end="", flush=True)
         print()
-        stderr.print(_summary(stream.result), style="dim")
+        stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
     elif arguments.json:
         print_json(generation_json(stream.result))
     else:
         print(stream.result.text)
-        stderr.print(_summary(stream.result), style="dim")
+        stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
     return 0
 
 
@@ -224,7 +224,7 @@ def _chat(arguments: argparse.Namespace) -> int:
             print()
         reply = stream.result
         if interactive:
-            stderr.print(_summary(reply), style="dim")
+            stderr.print(_summary(reply, runtime.manifest.target.context), style="dim")
         if arguments.json:
             print_json(generation_json(reply))
         messages.append({"role": "assistant", "content": reply.text})
@@ -241,10 +241,12 @@ def beams_json(results: list[BeamResult]) -> dict[str, object]:
     }
 
 
-def _summary(generation: Generation) -> str:
-    stats = generation.stats
+def _summary(generation: Generation, context: int) -> str:
+    stats, reason = generation.stats, generation.finish_reason.value
+    if reason == "length" and stats.prompt_tokens + stats.new_tokens >= context:
+        reason += f": the context of {context} tokens is full"
     return (
-        f"{stats.new_tokens} tokens ({generation.finish_reason.value}), {stats.decode_tokens_per_second:.0f} tokens/s, "
+        f"{stats.new_tokens} tokens ({reason}), {stats.decode_tokens_per_second:.0f} tokens/s, "
         f"{stats.tokens_per_verify:.2f} tokens per verify, first token after {stats.ttft_ms:.1f} ms"
     )
 

@@ -42,6 +42,7 @@ from runtime.round_costs import note_round
 from runtime.sampling import SamplingParams, likeliest, logprobs
 from runtime.sequence import Committed, Sequence
 from runtime.stats import StageClock, Stats, Stopwatch
+from runtime.text.rules import failing_alone
 from runtime.text.stream import TextStream
 from runtime.trace import read_round
 
@@ -915,7 +916,12 @@ class Engine:
             if kept < len(token_ids):
                 token_ids, logprobs = token_ids[:kept], logprobs[:kept]
             if committed.round is not None and sequence.request.on_round is not None:
-                sequence.request.on_round(committed.round.cut(kept))
+                try:
+                    with failing_alone("on_round"):
+                        sequence.request.on_round(committed.round.cut(kept))
+                except RequestError as error:
+                    sequence.stopped = True
+                    return Span([], "", sequence=sequence.id, error=error)
             generation.logprobs += logprobs
             own = generation.stats
             if own.rounds == 1:

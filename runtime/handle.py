@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from runtime.generation import Generation, Span
 
@@ -125,6 +125,13 @@ class Handle:
                 break
         if self._error is not None:
             raise self._error
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done else "failed" if self._error is not None else "done"
+        return f"<Handle of a request, {len(self._spans)} spans, {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Handle belongs to a thread of its process; pass on its `result()`.")
 
     def result(self, timeout: float | None = None) -> Generation:
         """The whole generation. Raises the error that ended it, and TimeoutError after `timeout` seconds."""

@@ -8,12 +8,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from math import ceil
 
 from plans.errors import RequestError
 
 _CONNECTING = 5.0  # seconds
+_TERMINATED = 128 + 15  # the status of a command that SIGTERM has ended
 _STORE = 200 * 2**20  # bytes of Ray's object store on this machine: requests and answers alone go through it
 
 
@@ -21,7 +22,7 @@ _STORE = 200 * 2**20  # bytes of Ray's object store on this machine: requests an
 def cluster(address: str | None, cpus: float) -> Iterator[None]:
     """Be in the cluster at `address`, or in one of this machine that is taken to have at least so many CPUs.
 
-    Raises RequestError where no cluster can be reached.
+    SIGTERM ends the command in order from then on. Raises RequestError where no cluster can be reached.
     """
     import ray
     from ray.exceptions import RayError
@@ -30,7 +31,8 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
     if address is not None:
         try:
             _look(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            with _sigterm_blocked():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         except (OSError, RayError, RuntimeError, ValueError) as error:
             raise RequestError(
                 f"--ray is {address!r}, where no Ray cluster can be reached: {error}; start one there with "
@@ -57,7 +59,10 @@ def cluster(address: str | None, cpus: float) -> Iterator[None]:
 @contextmanager
 def _sigterm_blocked() -> Iterator[None]:
     """Block SIGTERM in processes started meanwhile and in their children: service managers send it to the whole process
-    group, and the command has to shut them down in order."""
+    group, and the command has to shut them down in order.
+
+    One that comes meanwhile ends the command then, by a handler of its own: Ray's aborts, and prints stacks.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # a system without process groups
         yield
         return
@@ -65,6 +70,8 @@ def _sigterm_blocked() -> Iterator[None]:
     try:
         yield
     finally:
+        with suppress(ValueError):  # not in the main thread, which alone has handlers; Ray has set none there either
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -45,7 +45,8 @@ class Options(LogitsOptions, DraftOptions, total=False):
       KV cache (`partial_kv`) only while that pays, and verify no more of a draft than is worth its price, where the
       plan has prices (`outrider tune PLAN --prices`). Tokens stay the same; drafters with `acceptance: rejection`,
       and lossy partial KV, whose tokens would not, are never disabled.
-    - `on_round`: called with a `trace.Round` after each round, before its span is given out.
+    - `on_round`: called with a `trace.Round` after each round, before its span is given out; what it raises ends the
+      request.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
     - `partial_kv`: behind long contexts, where the plan has a partial KV cache: "lossless", whose tokens are those of

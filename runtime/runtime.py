@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Self, Unpack, cast, get_args, overload
+from typing import NoReturn, Self, Unpack, cast, get_args, overload
 
 import numpy as np
 
@@ -328,6 +328,9 @@ class Runtime:
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<Runtime of {self.manifest.name!r} on {self.backend}{state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Runtime holds memory of its process; load the plan again in the other one.")
 
     def __enter__(self) -> Self:
         return self

@@ -290,7 +290,7 @@ class Scheduler:
             while self._wait():
                 try:
                     self._turn(texts, self._take())
-                except Exception as error:
+                except BaseException as error:  # exits and panics too: without the thread, nobody is served
                     _LOG.exception("a round of the scheduler failed")
                     told = error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}.")
                     self._fail(told, waiting=self._engine is None)
@@ -452,7 +452,7 @@ class Scheduler:
     def _fail(self, error: Exception, *, waiting: bool) -> None:
         """End the requests of a pass that has failed with its error; the others are served as before. Those that wait
         end too where no engine can be had to serve them."""
-        with suppress(Exception):
+        with suppress(BaseException):
             self._catch_up()
         if waiting:
             with self._changed:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Unpack
+from typing import NoReturn, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,12 @@ class Session:
             self._changes += 1
             self._engine = self._sequence = None
             self._return()
+
+    def __repr__(self) -> str:
+        return f"<Session of {self._manifest.name!r}, {len(self.token_ids)} tokens>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Session holds memory of its process; keep its `token_ids`, and continue them elsewhere.")
 
     def __enter__(self) -> Session:
         return self

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from plans.errors import BusyError, PlanError, RequestError
 from runtime.batch.requests import BatchRequest, id_order
@@ -172,7 +172,11 @@ class BatchFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise PlanError(f"{path} cannot be read: {error}; choose another folder, or delete this one.") from None
+            reason = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                reason = ": ".join((*map(str, first["loc"]), first["msg"]))
+            raise PlanError(f"{path} cannot be read: {reason}; choose another folder, or delete this one.") from None
 
     def written(self) -> set[int]:
         """Numbers of the blocks whose results are there."""

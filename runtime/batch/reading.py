@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _SHOWN = 5  # faults of a file that are told
+_LONGEST = 2**26  # bytes of a line
 _ROWS = 1024  # of parquet, at a time
 _WHOLE = 2**53  # below it a float that is whole is that number and no other
 
@@ -66,7 +67,9 @@ def _checked(rows: Iterable[tuple[int, str, Any]], what: str) -> tuple[list[Batc
 
 def _rows_of_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
     with path.open("rb") as file:
-        for place, line in enumerate(file, 1):
+        for place, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), 1):
+            if len(line) == _LONGEST:  # a device's may never end
+                raise RequestError(f"{path}: line {place} is longer than {_LONGEST:,} bytes, which no request is.")
             stripped = line.removeprefix(b"\xef\xbb\xbf").strip()
             if not stripped:
                 continue

@@ -14,6 +14,7 @@ from commands.arguments import at_least_0, at_least_1, number, whole_number
 from commands.console import stderr
 from plans.errors import RequestError
 from plans.partial_kv import PARTIAL_MODES
+from plans.text_file import read_all, read_text_file
 from runtime.exactness import Exactness
 from runtime.generation import Generation
 from runtime.logits_options import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
@@ -335,8 +336,8 @@ def _read_text(option: str, path: Path) -> str:
                 sys.stdin.reconfigure(
                     encoding="utf-8-sig", errors="strict"
                 )  # as files are read, whatever the locale says
-            return sys.stdin.read()
-        return path.read_text(encoding="utf-8-sig")  # without a mark of the byte order, as editors of Windows write it
+            return read_all(sys.stdin)
+        return read_text_file(path)
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{option} {path} cannot be read as UTF-8 text: {error}") from None
 

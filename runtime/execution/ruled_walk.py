@@ -23,6 +23,7 @@ from runtime.execution.buffers import Buffers
 from runtime.execution.layout import Placed
 from runtime.execution.step import TargetStep
 from runtime.sequence import Sequence
+from runtime.text.rules import failing_alone
 
 
 class RuledWalk:
@@ -125,7 +126,8 @@ class RuledWalk:
         """
         np.copyto(self._raw, row)
         for rule in sequence.rules:
-            rule.apply(row, path)
+            with failing_alone(rule.name):
+                rule.apply(row, path)
         highest = float(row.max())
         if highest == -np.inf:
             raise RequestError("No token may follow: the rules of the request exclude all tokens of the vocabulary.")

@@ -112,8 +112,10 @@ def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
     try:
         if not path.is_file():  # nor a device, or a pipe
             raise OSError("it is no file")
+        if np.fromfile(path, np.uint8, len(_MAGIC)).tobytes() != _MAGIC:  # before it is read, however large it may be
+            raise PlanError(f"{path} is no prefix cache, or damaged; remove it, or save it again.")
         data = np.fromfile(path, np.uint8)  # not mapped: a file truncated meanwhile would raise SIGBUS
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise PlanError(f"{path} cannot be read as a prefix cache: {error}. Remove it, or save it again.") from None
     header, start = _read_header(path, data)
     _check(path, header, cache.shapes, bound_to)

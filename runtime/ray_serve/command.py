@@ -137,7 +137,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         with bound_socket(arguments.host, arguments.port) as bound:
             arguments.port = bound.getsockname()[1]
     with cluster(arguments.ray, settings.cpus):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the application runs
         served_before = _CONTROLLER in (each["name"] for each in ray.util.list_named_actors(all_namespaces=True))
         if served_before and arguments.name in serve.status().applications:
             raise RequestError(f"The cluster serves an application {arguments.name!r} already; pass another --name.")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plans.errors import RequestError
+from plans.text_file import read_text_file
 
 _SHARED = {
     "max_waiting_per_key": "shares the queue among API keys",
@@ -16,7 +17,7 @@ _SHARED = {
 def read_api_keys(file: Path) -> list[str]:
     """The API keys of a file, one a line, without comments. Raises RequestError where there are none."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text_file(file).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"The file of API keys {file} cannot be read: {error}") from None
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -10,11 +11,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
 
-_LIMITS = LLParserLimits(
-    verbose_errors=False,
-    max_items_in_row=20_000,  # ten times the default: an enum or `anyOf` of thousands, of which each is an item
-    step_max_items=200_000,
-)
+_LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 200_000}
+# Items in a row: a few, and one for each character of the grammar, since each of an enum or `anyOf` of thousands is an
+# item. A row of an ambiguous grammar grows with the text, and its masks with the cube of that.
+_ROW, _LARGEST_ROW = 200, 20_000
 _LONGEST = 200  # characters that are told of an excerpt or a reason
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _SPECIAL = b"\xff"  # what llguidance knows a special token by: no text has the byte
@@ -54,7 +54,8 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
     Lets other threads of Python run. A grammar that is wrong makes a matcher that `is_error()`.
     """
-    return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    row = min(_LARGEST_ROW, _ROW + len(grammar))
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS, max_items_in_row=row))
 
 
 def check_grammar(tokenizer: LLTokenizer, grammar: str, where: str) -> None:

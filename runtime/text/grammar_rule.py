@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from time import thread_time
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,11 @@ from plans.errors import RequestError
 from runtime.text.common_length import common_length
 from runtime.text.grammar_compiler import Vocabulary, compile_grammar, told
 from runtime.text.rules import LogitsRule
+
+_AT_ONCE = 32  # tokens that are taken in before the time is looked at
+_FREE = 0.005  # seconds of a processor that a mask, or taking tokens in, may take
+_SPARE = 3.0  # seconds beyond those that a text may take: it is computed between passes, and all other requests wait
+_SIMPLER = "Make it simpler: let no two of its rules read the same text, as with `s: s s`."
 
 
 class GrammarRule(LogitsRule):
@@ -26,6 +33,7 @@ class GrammarRule(LogitsRule):
         self._mask = np.zeros((vocabulary.size + 1 + 31) // 32, np.int32)
         self._address = self._mask.ctypes.data
         self._begun = False
+        self._spent = 0.0  # beyond what is free
 
     def begin(self, prompt: Sequence[int]) -> GrammarRule:
         """Return the rule itself for the first text, so that only further ones are compiled for here."""
@@ -37,14 +45,25 @@ class GrammarRule(LogitsRule):
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
         """Exclude tokens that the grammar does not allow behind `path`. Raises RequestError where it allows none."""
         self._follow(path)
-        np.copyto(logits, -np.inf, where=self._excluded())
+        with self._spending():
+            np.copyto(logits, -np.inf, where=self._excluded())
 
     def forced(self, path: Sequence[int], limit: int) -> Sequence[int]:
         try:
             self._follow(path)
+            with self._spending():
+                return self._matcher.compute_ff_tokens()[:limit]
         except RequestError:
             return ()
-        return self._matcher.compute_ff_tokens()[:limit]
+
+    @contextmanager
+    def _spending(self) -> Iterator[None]:
+        """Count the time that it takes. Raises RequestError where the text has taken more than it may."""
+        began = thread_time()
+        yield
+        self._spent += max(0.0, thread_time() - began - _FREE)
+        if self._spent > _SPARE:
+            raise RequestError(f"The grammar takes too long to follow behind {len(self._path)} tokens. {_SIMPLER}")
 
     def _follow(self, path: Sequence[int]) -> None:
         """Bring the matcher behind `path`. Raises RequestError where the grammar does not allow it."""
@@ -55,10 +74,11 @@ class GrammarRule(LogitsRule):
                 self._matcher, common = self._grammar.deep_copy(), 0
             del self._path[common:]
             known = common
-        rest = list(path[known:])
-        if rest:
-            taken = self._matcher.try_consume_tokens(rest)
-            self._path += rest[:taken]
+        for start in range(known, len(path), _AT_ONCE):
+            rest = list(path[start : start + _AT_ONCE])
+            with self._spending():
+                taken = self._matcher.try_consume_tokens(rest)
+                self._path += rest[:taken]
             self._check()
             if taken < len(rest):
                 raise RequestError("The grammar does not allow the text so far; no token may follow it.")
@@ -71,7 +91,7 @@ class GrammarRule(LogitsRule):
                     "The grammar allows no token at this place of the text, and the text may not end here either. "
                     "Correct the grammar: every text that it allows must lead to an end."
                 )
-            raise RequestError(f"The grammar {told(self._matcher.get_error())}. Correct it, or make it simpler.")
+            raise RequestError(f"The grammar {told(self._matcher.get_error())}. {_SIMPLER}")
 
     def _excluded(self) -> NDArray[np.bool_]:
         """Return bool `[vocab]`: the tokens that may not come next. Raises RequestError where none may."""

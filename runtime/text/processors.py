@@ -16,21 +16,18 @@ these in place."""
 
 
 class Processor(LogitsRule):
-    """Applies a caller's function; what it raises ends the request alone."""
+    """Applies a caller's function; what it raises ends the request alone (`failing_alone`)."""
 
     def __init__(self, process: LogitsProcessor, place: int) -> None:
         """`place` is that of the function among the request's `logits_processors`."""
-        self._process, self._name = process, f"logits_processors[{place}]"
+        self._process, self.name = process, f"logits_processors[{place}]"
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
-        try:
-            made = self._process(list(path), logits)
-            given = logits if made is None else np.asarray(made, np.float32)
-        except Exception as error:
-            raise RequestError(f"{self._name} failed: {type(error).__name__}: {error}") from error
+        made = self._process(list(path), logits)
+        given = logits if made is None else np.asarray(made, np.float32)
         if given.shape != logits.shape:
             raise RequestError(
-                f"{self._name} returned logits of shape {given.shape}; return a row of {len(logits)}, or None for a "
+                f"{self.name} returned logits of shape {given.shape}; return a row of {len(logits)}, or None for a "
                 "row that was changed in place."
             )
         if given is not logits:

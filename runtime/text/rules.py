@@ -6,15 +6,21 @@ So a request has the same tokens with any drafter as without one.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plans.errors import RequestError
+
 
 class LogitsRule(ABC):
     """A change of the target's logits, by the tokens generated so far. One rule may serve any number of requests."""
+
+    name = "A rule of the request"
 
     def begin(self, prompt: Sequence[int]) -> LogitsRule:
         """Return the rule for one generation behind `prompt`: the rule itself, unless it depends on the prompt or keeps
@@ -36,3 +42,21 @@ class LogitsRule(ABC):
         They are drafted in place of the drafter's tokens.
         """
         return ()
+
+
+@contextmanager
+def failing_alone(name: str) -> Iterator[None]:
+    """Turn what a function of a request's raises into a RequestError, which ends that request alone.
+
+    Whatever it raises: exits and panics would end the thread of all. In the main thread, an interrupt or an exit is the
+    program's own, and stays one.
+    """
+    try:
+        yield
+    except RequestError:
+        raise
+    except BaseException as error:
+        ends = isinstance(error, KeyboardInterrupt | SystemExit)
+        if ends and threading.current_thread() is threading.main_thread():
+            raise
+        raise RequestError(f"{name} failed: {type(error).__name__}: {error}") from error

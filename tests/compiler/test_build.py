@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -219,6 +220,10 @@ def test_a_build_records_what_it_took(workplace: Path) -> None:
     path = workplace / "plan" / "build.json"
     path.write_text("[]")
     open_plan(workplace / "plan")  # what runs does not read it
+    with pytest.raises(PlanError, match=r"build\.json is no record of a build; remove it"):
+        describe(workplace / "plan")
+    path.unlink()
+    os.mkfifo(path)
     with pytest.raises(PlanError, match=r"build\.json is no record of a build; remove it"):
         describe(workplace / "plan")
     path.unlink()

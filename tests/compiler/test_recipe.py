@@ -245,6 +245,8 @@ def test_file_that_cannot_be_read(recipe_file: Path) -> None:
     recipe_file.write_bytes(b"name: \xff\n")
     with pytest.raises(RecipeError, match=r"model\.yaml: is not UTF-8 text \(byte 6\); save it as UTF-8"):
         load_recipe(recipe_file)
+    with pytest.raises(RecipeError, match=r"/dev/zero: cannot be read \(it has more than 67,108,864 characters\)"):
+        load_recipe(Path("/dev/zero"))
 
 
 def test_words_that_yaml_once_took_for_booleans_are_words(recipe_file: Path) -> None:
@@ -283,6 +285,8 @@ def test_overrides_win_over_the_file(recipe_file: Path) -> None:
         ("=3", "override '=3': must have the form key=value"),
         ("name=[", "override 'name=[': is not valid YAML"),
         ("capacity={context: 1, context: 2}", "capacity.context is given twice"),
+        ("partial_kv={budget: x}", "partial_kv.budget must be a whole number or must be 'auto', found 'x' (blocks"),
+        ("partial_kv={budget: {a: 1}}", "partial_kv.budget must be a whole number or must be 'auto', found {'a': 1} ("),
     ],
 )  # fmt: skip
 def test_wrong_override_is_named(override: str, sentence: str, recipe_file: Path) -> None:

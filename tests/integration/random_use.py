@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from plans.errors import RequestError
 from runtime import Runtime
 from tests.conftest import REJECTING, TOY_DRAFTERS
 
@@ -168,7 +169,7 @@ class RandomUse:
             sampling = self._sampling()
             drafting = self._drafting(sampling, rejection=False)
             if self._random.random() < 0.15:
-                with pytest.raises(WatcherError):
+                with pytest.raises(RequestError, match="on_round failed: WatcherError"):
                     session.generate(prompt, on_round=self._raise, **sampling, **drafting)
                 continue
             found = session.generate(prompt, **sampling, **drafting).token_ids

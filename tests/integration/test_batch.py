@@ -212,6 +212,7 @@ def test_faults_that_no_result_could_tell_are_found_before_anything_runs(
     assert not out.exists()
     path.write_bytes(b'{"custom_id": "\xff"}')
     assert "line 1 is no JSON" in refusals(capsys, toy_plan, path, "--out", out)
+    assert "line 1 is longer than 67,108,864 bytes" in refusals(capsys, toy_plan, Path("/dev/zero"), "--out", out)
     path.write_text("\n \n")
     assert "has no request" in refusals(capsys, toy_plan, path, "--out", out)
     assert "cannot be read" in refusals(capsys, toy_plan, tmp_path / "none", "--out", out)

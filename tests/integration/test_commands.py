@@ -208,6 +208,8 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr(generate, toy: Run
     printed = capsys.readouterr()
     assert printed.out == expected.text + "\n"
     assert "24 tokens (length)" in printed.err.replace("\n", " ")
+    assert generate("--prompt", PROMPT, "--max-new-tokens", "9999", "--ignore-eos") == 0
+    assert "(length: the context of 160 tokens is full)" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("options", [[], ["--temperature", "1.1", "--seed", "7", "--top-k", "50", "--top-p", "0.9"]])
@@ -299,6 +301,10 @@ def test_every_way_to_give_the_prompt_gives_the_same(
         (["--prompt", ""], "empty"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--prompt-file", "."], "--prompt-file ."),
+        (
+            ["--prompt-file", "/dev/zero"],
+            "--prompt-file /dev/zero cannot be read as UTF-8 text: [Errno 27] it",
+        ),
         (["--prompt", "x" * 2000], "context is 160"),
         (["--prompt", "x", "--drafter", "oracle"], ", ".join([*TOY_DRAFTERS, "none"])),
         (["--prompt", "x", "--temperature", "-1"], "temperature"),

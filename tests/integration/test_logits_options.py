@@ -234,17 +234,34 @@ def test_penalties_count_the_generated_tokens_of_this_turn(toy: Runtime) -> None
         assert second == toy.generate([*PROMPT, *first, 33], **asked(own, max_new_tokens=10)).token_ids
 
 
-def test_what_a_processor_raises_ends_its_request_alone(serving: Runtime) -> None:
+@pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt, BaseException])
+def test_what_a_function_of_a_request_raises_ends_it_alone(serving: Runtime, error: type[BaseException]) -> None:
+    """Of any class: an exit would end the thread that serves all."""
+
     def fails(path: list[int], logits: Row) -> Row:
         if len(path) == 4:
-            raise KeyError("x")
+            raise error("x")
         return logits
 
+    def watches(round: object) -> None:
+        raise error("x")
+
     others = serving.generate(PROMPT, **asked({}))
-    handles = serving.submit_all([(PROMPT, asked({"logits_processors": [fails]})), (PROMPT, asked({}))])
-    with pytest.raises(RequestError, match=r"logits_processors\[0\] failed: KeyError: 'x'"):
-        handles[0].result(60)
-    assert handles[1].result(60).token_ids == others.token_ids
+    own: list[dict[str, Any]] = [{"logits_processors": [fails]}, {"on_round": watches}, {}]
+    handles = serving.submit_all([(PROMPT, asked(each)) for each in own])
+    for handle, name in zip(handles, (r"logits_processors\[0\]", "on_round"), strict=False):
+        with pytest.raises(RequestError, match=f"{name} failed: {error.__name__}: '?x"):
+            handle.result(60)
+    assert handles[2].result(60).token_ids == others.token_ids
+
+
+def test_an_exit_in_the_main_thread_stays_one(toy: Runtime) -> None:
+    def leaves(path: list[int], logits: Row) -> Row:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        toy.generate(PROMPT, **asked({"logits_processors": [leaves]}))
+    assert toy.generate(PROMPT, **asked({})).token_ids
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from runtime import Runtime
+from runtime.ray_cluster import _sigterm_blocked
 from runtime.ray_serve.application import build
 from runtime.ray_serve.command import main
 from runtime.ray_serve.settings import Settings
@@ -56,6 +57,23 @@ def started(command: list[str], address: str, seconds: float = 120) -> Iterator[
             process.wait(20)
         left = psutil.wait_procs(known, timeout=20)[1]
         assert left == [], "the command left processes"
+
+
+def test_sigterm_while_ray_begins_ends_the_command_without_rays_own_handler() -> None:
+    before, heard = signal.getsignal(signal.SIGTERM), list[int]()
+
+    def begin() -> None:
+        with _sigterm_blocked():
+            signal.signal(signal.SIGTERM, lambda *_: heard.append(1))  # as `ray.init` does
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(SystemExit) as ended:
+            begin()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
+    assert heard == []
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -105,8 +106,13 @@ def test_a_list_may_be_longer_than_the_queue(branch_plan: Path, alone: Runtime) 
 def test_a_runtime_may_be_closed_before_its_first_request(branch_plan: Path) -> None:
     with Runtime.load(branch_plan, threads=1) as runtime:
         session = runtime.session()
-        runtime.submit([5], max_new_tokens=4)
+        handle = runtime.submit([5], max_new_tokens=4)
     assert "closed" in repr(runtime)
+    assert "0 tokens" in repr(session)
+    assert "done" in repr(handle)
+    for one in (runtime, session, handle):
+        with pytest.raises(TypeError, match="of its process"):
+            pickle.dumps(one)
     assert session.generate([5], max_new_tokens=1).token_ids  # what is open goes on
     for ask in (runtime.submit, runtime.generate, runtime.stream, runtime.beam_search):
         with pytest.raises(BusyError, match="closed"):
@@ -131,7 +137,10 @@ def test_without_a_seed_texts_differ_and_the_result_has_it(alone: Runtime) -> No
         alone.generate([5], max_tokens=3)  # type: ignore[call-overload]
 
 
-def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Runtime) -> None:
+@pytest.mark.parametrize("error", [PlanError, SystemExit])
+def test_a_round_that_fails_fails_those_in_it_alone(
+    branch_plan: Path, alone: Runtime, error: type[BaseException]
+) -> None:
     runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
     expected = alone.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
     assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
@@ -142,7 +151,7 @@ def test_a_round_that_fails_fails_those_in_it_alone(branch_plan: Path, alone: Ru
         calls += self.name == "decode"
         if calls == 4:
             calls += 1
-            raise PlanError("the engine fell over")
+            raise error("the engine fell over")
         original(self)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from plans.errors import RequestError
 from plans.tokenizer import Tokenizer
-from runtime.text import grammar_compiler
+from runtime.text import grammar_compiler, grammar_rule
 from runtime.text.grammar_rule import GrammarRule
 from runtime.text.grammar_text import MOST_CHOICES, to_grammar
 from runtime.text.grammars import Grammars
@@ -213,7 +213,7 @@ def test_a_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_text_does_not_pay_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar whose lexer has a state for every text of 20 letters, and room for few of them."""
-    monkeypatch.setattr(grammar_compiler, "_LIMITS", LLParserLimits(verbose_errors=False, max_lexer_states=200))
+    monkeypatch.setitem(grammar_compiler._LIMITS, "max_lexer_states", 200)
     tokenizer, grammars, size = grammars_of("byte-level")
     letters = [tokenizer.text_bytes().index(letter) for letter in (b"a", b"b")]
     for seed in range(8):
@@ -261,6 +261,45 @@ def test_a_text_that_is_too_much_to_read_is_said_to_be() -> None:
     rule.forced(path, 5)
     with pytest.raises(RequestError, match="The grammar cannot be served: parser error: Too many items"):
         allowed(rule, path, size)
+
+
+AMBIGUOUS = {"grammar": 'start: s\ns: s s | "a" | "b"'}
+
+
+def test_an_ambiguous_grammar_ends_its_text_before_masks_take_long() -> None:
+    """At the same token whenever it is asked for, since items are counted; at once where the text is there at once."""
+    tokenizer, grammars, size = grammars_of("byte-level")
+    path, ends = [tokenizer.text_bytes().index(b"a")] * 200, list[int]()
+
+    def follow(rule: GrammarRule, step: int) -> None:
+        for length in range(step, 201, step):
+            allowed(rule, path[:length], size)
+
+    for step in (10, 10, 200):
+        rule = grammars.rule(AMBIGUOUS, [0]).begin([])
+        assert isinstance(rule, GrammarRule)
+        with pytest.raises(
+            RequestError, match=r"cannot be served: .*items.*\. Make it simpler: let no two of its rules"
+        ):
+            follow(rule, step)
+        ends.append(len(rule._path))
+    assert ends[0] == ends[1] < 150
+    assert ends[2] < 150
+
+
+def test_a_text_whose_masks_take_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is counted, what a place may take is not handed on to the next."""
+    monkeypatch.setattr(grammar_rule, "thread_time", iter(range(1_000)).__next__)
+    monkeypatch.setattr(grammar_rule, "_FREE", 0.5)
+    tokenizer, grammars, size = grammars_of("byte-level")
+    rule = grammars.rule(AMBIGUOUS, [0]).begin([])
+    path = [tokenizer.text_bytes().index(b"a")] * 9
+    rule.forced(path[:1], 1)
+    allowed(rule, path[:2], size)
+    allowed(rule, path[:2], size)
+    with pytest.raises(RequestError, match=r"takes too long to follow behind 3 tokens\. Make it simpler"):
+        allowed(rule, path[:3], size)
+    allowed(grammars.rule(AMBIGUOUS, [0]).begin([]), path, size)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,9 @@ def test_damage_anywhere_is_refused(saved: Path, tmp_path: Path) -> None:
     damaged.write_bytes(data[:-5])
     refused(damaged, "sha256")
     damaged.write_bytes(data[:60])
+    refused(damaged, "no prefix cache, or damaged")
+    damaged.write_bytes(b"")
+    os.truncate(damaged, 2**40)  # more than any memory holds
     refused(damaged, "no prefix cache, or damaged")
     header = json.loads(data[48:start])
     damaged.write_bytes(sealed(header))
