@@ -26,7 +26,7 @@ class _Console(Console):
         raise  # the exception that rich is handling
 
 
-stderr = Console(stderr=True, highlight=False)
+stderr = Console(stderr=True, highlight=False, soft_wrap=not (sys.stderr and sys.stderr.isatty()))
 stdout = _Console(highlight=False, soft_wrap=True, width=None if sys.stdout and sys.stdout.isatty() else 120)
 
 

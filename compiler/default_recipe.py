@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from compiler.formats.gguf_file import is_gguf
-from compiler.opening import read_config
 from compiler.recipe import load_recipe
 from compiler.recipe_rope import positions_served
 from plans.errors import RecipeError
@@ -48,6 +47,8 @@ def write_recipe(checkpoint: Path, out: Path | None) -> Path:
                 f"{file} is the recipe of another checkpoint; pass --out with another folder, or that file"
             )
         return file
+    from compiler.opening import read_config  # with torch, for which a path with a mistake in it need not wait
+
     context = min(_CONTEXT, positions_served(read_config(checkpoint), replaced=False))
     file.parent.mkdir(parents=True, exist_ok=True)
     place = json.dumps(os.path.relpath(named, file.parent.resolve()), ensure_ascii=False)  # a text of YAML, too

@@ -32,7 +32,8 @@ TOOLS_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 
 TokenIds = Sequence[int] | NDArray[np.int64]
 
-_MOST_GROWTH = 64  # characters that a normalizer makes of one
+_MOST_GROWTH = 64  # characters that a normalizer or a decoder makes of one
+_MOST_ADDED = 2**12  # tokens that a post-processor puts around a text
 _REPAIR = "Restore the file from the plan's source, or build the plan again."
 _BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 # Decoders under which a token adds the same text wherever it stands, but for the first token and for runs of bytes.
@@ -341,19 +342,26 @@ def _flat_parts(part: dict[str, Any] | None, within: str) -> list[dict[str, Any]
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer, source: str) -> None:
-    """Raise PlanError where the normalizer can make a text so long that it takes all memory."""
-    if tokenizer.normalizer is None:
-        return
-    growth = 1
-    for part in _flat_parts(json.loads(tokenizer.normalizer.__getstate__()), "normalizers"):
-        if part["type"] == "Replace":
-            plain = part["pattern"].get("String")
-            growth *= max(1, -(-len(part["content"]) // len(plain)) if plain else 1 + len(part["content"]))
-    if growth > _MOST_GROWTH:
-        raise PlanError(
-            f"{source} has a normalizer that makes {growth} characters of one, and texts that take all memory; at most "
-            f"{_MOST_GROWTH} are taken"
-        )
+    """Raise PlanError where a part can make a text, or its tokens, so long that they take all memory."""
+    for kind, within in (("normalizer", "normalizers"), ("decoder", "decoders"), ("post_processor", "processors")):
+        part = getattr(tokenizer, kind)
+        growth, added = 1, 0
+        for each in _flat_parts(json.loads(part.__getstate__()), within) if part is not None else ():
+            if each["type"] == "Replace":
+                plain = each["pattern"].get("String")
+                growth *= max(1, -(-len(each["content"]) // len(plain)) if plain else 1 + len(each["content"]))
+            elif each["type"] == "TemplateProcessing":
+                special = [entry["SpecialToken"]["id"] for entry in each["single"] if "SpecialToken" in entry]
+                growth *= (texts := max(1, len(each["single"]) - len(special)))
+                added = added * texts + sum(len(each["special_tokens"][name]["ids"]) for name in special)
+        if growth > _MOST_GROWTH:
+            raise PlanError(
+                f"{source} has a {kind} that makes {growth} characters of one, and texts that take all memory; at most "
+                f"{_MOST_GROWTH} are taken"
+            )
+        if added > _MOST_ADDED:
+            said = f"adds {added} tokens to a text; at most {_MOST_ADDED} are taken"
+            raise PlanError(f"{source} has a {kind} that {said}")
 
 
 def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:

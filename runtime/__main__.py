@@ -141,12 +141,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stream and not arguments.json:
         for span in stream:
             print(span.text, end="", flush=True)
-        print()
+        print(flush=True)  # before what stderr says, wherever both go
         stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
     elif arguments.json:
         print_json(generation_json(stream.result))
     else:
-        print(stream.result.text)
+        print(stream.result.text, flush=True)
         stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
     return 0
 
@@ -173,7 +173,7 @@ def _beam_search(arguments: argparse.Namespace) -> int:
         print_json(beams_json(results))
         return 0
     for result in results:
-        print(result.text)
+        print(result.text, flush=True)
         stderr.print(
             f"score {result.score:.4f}, {len(result.token_ids)} tokens ({result.finish_reason.value})", style="dim"
         )
@@ -221,7 +221,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             for span in stream:
                 print(span.text, end="", flush=True)
-            print()
+            print(flush=True)
         reply = stream.result
         if interactive:
             stderr.print(_summary(reply, runtime.manifest.target.context), style="dim")

@@ -6,7 +6,7 @@ from math import isfinite
 
 import numpy as np
 
-_LONGEST = 200  # characters of a value in an error message
+_LONGEST = 60  # characters of a value in an error message, as in refusals of requests
 
 
 def as_real(given: object) -> float | None:

@@ -5,7 +5,7 @@ One dataclass serves every family; the differences between families are entries 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -194,6 +194,9 @@ def _check_computed(raw: Mapping[str, Any], path: Path, family: Family) -> None:
     for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
         if raw.get(key) not in (None, causal):
             raise CheckpointError(f"{path}: {key} is {raw[key]!r}, and a decoder sees earlier tokens alone")
+    for key, (form, right) in _FORMS.items():
+        if raw.get(key) is not None and not right(raw[key]):
+            raise CheckpointError(f"{path}: {key} must be {form}, found {raw[key]!r:.60}")
     for key in sorted(FACTOR_KEYS - {key for key, _ in family.factors.values()}):
         if raw.get(key) not in (None, 1, 1.0):
             raise CheckpointError(
@@ -201,6 +204,18 @@ def _check_computed(raw: Mapping[str, Any], path: Path, family: Family) -> None:
                 "remove it, or give the model_type of a family that has it"
             )
 
+
+def _list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "torch_dtype": ("a text", lambda value: isinstance(value, str)),
+    "dtype": ("a text", lambda value: isinstance(value, str)),
+    "architectures": ("a list of texts", lambda value: _list_of(str, value)),
+    "eos_token_id": ("one token id or a list of them", lambda value: isinstance(value, int) or _list_of(int, value)),
+}
+"""Keys that nothing here computes with, or that another file may overrule: a wrong value tells of a damaged file."""
 
 _INSIDE = dict.fromkeys(
     ("gemma3", "mistral3"),

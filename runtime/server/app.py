@@ -321,7 +321,9 @@ class _Guard:
         with suppress(ValueError):
             name = urlsplit(f"//{given}").hostname or ""
             return bool(ip_address(name))
-        return name == "localhost" or not {name, "*"}.isdisjoint(map(str.lower, self._config.allow_hosts))
+        if name.removesuffix(".").rpartition(".")[2] == "localhost":  # loopback by RFC 6761, as all names below it
+            return True
+        return not {name, "*"}.isdisjoint(map(str.lower, self._config.allow_hosts))
 
 
 def _too_large(length: str, most: int) -> ApiError:

@@ -193,6 +193,9 @@ def test_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Llama 2, 3 models rotate whole heads"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "rope_parameters is by kind of layer"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"torch_dtype": {"a": 1}}, "torch_dtype must be a text, found {'a': 1}"),
+        ({"architectures": {"a": 1}}, "architectures must be a list of texts, found {'a': 1}"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id must be one token id or a list of them, found {'a': 1}"),
         ({"rope_parameters": [1]}, "rope_parameters must be a JSON object, found [1]"),
         (
             {"rope_parameters": {"rope_theta": "large"}},

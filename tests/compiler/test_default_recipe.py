@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,15 @@ def test_a_recipe_is_written_beside_the_plan_and_kept(
     assert main(["build", str(place), "--out", "plan", "--set", "capacity.context=64"]) == 0
     assert (tmp_path / "plan" / "plan.json").exists()
     assert (tmp_path / "plan.yaml").exists()
+
+
+def test_a_path_with_a_mistake_in_it_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys\nfrom compiler.__main__ import main\n"
+        "print(main(['build', 'no/such/checkpoint']), 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "2 False\n"
 
 
 def test_the_recipe_of_another_checkpoint_is_not_taken(toy_plan: Path, tmp_path: Path) -> None:

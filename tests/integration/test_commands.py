@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -486,6 +487,7 @@ def test_a_process_reads_standard_input_and_keeps_stdout_for_the_text(toy: Runti
     )
     assert ended.returncode == 0
     assert ended.stdout == toy.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text + "\n"
+    assert re.search(r"^12 tokens \(length\), .*, first token after [\d.]+ ms$", ended.stderr, re.MULTILINE)
 
 
 def test_a_process_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:

@@ -164,10 +164,18 @@ def test_pages_of_which_origins_may_ask(branch_plan: Path, config: dict[str, Any
 
 def test_without_a_key_a_name_that_is_not_known_is_refused(branch_plan: Path) -> None:
     with listening(Runtime.load(branch_plan, threads=1), allow_hosts=["Box.example"]) as address:
-        for host in ("localhost:80", "127.0.0.1", "[::1]:8000", "10.1.2.3", "box.example:8000"):
+        for host in (
+            "localhost:80",
+            "localhost.",
+            "foo.localhost:1",
+            "127.0.0.1",
+            "[::1]:8000",
+            "10.1.2.3",
+            "box.example:8000",
+        ):
             assert asked(address, "GET", "/v1/models", Host=host)[0] == 200
         for path in ("/v1/models", "/metrics"):
-            for name in ("[", "localhost.attacker.example", "127.0.0.1.attacker.example"):
+            for name in ("[", "notlocalhost", "localhost.attacker.example", "127.0.0.1.attacker.example"):
                 assert asked(address, "GET", path, Host=name)[0] == 403
             status, _, body = asked(address, "GET", path, Host="attacker.example")
             assert (status, json.loads(body)["error"]["code"]) == (403, "host_not_allowed")

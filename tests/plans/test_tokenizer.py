@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from time import thread_time
 
@@ -176,6 +178,7 @@ TOO_MUCH = [
     "{{ 'a'|indent(2000000000) }}",
     "{{ 'a b'|wordwrap(1, wrapstring='x' * 2000000) }}",
     "{{ {}|tojson(indent=500000000) }}",
+    "{{ ([[[[[1]]]]] * 1000)|tojson(indent=10000) }}",
     "{{ (['a' * 100000] * 10000)|join }}",
     "{{ ','.join(['a' * 100000] * 10000) }}",
     "{{ ([[1] * 100000] * 1000)|sum(start=[]) }}",
@@ -185,6 +188,30 @@ TOO_MUCH = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for i in range(90000) %}{{ 'a' * 10000 }}{% endfor %}",
+    # What is made again and again, kept, or in blocks whose text is not printed.
+    "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% if 'b' in x %}{% endif %}{% endfor %}",
+    "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% set y = x.upper() %}{% endfor %}",
+    "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% set y = x[1:] %}{% endfor %}",
+    "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% set y = x.rfind('b' + 'a' * 100000) %}{% endfor %}",
+    "{% set x = range(99999) | list %}{% for i in range(90000) %}{% set y = -1 in x %}{% endfor %}",
+    "{% set x = range(99999) | list %}{% for i in range(90000) %}{% for j in x if false %}{% endfor %}{% endfor %}",
+    "{% set x %}{% for i in range(90000) %}{{ 'a' * 4000000 }}{% endfor %}{% endset %}",
+    "{% set a = 'a' * 1000000 %}{% filter length %}{% for i in range(90000) %}{{ a }}{% endfor %}{% endfilter %}",
+    "{% macro f() %}{% for i in range(900) %}{{ 'a' * 4000000 }}{% endfor %}{% endmacro %}{% set x = f() %}",
+    "{{ (['a' * 4000000] * 1000) | map('upper') | list | length }}",
+    "{{ (['a' * 4000000] * 4000000) | unique | list | length }}",
+    "{{ ('<' * 4000000) | forceescape | urlencode | urlencode | urlencode | length }}",
+    "{{ ('a' * 4000000) | batch(1) | batch(1) | batch(1) | batch(1) | batch(1) | list | length }}",
+    # By arguments, tables and mappings.
+    "{{ ('{0}' * 1000000).format('a' * 100000) }}",
+    "{{ ('{a}' * 1000000).format_map({'a': 'a' * 100000}) }}",
+    "{{ '{0:{1}}'.format(1, 2000000000) }}",
+    "{{ ('%(a)s' * 500000) % {'a': 'a' * 100000} }}",
+    "{{ ('%999999d' * 1000) % ((1,) * 1000) }}",
+    "{{ ('a' * 4000000).translate({97: 'b' * 4000000}) }}",
+    "{{ 'a'.encode() * 2000000000 }}",
+    "{{ strftime_now('%999999d' * 100000) }}",
+    "{{ 2 ** 16000 // 3 }}{{ 2 ** 1000000 // 3 }}",
     "{{ lipsum(n=100000) }}",
     *(
         "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}" + printed
@@ -195,6 +222,25 @@ TOO_MUCH = [
             "{{ ns.s ~ '' }}",
             "{{ '%s' % ns.s }}",
             "{{ '{}'.format(ns.s) }}",
+            "{{ ns }}",
+            "{{ {'a': ns.s}.items() }}",
+        )
+    ),
+    *(
+        "{% set a, b = namespace(s=()), namespace(s=()) %}{% for i in range(40) %}"
+        "{% set a.s = (a.s, a.s) %}{% set b.s = (b.s, b.s) %}{% endfor %}" + compared
+        for compared in (
+            "{{ a.s == b.s }}",
+            "{{ 1 < 2 == (a.s >= b.s) }}",
+            "{{ a.s in [b.s] }}",
+            "{{ a.s is eq(b.s) }}",
+            "{{ [a.s] | select('in', [b.s]) | list }}",
+            "{{ [a.s, b.s] | sort | length }}",
+            "{{ [a.s].index(b.s) }}",
+            "{{ {a.s: 1} | length }}",
+            "{{ {}[a.s] }}",
+            "{{ {}.get(a.s) }}",
+            "{{ [a.s] | unique | list | length }}",
         )
     ),
 ]
@@ -203,7 +249,7 @@ TOO_MUCH = [
 @pytest.mark.parametrize("template", TOO_MUCH)
 def test_a_template_that_takes_all_time_or_memory_fails(template: str) -> None:
     began = thread_time()
-    with pytest.raises(RequestError, match="failed on these messages"):
+    with pytest.raises((RequestError, PlanError), match=r"failed on these messages|the sandbox forbids"):
         ChatTemplate(template, source="the test's").render([{"role": "user", "content": "hi"}], False, {})
     assert thread_time() - began < 20  # of the processor's; without limits minutes, or no end
 
@@ -246,7 +292,35 @@ def test_a_normalizer_that_makes_texts_that_take_all_memory_is_refused() -> None
     library.normalizer = normalizers.Sequence([normalizers.Replace(" ", "▁"), normalizers.Replace("ab", "c" * 100)])
     Tokenizer(library)
     library.normalizer = normalizers.Sequence([normalizers.Replace("a", "b" * 9), normalizers.Replace("b", "c" * 9)])
-    with pytest.raises(PlanError, match="makes 81 characters of one"):
+    with pytest.raises(PlanError, match="has a normalizer that makes 81 characters of one"):
+        Tokenizer(library)
+
+
+def test_a_decoder_that_makes_texts_that_take_all_memory_is_refused() -> None:
+    library = byte_level()
+    library.decoder = decoders.Sequence([decoders.Replace("a", "b" * 1000), decoders.Fuse()])
+    with pytest.raises(PlanError, match="has a decoder that makes 1000 characters of one"):
+        Tokenizer(library)
+
+
+@pytest.mark.parametrize(
+    ("single", "ids", "says"),
+    [
+        ([("s", 0)] * 10 + [("A", 0)], 1000, "adds 10000 tokens"),
+        ([("A", 0)] * 100, 1, "a post_processor that makes 100"),
+        ([("s", 0), ("A", 0)], 1, None),
+    ],
+)
+def test_a_post_processor_whose_tokens_take_all_memory_is_refused(
+    single: list[tuple[str, int]], ids: int, says: str | None
+) -> None:
+    parts = json.loads(byte_level().to_str())
+    entries = [{"Sequence" if name == "A" else "SpecialToken": {"id": name, "type_id": kind}} for name, kind in single]
+    special = {"s": {"id": "s", "ids": [0] * ids, "tokens": ["s"] * ids}}
+    template = {"type": "TemplateProcessing", "single": entries, "pair": [], "special_tokens": special}
+    parts["post_processor"] = {"type": "Sequence", "processors": [template]}
+    library = LibraryTokenizer.from_str(json.dumps(parts))
+    with pytest.raises(PlanError, match=says) if says else nullcontext():
         Tokenizer(library)
 
 

@@ -124,6 +124,12 @@ def test_a_template_that_names_the_developer_gets_its_messages() -> None:
     assert template.render([{"role": "developer", "content": "a"}], False, {}) == "[developer   a]"
 
 
+@pytest.mark.parametrize("option", [{"top_k": 10**400}, {"logit_bias": {"5": 10**400}}, {"seed": 10**400}])
+def test_messages_show_no_more_of_a_number_than_60_digits(option: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r" is 10{59}\.\.\.;"):
+        check_options(option, [], (), vocab_size=9)  # type: ignore[arg-type]
+
+
 NUMBERS = [key for key, field in ChatAsked.model_fields.items() if "number" in (field.description or "")]
 HUGE = {"400 digits": 10**400, "400 digits below 0": -(10**400), "5000 digits": 10**5000, "inf": inf, "nan": nan}
 

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -99,6 +100,9 @@ def test_prompts_must_leave_room_and_all_are_looked_at(workplace: Path) -> None:
         encode_prompts(chosen, tokenizer, CONTEXT, CONTEXT - longest + 1)
     with pytest.raises(RequestError, match=r"has 10 tokens, but 1 to 2 fit .*, and 3 more do not fit; lower"):
         encode_prompts([replace(chosen[3], text="q" * 10)] * 4, tokenizer, CONTEXT, CONTEXT - 2)
+    encoded = Mock(wraps=tokenizer, encode=Mock(side_effect=AssertionError))
+    with pytest.raises(RequestError, match=r"Prompt 1, counted from 0, has at least \d+ tokens, but 1 to 2 fit into"):
+        encode_prompts([chosen[0], replace(chosen[3], text="q" * 10**6)], encoded, CONTEXT, CONTEXT - 2)
 
 
 def test_tokens_to_the_last_one_of_the_context_are_generated(workplace: Path, capsys: Captured) -> None:

@@ -72,8 +72,14 @@ def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> li
 def encode_prompts(chosen: Sequence[Prompt], tokenizer: Tokenizer, context: int, new: int) -> Prompts:
     """Their token ids. Raises `RequestError` unless each leaves room for `new` tokens in a plan's `context`, and has a
     token: whatever is measured behind them is then as long as it was asked to be."""
-    prompts = Prompts([tokenizer.encode(prompt.text) for prompt in chosen], [prompt.task for prompt in chosen])
     most = room_for_prompts(context, new)
+    for index, prompt in enumerate(chosen):
+        if (least := tokenizer.least_tokens(prompt.text)) > most:  # encoding it would take seconds, and gigabytes
+            raise RequestError(
+                f"Prompt {index}, counted from 0, has at least {least} tokens, but 1 to {most} fit into the plan's "
+                f"context of {context} beside --new {new}; choose other prompts with --task, --count or --prompts."
+            )
+    prompts = Prompts([tokenizer.encode(prompt.text) for prompt in chosen], [prompt.task for prompt in chosen])
     wrong = [index for index, ids in enumerate(prompts.ids) if not 1 <= len(ids) <= most]
     if wrong:
         index = wrong[0]
