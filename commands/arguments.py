@@ -12,7 +12,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from plans.errors import UsageError
+from outrider.plans.errors import UsageError
 
 _INT64_MAX = 2**63 - 1
 

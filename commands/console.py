@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from commands.process import INTERRUPTED, interruptible
-from plans.errors import OutputError, OutriderError
+from outrider.commands.process import INTERRUPTED, interruptible
+from outrider.plans.errors import OutputError, OutriderError
 
 
 class _Console(Console):

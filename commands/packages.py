@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from outrider_command import OURS
-from plans.errors import OutriderError
-from plans.extras import install
+from outrider.plans.errors import OutriderError
+from outrider.plans.extras import install
 
 
 @contextmanager
@@ -16,6 +15,6 @@ def optional_packages(who: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in OURS:
+        if error.name is None or error.name.partition(".")[0] == "outrider":
             raise
         raise OutriderError(f"{who} needs {error.name}, which is not installed; {install(extra)}.") from None

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
-from plans.errors import OutputError
+from outrider.plans.errors import OutputError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

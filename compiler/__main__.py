@@ -1,9 +1,9 @@
-"""`python -m compiler build | inspect | recipe | families`."""
+"""`python -m outrider.compiler build | inspect | recipe | families`."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the other imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-from commands.arguments import Parser
-from commands.console import guarded, print_json, progress_bar, stderr, stdout
-from commands.packages import optional_packages
-from compiler.arguments import add_set
+from outrider.commands.arguments import Parser
+from outrider.commands.console import guarded, print_json, progress_bar, stderr, stdout
+from outrider.commands.packages import optional_packages
+from outrider.compiler.arguments import add_set
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m compiler") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m outrider.compiler") -> int:
     """Run a command; `called` is what the user typed before its name."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
@@ -92,8 +92,8 @@ def _parser(called: str) -> Parser:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from compiler.default_recipe import is_checkpoint, write_recipe
-    from compiler.recipe import load_recipe
+    from outrider.compiler.default_recipe import is_checkpoint, write_recipe
+    from outrider.compiler.recipe import load_recipe
 
     started = perf_counter()
     if is_checkpoint(options.recipe):
@@ -103,7 +103,7 @@ def _build(options: argparse.Namespace) -> int:
     recipe = recipe.for_backends(options.backends) if options.backends else recipe
     out: Path = options.out or Path("build") / recipe.name
     with progress_bar("building") as bar:
-        from compiler.build import build
+        from outrider.compiler.build import build
 
         built = build(recipe, options.recipe, out, bar)
     seconds = perf_counter() - started
@@ -127,7 +127,7 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from compiler.inspect import describe, print_description
+    from outrider.compiler.inspect import describe, print_description
 
     description = describe(options.plan)
     if options.json:
@@ -138,7 +138,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _recipe(options: argparse.Namespace) -> int:
-    from compiler.recipe_keys import NOTE, choose_keys, print_keys, recipe_keys, recipe_schema
+    from outrider.compiler.recipe_keys import NOTE, choose_keys, print_keys, recipe_keys, recipe_schema
 
     if options.json:
         print_json(recipe_schema())
@@ -151,7 +151,7 @@ def _recipe(options: argparse.Namespace) -> int:
 
 
 def _families(options: argparse.Namespace) -> int:
-    from compiler.families_table import family_rows, print_families
+    from outrider.compiler.families_table import family_rows, print_families
 
     if options.json:
         print_json({"families": family_rows()})

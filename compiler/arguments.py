@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from compiler.recipe import Recipe
+    from outrider.compiler.recipe import Recipe
 
 
 def add_set(command: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_recipe(command: argparse.ArgumentParser) -> None:
 
 def recipe_of(options: argparse.Namespace) -> Recipe:
     """Load the recipe that `--recipe` names, or that the plan of `options` was built from. Raises `RecipeError`."""
-    from compiler.recipe import load_recipe, source_recipe
+    from outrider.compiler.recipe import load_recipe, source_recipe
 
     if options.recipe is None:
         return source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)

@@ -15,19 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiler.block_layouts import Layout, layout_of, read_layout
-from compiler.checkpoint import stored_name
-from compiler.deferred import defer
-from compiler.draft_vocabulary import map_slots, read_target_ids
-from compiler.eagle3_speculators import tensors_of_training
-from compiler.formats.packed_tensors import as_described
-from compiler.models.block import BlockHead
-from compiler.models.block_config import BlockConfig
-from compiler.models.config import DecoderConfig, WeightType
-from compiler.models.config_reader import read_json
-from compiler.slots import Slot, check_tensors, fill, slots
-from compiler.tensor_source import TensorSource
-from compiler.weights import Weights, check_folder
+from outrider.compiler.block_layouts import Layout, layout_of, read_layout
+from outrider.compiler.checkpoint import stored_name
+from outrider.compiler.deferred import defer
+from outrider.compiler.draft_vocabulary import map_slots, read_target_ids
+from outrider.compiler.eagle3_speculators import tensors_of_training
+from outrider.compiler.formats.packed_tensors import as_described
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.block_config import BlockConfig
+from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.slots import Slot, check_tensors, fill, slots
+from outrider.compiler.tensor_source import TensorSource
+from outrider.compiler.weights import Weights, check_folder
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _NAMES = {

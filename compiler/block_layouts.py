@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, cast, get_args
 
-from compiler.known_keys import (
+from outrider.compiler.known_keys import (
     ABOUT,
     DECODER,
     GEOMETRY,
@@ -27,13 +27,13 @@ from compiler.known_keys import (
     read_about,
     refuse_unknown,
 )
-from compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
-from compiler.models.config import DecoderConfig, config_from
-from compiler.models.config_layers import refuse_unsupported
-from compiler.models.config_reader import Reader
-from compiler.models.eagle3_config import Taps
-from compiler.models.quantization import SETTINGS
-from plans.errors import CheckpointError
+from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
+from outrider.compiler.models.config import DecoderConfig, config_from
+from outrider.compiler.models.config_layers import refuse_unsupported
+from outrider.compiler.models.config_reader import Reader
+from outrider.compiler.models.eagle3_config import Taps
+from outrider.compiler.models.quantization import SETTINGS
+from outrider.plans.errors import CheckpointError
 
 
 class Layout(Enum):

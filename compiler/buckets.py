@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from compiler.design import PlanDesign
-from plans import names
-from plans.manifest import Buckets, Drafter, Engine, GraphDrafter, NgramDrafter
+from outrider.compiler.design import PlanDesign
+from outrider.plans import names
+from outrider.plans.manifest import Buckets, Drafter, Engine, GraphDrafter, NgramDrafter
 
 
 def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str, Buckets]:

@@ -1,4 +1,4 @@
-"""Recipe to plan: everything `python -m compiler build` does, in order."""
+"""Recipe to plan: everything `python -m outrider.compiler build` does, in order."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from time import perf_counter
 import onnx_ir as ir
 from torch import nn
 
-from compiler import drafters
-from compiler.buckets import step_buckets
-from compiler.calibrated import calibrate_by_recipe
-from compiler.checkpoint import defer_decoder
-from compiler.design import PlanDesign, design_plan
-from compiler.engines import facts_of_machine, kernel_architectures, open_folder
-from compiler.export import export_draft, export_target
-from compiler.identity import engines_key, plan_identity, tool_versions
-from compiler.inlining import inline_stages
-from compiler.lowering import lower
-from compiler.models.config import WeightType
-from compiler.models.decoder import Decoder
-from compiler.models.drafting import DecoderDraft
-from compiler.place import Place
-from compiler.probes.graph import write_probe
-from compiler.programs import emit_programs, stages_around
-from compiler.quantization.graph import quantize
-from compiler.quantization.keeping import reason_against, with_minimums
-from compiler.recipe import Recipe
-from compiler.recipe_backends import (
+from outrider.compiler import drafters
+from outrider.compiler.buckets import step_buckets
+from outrider.compiler.calibrated import calibrate_by_recipe
+from outrider.compiler.checkpoint import defer_decoder
+from outrider.compiler.design import PlanDesign, design_plan
+from outrider.compiler.engines import facts_of_machine, kernel_architectures, open_folder
+from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.identity import engines_key, plan_identity, tool_versions
+from outrider.compiler.inlining import inline_stages
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.drafting import DecoderDraft
+from outrider.compiler.place import Place
+from outrider.compiler.probes.graph import write_probe
+from outrider.compiler.programs import emit_programs, stages_around
+from outrider.compiler.quantization.graph import quantize
+from outrider.compiler.quantization.keeping import reason_against, with_minimums
+from outrider.compiler.recipe import Recipe
+from outrider.compiler.recipe_backends import (
     PACKAGES,
     BackendBuild,
     CudaSection,
@@ -41,13 +41,13 @@ from compiler.recipe_backends import (
     TensorRtRtxSection,
     TensorRtSection,
 )
-from compiler.recipe_source import Location
-from compiler.recipe_weights import WeightsSection
-from compiler.text import CheckpointText, read_text
-from plans import names
-from plans.build_record import BuildRecord, write_build_record
-from plans.machine import peak_rss_bytes, processor
-from plans.manifest import (
+from outrider.compiler.recipe_source import Location
+from outrider.compiler.recipe_weights import WeightsSection
+from outrider.compiler.text import CheckpointText, read_text
+from outrider.plans import names
+from outrider.plans.build_record import BuildRecord, write_build_record
+from outrider.plans.machine import peak_rss_bytes, processor
+from outrider.plans.manifest import (
     FORMAT_VERSION,
     BackendPlan,
     Engine,
@@ -58,9 +58,9 @@ from plans.manifest import (
     RuleReport,
     deciding_engines,
 )
-from plans.plan import MANIFEST, Plan, file_sha256, manifest_json, open_plan
-from plans.skeleton import SKELETON_FILE, Skeleton
-from plugins.cuda.compile import compile_kernels
+from outrider.plans.plan import MANIFEST, Plan, file_sha256, manifest_json, open_plan
+from outrider.plans.skeleton import SKELETON_FILE, Skeleton
+from outrider.plugins.cuda.compile import compile_kernels
 
 _LOG = logging.getLogger("outrider")
 Progress = Callable[[int, int, str], None]

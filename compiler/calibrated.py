@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compiler.held_out import read_prompts
-from compiler.models.decoder import Decoder
-from compiler.quantization.calibration import CalibratedTensors, Progress, calibrate
-from compiler.recipe import Recipe
-from compiler.recipe_weights import WeightsSection
-from compiler.text import CheckpointText
-from plans.errors import RecipeError
+from outrider.compiler.held_out import read_prompts
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.quantization.calibration import CalibratedTensors, Progress, calibrate
+from outrider.compiler.recipe import Recipe
+from outrider.compiler.recipe_weights import WeightsSection
+from outrider.compiler.text import CheckpointText
+from outrider.plans.errors import RecipeError
 
 _LONGEST = 2048
 """Tokens of a sequence; longer texts are cut in pieces, so that attention stays cheap."""

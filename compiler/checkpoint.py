@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from compiler.deferred import defer
-from compiler.formats.gguf_file import is_gguf
-from compiler.models.config import WeightType
-from compiler.models.decoder import Decoder
-from compiler.models.families import FAMILIES
-from compiler.models.rope import RopeScaling
-from compiler.opening import open_checkpoint
-from compiler.slots import EXPERT, Slot, check_tensors, fill, slots
-from compiler.tensor_source import TensorSource
-from compiler.weights import INDEX, PICKLED, check_folder
-from plans.errors import CheckpointError
+from outrider.compiler.deferred import defer
+from outrider.compiler.formats.gguf_file import is_gguf
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.families import FAMILIES
+from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.opening import open_checkpoint
+from outrider.compiler.slots import EXPERT, Slot, check_tensors, fill, slots
+from outrider.compiler.tensor_source import TensorSource
+from outrider.compiler.weights import INDEX, PICKLED, check_folder
+from outrider.plans.errors import CheckpointError
 
 TIED_HEAD, GGUF = "lm_head.weight", "model.gguf"
 HASHED = (

@@ -7,10 +7,10 @@ import os
 import re
 from pathlib import Path
 
-from compiler.formats.gguf_file import is_gguf
-from compiler.recipe import load_recipe
-from compiler.recipe_rope import positions_served
-from plans.errors import RecipeError
+from outrider.compiler.formats.gguf_file import is_gguf
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.recipe_rope import positions_served
+from outrider.plans.errors import RecipeError
 
 _CONTEXT = 4096  # tokens, where the model serves as many
 
@@ -47,7 +47,7 @@ def write_recipe(checkpoint: Path, out: Path | None) -> Path:
                 f"{file} is the recipe of another checkpoint; pass --out with another folder, or that file"
             )
         return file
-    from compiler.opening import read_config  # with torch, for which a path with a mistake in it need not wait
+    from outrider.compiler.opening import read_config  # with torch, for which a path with a mistake in it need not wait
 
     context = min(_CONTEXT, positions_served(read_config(checkpoint), replaced=False))
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,9 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compiler.models.config import WeightType
-from compiler.slots import TORCH_TYPES, Slot, read_finite, read_parameter
-from compiler.tensor_source import TensorSource
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.slots import TORCH_TYPES, Slot, read_finite, read_parameter
+from outrider.compiler.tensor_source import TensorSource
 
 _TYPES: dict[WeightType, ir.DataType] = {
     "float32": ir.DataType.FLOAT,

@@ -6,25 +6,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from compiler import drafters
-from compiler.drafters import GraphSource
-from compiler.layer_windows import windows_within
-from compiler.models.config import DecoderConfig
-from compiler.opening import read_config
-from compiler.recipe import Recipe, check_capacity
-from compiler.recipe_backends import (
+from outrider.compiler import drafters
+from outrider.compiler.drafters import GraphSource
+from outrider.compiler.layer_windows import windows_within
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import Recipe, check_capacity
+from outrider.compiler.recipe_backends import (
     BackendBuild,
     CudaSection,
     OnnxRuntimeCpuSection,
     TensorRtRtxSection,
     TensorRtSection,
 )
-from compiler.recipe_drafters import NgramSection
-from plans import names
-from plans.buffers import Tensor
-from plans.manifest import Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
-from plans.partial_kv import PartialKv
-from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, status_buffers, target_buffers
+from outrider.compiler.recipe_drafters import NgramSection
+from outrider.plans import names
+from outrider.plans.buffers import Tensor
+from outrider.plans.manifest import Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
+from outrider.plans.partial_kv import PartialKv
+from outrider.plans.step_buffers import (
+    drafter_buffers,
+    partial_buffers,
+    sampling_buffers,
+    status_buffers,
+    target_buffers,
+)
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
 _KEPT_FEATURES = 128  # tokens that a head which is not asked may lag behind

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler.slots import Slot
-from compiler.tensor_source import TensorSource
-from plans.errors import CheckpointError
+from outrider.compiler.slots import Slot
+from outrider.compiler.tensor_source import TensorSource
+from outrider.plans.errors import CheckpointError
 
 D2T, T2D = "d2t", "t2d"
 

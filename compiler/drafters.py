@@ -8,20 +8,20 @@ from pathlib import Path
 
 from torch import nn
 
-from compiler.block_checkpoint import defer_block, read_block_config
-from compiler.checkpoint import checkpoint_hashes, defer_decoder
-from compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
-from compiler.export.block_graph import block_slots
-from compiler.identity import digest
-from compiler.layer_windows import windows_within
-from compiler.models.block_config import BlockConfig
-from compiler.models.config import DecoderConfig, WeightType
-from compiler.models.decoder import Decoder
-from compiler.models.drafting import BlockDraft, DecoderDraft, Eagle3Draft
-from compiler.models.eagle3_config import Eagle3Config
-from compiler.opening import read_config
-from compiler.recipe import Recipe
-from compiler.recipe_drafters import (
+from outrider.compiler.block_checkpoint import defer_block, read_block_config
+from outrider.compiler.checkpoint import checkpoint_hashes, defer_decoder
+from outrider.compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
+from outrider.compiler.export.block_graph import block_slots
+from outrider.compiler.identity import digest
+from outrider.compiler.layer_windows import windows_within
+from outrider.compiler.models.block_config import BlockConfig
+from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.drafting import BlockDraft, DecoderDraft, Eagle3Draft
+from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import Recipe
+from outrider.compiler.recipe_drafters import (
     BlockSection,
     Device,
     Eagle3Section,
@@ -31,13 +31,13 @@ from compiler.recipe_drafters import (
     NgramSection,
     resolve_tree,
 )
-from compiler.recipe_rope import positions_served
-from compiler.recipe_weights import WeightsSection
-from compiler.text import read_vocabulary
-from plans.errors import RecipeError
-from plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
-from plans.plan import file_sha256
-from plans.tokenizer import TOKENIZER_FILE
+from outrider.compiler.recipe_rope import positions_served
+from outrider.compiler.recipe_weights import WeightsSection
+from outrider.compiler.text import read_vocabulary
+from outrider.plans.errors import RecipeError
+from outrider.plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
+from outrider.plans.plan import file_sha256
+from outrider.plans.tokenizer import TOKENIZER_FILE
 
 CHAIN = 5
 

@@ -14,27 +14,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiler.deferred import defer
-from compiler.draft_vocabulary import map_slots, read_target_ids
-from compiler.eagle3_speculators import KIND as OF_SPECULATORS
-from compiler.eagle3_speculators import (
+from outrider.compiler.deferred import defer
+from outrider.compiler.draft_vocabulary import map_slots, read_target_ids
+from outrider.compiler.eagle3_speculators import KIND as OF_SPECULATORS
+from outrider.compiler.eagle3_speculators import (
     flattened,
     is_speculators,
     read_speculators_taps,
     speculators_name,
     tensors_of_training,
 )
-from compiler.eagle3_taps import read_taps
-from compiler.formats.packed_tensors import as_described
-from compiler.models.config import DecoderConfig, WeightType
-from compiler.models.config_layers import read_rope, refuse_unsupported
-from compiler.models.config_reader import Reader, read_json
-from compiler.models.eagle3 import Eagle3Head
-from compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
-from compiler.slots import Slot, check_tensors, fill, slots
-from compiler.tensor_source import TensorSource
-from compiler.weights import Weights, check_folder
-from plans.errors import CheckpointError
+from outrider.compiler.eagle3_taps import read_taps
+from outrider.compiler.formats.packed_tensors import as_described
+from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.config_layers import read_rope, refuse_unsupported
+from outrider.compiler.models.config_reader import Reader, read_json
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
+from outrider.compiler.slots import Slot, check_tensors, fill, slots
+from outrider.compiler.tensor_source import TensorSource
+from outrider.compiler.weights import Weights, check_folder
+from outrider.plans.errors import CheckpointError
 
 KIND = "an EAGLE3 head as SafeAILab, SpecForge and AngelSlim write it"
 EMBEDDING, Q_PROJ, K_PROJ = (

@@ -12,12 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compiler.eagle3_taps import default_taps
-from compiler.known_keys import ABOUT, DECODER, GEOMETRY, HARMLESS, TYPE, WINDOW, object_of, read_about, refuse_unknown
-from compiler.models.eagle3_config import TAPS, Taps
-from compiler.models.quantization import SETTINGS
-from compiler.slots import Slot
-from plans.errors import CheckpointError
+from outrider.compiler.eagle3_taps import default_taps
+from outrider.compiler.known_keys import (
+    ABOUT,
+    DECODER,
+    GEOMETRY,
+    HARMLESS,
+    TYPE,
+    WINDOW,
+    object_of,
+    read_about,
+    refuse_unknown,
+)
+from outrider.compiler.models.eagle3_config import TAPS, Taps
+from outrider.compiler.models.quantization import SETTINGS
+from outrider.compiler.slots import Slot
+from outrider.plans.errors import CheckpointError
 
 KIND = "an EAGLE3 head as speculators writes it"
 _TAPS = "eagle_aux_hidden_state_layer_ids"

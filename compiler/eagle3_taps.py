@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from compiler.models.eagle3_config import TAPS, Taps
-from plans.errors import CheckpointError
+from outrider.compiler.models.eagle3_config import TAPS, Taps
+from outrider.plans.errors import CheckpointError
 
 MIN_LAYERS = 7
 """Fewest layers of a target whose three default taps are distinct."""

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from compiler.formats.gguf_config import ARCHITECTURES
-from compiler.models.families import FAMILIES, Family
+from outrider.compiler.formats.gguf_config import ARCHITECTURES
+from outrider.compiler.models.families import FAMILIES, Family
 
 NOTE = (
     "Weights in safetensors: float32, float16, bfloat16; AWQ, GPTQ, compressed-tensors of 4 and 8 bits, but for phi3 "

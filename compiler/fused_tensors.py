@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from compiler.quantization.form import WeightSource
-from compiler.tensor_source import Stored, TensorSource
-from plans.errors import CheckpointError
+from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.tensor_source import Stored, TensorSource
+from outrider.plans.errors import CheckpointError
 
 
 class FusedTensors:

@@ -8,8 +8,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from plans.errors import RecipeError
-from plans.text_file import read_text_file
+from outrider.plans.errors import RecipeError
+from outrider.plans.text_file import read_text_file
 
 _LARGEST = 2**28  # characters of a text that a file unpacks to
 

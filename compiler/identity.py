@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from plans.manifest import FORMAT_VERSION
+from outrider.plans.manifest import FORMAT_VERSION
 
 _PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _SOURCES = ("compiler", "plans", "plugins")

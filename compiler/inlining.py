@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from compiler.engines.onnx_file import DTYPES
-from compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
-from plans import names
-from plans.buffers import Tensor
-from plans.manifest import Stage
-from plugins.onnx_ops import DOMAIN, VERSION
-from plugins.schemas import SCHEMAS
+from outrider.compiler.engines.onnx_file import DTYPES
+from outrider.compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
+from outrider.plans import names
+from outrider.plans.buffers import Tensor
+from outrider.plans.manifest import Stage
+from outrider.plugins.onnx_ops import DOMAIN, VERSION
+from outrider.plugins.schemas import SCHEMAS
 
 _TYPES = {dtype: own for own, dtype in DTYPES.items()}
 _SAME_LENGTH = {names.PLACES: names.NEW}  # with one row, S equals N

@@ -11,12 +11,12 @@ import onnx
 from rich.console import Console
 from rich.table import Table
 
-from compiler.kernel_listing import describe_kernels
-from plans.build_record import read_build_record
-from plans.check import kv_bytes, kv_caches, session_bytes
-from plans.manifest import BackendPlan, Engine
-from plans.plan import Plan, open_plan
-from plans.tokenizer import TOKENIZER_FILE, Tokenizer
+from outrider.compiler.kernel_listing import describe_kernels
+from outrider.plans.build_record import read_build_record
+from outrider.plans.check import kv_bytes, kv_caches, session_bytes
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plans.plan import Plan, open_plan
+from outrider.plans.tokenizer import TOKENIZER_FILE, Tokenizer
 
 _PACKED = {
     **dict.fromkeys(("QuantMatMul", "QuantGather", "MatMulNBits"), (1,)),

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plans import names
-from plans.kernel_costs import LaunchCost, launch_costs
-from plans.kernel_engine import KernelEngine
+from outrider.plans import names
+from outrider.plans.kernel_costs import LaunchCost, launch_costs
+from outrider.plans.kernel_engine import KernelEngine
 
 _ONE = dict.fromkeys(names.SYMBOLS, 1) | {names.ROW_EDGES: 2}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from plans.errors import CheckpointError
+from outrider.plans.errors import CheckpointError
 
 TYPE, DECODER, ABOUT = "speculators_model_type", "transformer_layer_config", "speculators_config"
 """Keys of speculators: the kind of drafter, its layers, and how and behind which target it drafts."""

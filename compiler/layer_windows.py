@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compiler.models.config import DecoderConfig
+from outrider.compiler.models.config import DecoderConfig
 
 
 def windows_within(config: DecoderConfig, context: int) -> tuple[int, ...]:

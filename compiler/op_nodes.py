@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from plans import names
-from plugins.schema import TensorSpec
-from plugins.schemas import SCHEMAS
-from plugins.tensorrt import PLUGINS, Declined
+from outrider.plans import names
+from outrider.plugins.schema import TensorSpec
+from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt import PLUGINS, Declined
 
 IR_TYPES = {
     "float32": ir.DataType.FLOAT,

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.formats.gguf_config import read_gguf_config
-from compiler.formats.gguf_file import GgufFile, is_gguf
-from compiler.formats.gguf_tensors import GgufTensors
-from compiler.formats.packed_tensors import as_described
-from compiler.fused_tensors import FusedTensors
-from compiler.models.config import DecoderConfig, read_folder_config
-from compiler.models.config_reader import read_json
-from compiler.models.families import FAMILIES
-from compiler.models.rope import RopeScaling
-from compiler.stacked_experts import StackedExperts
-from compiler.tensor_source import TensorSource
-from compiler.weights import Weights, check_folder
+from outrider.compiler.formats.gguf_config import read_gguf_config
+from outrider.compiler.formats.gguf_file import GgufFile, is_gguf
+from outrider.compiler.formats.gguf_tensors import GgufTensors
+from outrider.compiler.formats.packed_tensors import as_described
+from outrider.compiler.fused_tensors import FusedTensors
+from outrider.compiler.models.config import DecoderConfig, read_folder_config
+from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.models.families import FAMILIES
+from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.stacked_experts import StackedExperts
+from outrider.compiler.tensor_source import TensorSource
+from outrider.compiler.weights import Weights, check_folder
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from plans.build_record import BUILD_RECORD
-from plans.errors import OutriderError, PlanError
-from plans.pass_prices import PASS_PRICES
-from plans.plan import MANIFEST, Plan, open_plan
+from outrider.plans.build_record import BUILD_RECORD
+from outrider.plans.errors import OutriderError, PlanError
+from outrider.plans.pass_prices import PASS_PRICES
+from outrider.plans.plan import MANIFEST, Plan, open_plan
 
 _HOST = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64] or "localhost"
 _RUNNING: set[Path] = set()  # workplaces of this process

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from compiler.design import PlanDesign
-from plans import names
-from plans.manifest import Engine, GraphDrafter, Program, Results, Stage, StageKind, rejects
-from plans.partial_kv import PartialKv
-from plans.program_list import program_list
-from plans.step_buffers import sampling_buffers
-from plugins.schema import Purpose, Reduction
-from plugins.schemas import SCHEMAS
+from outrider.compiler.design import PlanDesign
+from outrider.plans import names
+from outrider.plans.manifest import Engine, GraphDrafter, Program, Results, Stage, StageKind, rejects
+from outrider.plans.partial_kv import PartialKv
+from outrider.plans.program_list import program_list
+from outrider.plans.step_buffers import sampling_buffers
+from outrider.plugins.schema import Purpose, Reduction
+from outrider.plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _ACCEPTED = {

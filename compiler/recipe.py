@@ -21,10 +21,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from compiler.formats.gguf_file import is_gguf
-from compiler.models.config import DecoderConfig, WeightType
-from compiler.models.rope import RopeScaling
-from compiler.recipe_backends import (
+from outrider.compiler.formats.gguf_file import is_gguf
+from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.recipe_backends import (
     DEFAULT_BACKENDS,
     BackendBuild,
     BackendEntry,
@@ -32,19 +32,19 @@ from compiler.recipe_backends import (
     TensorRtSection,
     choose_backends,
 )
-from compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection, NgramSection
-from compiler.recipe_partial import PartialKvSection
-from compiler.recipe_rope import RopeScalingSection, positions_served
-from compiler.recipe_section import Name, Section, WrittenPath
-from compiler.recipe_source import Location, RecipeSource
-from compiler.recipe_weights import WeightsSection
-from plans import names
-from plans.buffers import DType
-from plans.errors import PlanError, RecipeError
-from plans.kv_slots import KvType
-from plans.manifest import Manifest, ToolParser
-from plans.plan import read_manifest
-from plans.skeleton import is_branch_template
+from outrider.compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection, NgramSection
+from outrider.compiler.recipe_partial import PartialKvSection
+from outrider.compiler.recipe_rope import RopeScalingSection, positions_served
+from outrider.compiler.recipe_section import Name, Section, WrittenPath
+from outrider.compiler.recipe_source import Location, RecipeSource
+from outrider.compiler.recipe_weights import WeightsSection
+from outrider.plans import names
+from outrider.plans.buffers import DType
+from outrider.plans.errors import PlanError, RecipeError
+from outrider.plans.kv_slots import KvType
+from outrider.plans.manifest import Manifest, ToolParser
+from outrider.plans.plan import read_manifest
+from outrider.plans.skeleton import is_branch_template
 
 # Keys that may differ between a plan and its recipe: paths, whose contents are hashed (held-out text is in no plan),
 # and backends, because only one of them runs.

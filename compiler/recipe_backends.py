@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
-from compiler.models.config import WeightType
-from compiler.recipe_section import Section, WrittenPath
-from plans.errors import RecipeError
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.recipe_section import Section, WrittenPath
+from outrider.plans.errors import RecipeError
 
 RtxCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121"]
 

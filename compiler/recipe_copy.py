@@ -9,10 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from compiler.recipe import Recipe, load_recipe
-from compiler.recipe_drafters import ModelSection, NgramSection, TreeSection
-from plans.errors import RecipeError
-from plans.manifest import Tree
+from outrider.compiler.recipe import Recipe, load_recipe
+from outrider.compiler.recipe_drafters import ModelSection, NgramSection, TreeSection
+from outrider.plans.errors import RecipeError
+from outrider.plans.manifest import Tree
 
 _Edit = tuple[int, int, str]  # replace text[start:stop] by this
 

@@ -16,12 +16,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from compiler.models.eagle3_config import Eagle3Overrides
-from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
-from compiler.recipe_rope import RopeScalingSection
-from compiler.recipe_section import Name, Section, WrittenPath
-from compiler.recipe_weights import WeightsSection
-from plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, EntropyGamma, Tree
+from outrider.compiler.models.eagle3_config import Eagle3Overrides
+from outrider.compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
+from outrider.compiler.recipe_rope import RopeScalingSection
+from outrider.compiler.recipe_section import Name, Section, WrittenPath
+from outrider.compiler.recipe_weights import WeightsSection
+from outrider.plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, EntropyGamma, Tree
 
 
 class NgramSection(Section):

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compiler.recipe import Recipe
-from plans.errors import UsageError
+from outrider.compiler.recipe import Recipe
+from outrider.plans.errors import UsageError
 
 TOP = "recipe"
 NOTE = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from compiler.recipe_section import Section
-from plans.buffers import LARGEST_SIZE
-from plans.partial_kv import PartialBudget, PartialKv, PartialMode, Reduce
+from outrider.compiler.recipe_section import Section
+from outrider.plans.buffers import LARGEST_SIZE
+from outrider.plans.partial_kv import PartialBudget, PartialKv, PartialMode, Reduce
 
 
 class PartialKvSection(Section):

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from compiler.models.config import DecoderConfig
-from compiler.models.rope import RopeScaling
-from compiler.recipe_section import Section
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.recipe_section import Section
 
 
 def _shown(name: str) -> JsonDict:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from plans.errors import RecipeError
-from plans.text_file import read_text_file
+from outrider.plans.errors import RecipeError
+from outrider.plans.text_file import read_text_file
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

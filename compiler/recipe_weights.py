@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from compiler.quantization.weight_form import WeightForm
-from compiler.recipe_section import Section, WrittenPath
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.compiler.recipe_section import Section, WrittenPath
 
 _BITS = {"int4": 4, "int8": 8, "float": None}
 

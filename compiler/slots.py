@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compiler.models.config import WeightType
-from compiler.models.quantization import refuse_quantized_tensors
-from compiler.tensor_source import TensorSource
-from plans.errors import CheckpointError
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.models.quantization import refuse_quantized_tensors
+from outrider.compiler.tensor_source import TensorSource
+from outrider.plans.errors import CheckpointError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The types in which weights may be stored, in safetensors' spelling."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.models.experts_config import ExpertsConfig
-from compiler.models.families import stacked_part
-from compiler.quantization.form import WeightSource
-from compiler.tensor_source import Stored
-from compiler.weights import Weights
-from plans.errors import CheckpointError
+from outrider.compiler.models.experts_config import ExpertsConfig
+from outrider.compiler.models.families import stacked_part
+from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.tensor_source import Stored
+from outrider.compiler.weights import Weights
+from outrider.plans.errors import CheckpointError
 
 _BLOCK = 32
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"

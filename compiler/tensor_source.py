@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from compiler.quantization.form import WeightSource
+from outrider.compiler.quantization.form import WeightSource
 
 
 @dataclass(frozen=True)

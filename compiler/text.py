@@ -13,15 +13,15 @@ from typing import Any
 
 import tokenizers
 
-from compiler.formats.gguf_file import GgufFile, is_gguf
-from compiler.formats.gguf_tokenizer import read_gguf_text
-from compiler.formats.sentencepiece_model import make_tokenizer, read_model
-from compiler.models.config import DecoderConfig
-from compiler.models.config_reader import read_json
-from plans.chat_template import REPAIR, ChatTemplate
-from plans.errors import CheckpointError, OutriderError, PlanError
-from plans.manifest import Text
-from plans.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, TOOLS_TEMPLATE_FILE, Tokenizer
+from outrider.compiler.formats.gguf_file import GgufFile, is_gguf
+from outrider.compiler.formats.gguf_tokenizer import read_gguf_text
+from outrider.compiler.formats.sentencepiece_model import make_tokenizer, read_model
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.config_reader import read_json
+from outrider.plans.chat_template import REPAIR, ChatTemplate
+from outrider.plans.errors import CheckpointError, OutriderError, PlanError
+from outrider.plans.manifest import Text
+from outrider.plans.tokenizer import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, TOOLS_TEMPLATE_FILE, Tokenizer
 
 _SETTINGS = "tokenizer_config.json"
 _PIECES, _ADDED = "tokenizer.model", "added_tokens.json"

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compiler.models.config_reader import read_json
-from compiler.quantization.form import WeightSource
-from compiler.tensor_source import Stored
-from plans.errors import CheckpointError
+from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.tensor_source import Stored
+from outrider.plans.errors import CheckpointError
 
 SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 # Rotary frequencies that old versions of transformers saved; the compiler recomputes them from config.json.

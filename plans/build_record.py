@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from plans.buffers import Strict
-from plans.errors import PlanError
+from outrider.plans.buffers import Strict
+from outrider.plans.errors import PlanError
 
 BUILD_RECORD = "build.json"
 _LARGEST = 2**16  # bytes

@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-from plans.errors import OutriderError, PlanError, RequestError
-from plans.text_check import check_text
+from outrider.plans.errors import OutriderError, PlanError, RequestError
+from outrider.plans.text_check import check_text
 
 REPAIR = (
     "It is the checkpoint's own (chat_template.jinja, chat_template in tokenizer_config.json, or "

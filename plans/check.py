@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from plans import names
-from plans.buffers import DType, Tensor
-from plans.check_partial import kv_problems, partial_problems, refresh_problems
-from plans.manifest import (
+from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.check_partial import kv_problems, partial_problems, refresh_problems
+from outrider.plans.manifest import (
     LEAST_NGRAM_MEMORY,
     MOST_NGRAM_MEMORY,
     BackendPlan,
@@ -28,9 +28,9 @@ from plans.manifest import (
     longest_draft,
     rejects,
 )
-from plans.partial_kv import PartialKv
-from plans.program_list import ProgramKind, program_list
-from plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, target_buffers
+from outrider.plans.partial_kv import PartialKv
+from outrider.plans.program_list import ProgramKind, program_list
+from outrider.plans.step_buffers import drafter_buffers, partial_buffers, sampling_buffers, target_buffers
 
 LARGEST_SESSION = 2**40  # bytes of one session's buffers; far above any plan of ours
 LARGEST_TREE = 1024  # nodes; likewise

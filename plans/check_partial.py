@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
-from plans import names
-from plans.manifest import Manifest, Program, Stage, longest_draft
-from plans.partial_kv import PartialKv, Reduce
+from outrider.plans import names
+from outrider.plans.manifest import Manifest, Program, Stage, longest_draft
+from outrider.plans.partial_kv import PartialKv, Reduce
 
 _REFRESH = ["BlockSummary", "BlockSelect", "PartialKvGather"]
 _OF_TARGET = (names.KV, names.QUERIES, names.KEPT_INDICES, names.KEPT_COUNT)

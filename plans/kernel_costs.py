@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plans.formulas import formula
-from plans.kernel_engine import TURN, KernelEngine, Launch
+from outrider.plans.formulas import formula
+from outrider.plans.kernel_engine import TURN, KernelEngine, Launch
 
 
 @dataclass(frozen=True)

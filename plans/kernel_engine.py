@@ -12,9 +12,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from plans import names
-from plans.buffers import Strict
-from plans.formulas import formula
+from outrider.plans import names
+from outrider.plans.buffers import Strict
+from outrider.plans.formulas import formula
 
 TURN = "turn"
 """The size that counts the turns of a `Loop`, from 0 on."""

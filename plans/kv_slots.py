@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.buffers import DType
+from outrider.plans.buffers import DType
 
 KvType = Literal["float32", "float16", "int8"]
 """The types that a recipe can ask for."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from plans import names
-from plans.buffers import LARGEST_SIZE, Strict, Tensor
-from plans.partial_kv import PartialKv
+from outrider.plans import names
+from outrider.plans.buffers import LARGEST_SIZE, Strict, Tensor
+from outrider.plans.partial_kv import PartialKv
 
 FORMAT_VERSION = 16
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plans.errors import PlanError
-from plans.protobuf import BYTES, fields
+from outrider.plans.errors import PlanError
+from outrider.plans.protobuf import BYTES, fields
 
 _OURS = ("outrider", "outrider.cpu")
 _STANDARD = """

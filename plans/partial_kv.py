@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from plans.buffers import LARGEST_SIZE, Strict
+from outrider.plans.buffers import LARGEST_SIZE, Strict
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]

@@ -13,8 +13,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 
-from plans.buffers import Strict
-from plans.errors import PlanError
+from outrider.plans.buffers import Strict
+from outrider.plans.errors import PlanError
 
 PASS_PRICES = "prices.json"
 _LARGEST = 2**16  # bytes

@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plans.build_record import BUILD_RECORD
-from plans.check import problems
-from plans.errors import PlanError
-from plans.manifest import FORMAT_VERSION, Manifest, PlanFile
-from plans.pass_prices import PASS_PRICES
+from outrider.plans.build_record import BUILD_RECORD
+from outrider.plans.check import problems
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import FORMAT_VERSION, Manifest, PlanFile
+from outrider.plans.pass_prices import PASS_PRICES
 
 MANIFEST = "plan.json"
 _DIGEST = "digest"  # the key of `plan.json` that no field of the manifest is: sha256 of all the others

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plans import names
-from plans.manifest import Drafter, Engine, GraphDrafter
+from outrider.plans import names
+from outrider.plans.manifest import Drafter, Engine, GraphDrafter
 
 
 @dataclass(frozen=True)

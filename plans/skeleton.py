@@ -9,9 +9,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError, field_validator
 
-from plans.buffers import LARGEST_SIZE, Strict
-from plans.errors import PlanError
-from plans.plan import Plan
+from outrider.plans.buffers import LARGEST_SIZE, Strict
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import Plan
 
 SKELETON_FILE = "skeleton.json"
 

@@ -6,11 +6,11 @@ its stages use.
 
 from __future__ import annotations
 
-from plans import names
-from plans.buffers import DType, Tensor
-from plans.kv_slots import slot_size
-from plans.manifest import Geometry, GraphDrafter
-from plans.partial_kv import PartialKv
+from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.kv_slots import slot_size
+from outrider.plans.manifest import Geometry, GraphDrafter
+from outrider.plans.partial_kv import PartialKv
 
 _Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 

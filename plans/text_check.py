@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plans.errors import RequestError
+from outrider.plans.errors import RequestError
 
 
 def check_text(text: object, what: str) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from plans.errors import PlanError, RequestError
-from plans.text_bound import bound_of
-from plans.text_check import check_text
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.text_bound import bound_of
+from outrider.plans.text_check import check_text
 
 if TYPE_CHECKING:
-    from plans.chat_template import ChatTemplate
+    from outrider.plans.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -299,7 +299,7 @@ def _encoded(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: boo
 
 
 def _chat_template(text: str, file: Path, special_tokens: Mapping[str, str] | None) -> ChatTemplate:
-    from plans.chat_template import ChatTemplate  # with Jinja, which plans without a template do without
+    from outrider.plans.chat_template import ChatTemplate  # with Jinja, which plans without a template do without
 
     return ChatTemplate(text, source=str(file), special_tokens=special_tokens)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plans import names
-from plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, TensorSpec
+from outrider.plans import names
+from outrider.plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, TensorSpec
 
 _TOKENS = TensorSpec("x", ANY_FLOAT, (1, names.NEW, "hidden"))
 _WEIGHTS = TensorSpec("weights", "float32", (1, names.NEW, "experts"))

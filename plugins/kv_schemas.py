@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from plans import names
-from plugins.schema import (
+from outrider.plans import names
+from outrider.plugins.schema import (
     ANY_KV,
     CAPACITY,
     INTEGER,

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from plugins.schema import OpSchema
-from plugins.schemas import SCHEMAS
+from outrider.plugins.schema import OpSchema
+from outrider.plugins.schemas import SCHEMAS
 
 try:
-    from plugins import _native
+    from outrider.plugins import _native
 except ImportError as error:
     raise ImportError(
         "The CPU kernels are missing: plugins._native is not built for this Python, or Python found the package "
@@ -26,7 +26,7 @@ except ImportError as error:
         "Run `pip install -e .` at the top of the repository, or start Python elsewhere."
     ) from error
 
-from plugins._native import (
+from outrider.plugins._native import (
     BimMask,
     BlockSelect,
     BlockSummary,

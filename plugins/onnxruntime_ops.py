@@ -64,7 +64,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from plugins.native import folder
+from outrider.plugins.native import folder
 
 THREADS = "outrider.threads"
 """An entry of a session's configuration, read when the library is registered: the session's number of threads.

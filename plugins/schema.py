@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from plans import names
+from outrider.plans import names
 
 CPU_DOMAIN = "outrider.cpu"
 """The domain of ops that only our library for ONNX Runtime's CPU engines has."""

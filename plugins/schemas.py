@@ -7,10 +7,10 @@ readable form.
 
 from __future__ import annotations
 
-from plans import names
-from plugins.expert_schemas import MIXTURE_OF_EXPERTS, ROUTE
-from plugins.kv_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
-from plugins.schema import (
+from outrider.plans import names
+from outrider.plugins.expert_schemas import MIXTURE_OF_EXPERTS, ROUTE
+from outrider.plugins.kv_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
+from outrider.plugins.schema import (
     ANY_FLOAT,
     CAPACITY,
     INTEGER,

@@ -1,9 +1,9 @@
-"""`python -m runtime generate | branches | skeleton | serve | batch | chat | embed`."""
+"""`python -m outrider.runtime generate | branches | skeleton | serve | batch | chat | embed`."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -11,12 +11,12 @@ import argparse
 import sys
 from contextlib import suppress
 
-from commands.arguments import Parser, at_least_0, at_least_1, number
-from commands.console import guarded, print_json, report_error, stderr
-from plans.errors import RequestError
-from runtime.batch.command import add_batch
-from runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
-from runtime.cli.arguments import (
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
+from outrider.commands.console import guarded, print_json, report_error, stderr
+from outrider.plans.errors import RequestError
+from outrider.runtime.batch.command import add_batch
+from outrider.runtime.beam_search import BeamOptions, BeamResult, EarlyStopping
+from outrider.runtime.cli.arguments import (
     add_form,
     add_prompt,
     add_shared,
@@ -26,12 +26,12 @@ from runtime.cli.arguments import (
     read_options,
     read_prompt,
 )
-from runtime.cli.branches import add_branches
-from runtime.cli.debug import RoundPrinter, log_to
-from runtime.cli.skeleton import add_skeleton
-from runtime.embed.command import add_embed
-from runtime.generation import Generation
-from runtime.server.command import add_serve
+from outrider.runtime.cli.branches import add_branches
+from outrider.runtime.cli.debug import RoundPrinter, log_to
+from outrider.runtime.cli.skeleton import add_skeleton
+from outrider.runtime.embed.command import add_embed
+from outrider.runtime.generation import Generation
+from outrider.runtime.server.command import add_serve
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "never": "never"}
 _OF_BEAMS = {"length_penalty", "early_stopping", "num_return"}
@@ -41,7 +41,7 @@ _WITH_BEAMS = {
 }  # fmt: skip
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m runtime") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m outrider.runtime") -> int:
     """Run a command; `called` is what the user typed before its name."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 

@@ -16,14 +16,14 @@ from typing import Literal, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import PlanError, RequestError
-from plugins import native
-from runtime.generation import FinishReason
-from runtime.numbers import as_real, shown
-from runtime.request import Options, Request, check_options
-from runtime.session import Session
-from runtime.stats import Stats
+from outrider.plans import names
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plugins import native
+from outrider.runtime.generation import FinishReason
+from outrider.runtime.numbers import as_real, shown
+from outrider.runtime.request import Options, Request, check_options
+from outrider.runtime.session import Session
+from outrider.runtime.stats import Stats
 
 MAX_LENGTH_PENALTY = 10  # length ** penalty stays far inside float64
 

@@ -8,15 +8,15 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from plans.errors import RequestError
-from plans.manifest import Geometry, Manifest
-from plans.tokenizer import Tokenizer
-from runtime.generation import Generation
-from runtime.numbers import shown
-from runtime.request import Options, Request, check_request
-from runtime.sampling import new_seed
-from runtime.text.grammars import Grammars
-from runtime.text.prompt import prepare_prompt
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Geometry, Manifest
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.generation import Generation
+from outrider.runtime.numbers import shown
+from outrider.runtime.request import Options, Request, check_request
+from outrider.runtime.sampling import new_seed
+from outrider.runtime.text.grammars import Grammars
+from outrider.runtime.text.prompt import prepare_prompt
 
 Mode = Literal["in-one-sequence", "batching"]
 MODES: tuple[Mode, ...] = get_args(Mode)

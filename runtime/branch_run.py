@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from time import perf_counter
 
-from runtime.branch_request import BranchRequest, Mode
-from runtime.engine import Engine
-from runtime.generation import FinishReason, Generation, Run, Span
-from runtime.sequence import Sequence as Branch
-from runtime.stats import Stats
+from outrider.runtime.branch_request import BranchRequest, Mode
+from outrider.runtime.engine import Engine
+from outrider.runtime.generation import FinishReason, Generation, Run, Span
+from outrider.runtime.sequence import Sequence as Branch
+from outrider.runtime.stats import Stats
 
 _WAIT = 0.05  # seconds that a beginning which is not known yet is waited for, while nothing runs
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from plans.errors import RequestError
-from plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, longest_draft, rejects
-from runtime.numbers import shown
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, longest_draft, rejects
+from outrider.runtime.numbers import shown
 
 
 class DraftOptions(TypedDict, total=False):

@@ -18,33 +18,33 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import OpError, PlanError, RequestError
-from plans.manifest import Manifest, longest_draft, rejects
-from runtime.branch_request import Mode
-from runtime.drafters.adaptive import AdaptiveSpeculations
-from runtime.drafters.base import Draft, TreeInPlace, within
-from runtime.drafters.drafting import Allowed, Drafting
-from runtime.drafters.engine import Choose
-from runtime.execution.assembly import Loaded, assemble
-from runtime.execution.layout import Placed, lay_out, lay_out_one
-from runtime.execution.program import Program
-from runtime.execution.ruled_walk import RuledWalk
-from runtime.execution.warmup import warm_up
-from runtime.generation import FinishReason, GrowingGeneration, Span
-from runtime.kv.cache import KvCache
-from runtime.launched_rounds import Launch, LaunchedRounds
-from runtime.partial_passes import PartialPasses
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.prefix_cache.client import CacheClient
-from runtime.request import Options, Request, check_options
-from runtime.round_costs import note_round
-from runtime.sampling import SamplingParams, likeliest, logprobs
-from runtime.sequence import Committed, Sequence
-from runtime.stats import StageClock, Stats, Stopwatch
-from runtime.text.rules import failing_alone
-from runtime.text.stream import TextStream
-from runtime.trace import read_round
+from outrider.plans import names
+from outrider.plans.errors import OpError, PlanError, RequestError
+from outrider.plans.manifest import Manifest, longest_draft, rejects
+from outrider.runtime.branch_request import Mode
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
+from outrider.runtime.drafters.base import Draft, TreeInPlace, within
+from outrider.runtime.drafters.drafting import Allowed, Drafting
+from outrider.runtime.drafters.engine import Choose
+from outrider.runtime.execution.assembly import Loaded, assemble
+from outrider.runtime.execution.layout import Placed, lay_out, lay_out_one
+from outrider.runtime.execution.program import Program
+from outrider.runtime.execution.ruled_walk import RuledWalk
+from outrider.runtime.execution.warmup import warm_up
+from outrider.runtime.generation import FinishReason, GrowingGeneration, Span
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.launched_rounds import Launch, LaunchedRounds
+from outrider.runtime.partial_passes import PartialPasses
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.prefix_cache.client import CacheClient
+from outrider.runtime.request import Options, Request, check_options
+from outrider.runtime.round_costs import note_round
+from outrider.runtime.sampling import SamplingParams, likeliest, logprobs
+from outrider.runtime.sequence import Committed, Sequence
+from outrider.runtime.stats import StageClock, Stats, Stopwatch
+from outrider.runtime.text.rules import failing_alone
+from outrider.runtime.text.stream import TextStream
+from outrider.runtime.trace import read_round
 
 _LOG = logging.getLogger("outrider")
 

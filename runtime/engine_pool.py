@@ -7,10 +7,10 @@ import weakref
 from collections import deque
 from collections.abc import Sequence as List
 
-from runtime.engine import Engine
-from runtime.execution.assembly import Loaded
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.text.common_length import common_length
+from outrider.runtime.engine import Engine
+from outrider.runtime.execution.assembly import Loaded
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.text.common_length import common_length
 
 MAX_IDLE = 1  # idle engines that are kept; each holds its buffers
 # Where rounds are recorded, all are: a recording takes seconds, and not every library gives its memory back.

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import PlanError
-from plans.machine import available_cores, instruction_set, processor
-from plans.manifest import Manifest, Probe
-from plans.onnx_operators import check_operators
-from plans.plan import Plan, file_sha256
-from plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
-from runtime.backends import on_processor
-from runtime.cache_folder import cache_folder
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.machine import available_cores, instruction_set, processor
+from outrider.plans.manifest import Manifest, Probe
+from outrider.plans.onnx_operators import check_operators
+from outrider.plans.plan import Plan, file_sha256
+from outrider.plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
+from outrider.runtime.backends import on_processor
+from outrider.runtime.cache_folder import cache_folder
 
 if TYPE_CHECKING:  # a runtime that runs nothing on the processor does not need ONNX Runtime
     import onnxruntime as ort
@@ -78,7 +78,7 @@ def ensure_exact(plan: Plan, probe: Probe, threads: int) -> Probed:
     """
     import onnxruntime as ort
 
-    from runtime.backends.onnxruntime_cpu import session_options
+    from outrider.runtime.backends.onnxruntime_cpu import session_options
 
     began = perf_counter()
     path, ops = plan.file(probe.file), len(set(probe.ops.values()))

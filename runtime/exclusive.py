@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from plans.errors import BusyError
+from outrider.plans.errors import BusyError
 
 
 class Exclusive:

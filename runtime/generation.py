@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from time import perf_counter
 
-from plans.errors import OpError, RequestError
-from runtime.request import Request
-from runtime.sampling import TokenLogprob
-from runtime.stats import Stats
-from runtime.text.stream import TextStream
+from outrider.plans.errors import OpError, RequestError
+from outrider.runtime.request import Request
+from outrider.runtime.sampling import TokenLogprob
+from outrider.runtime.stats import Stats
+from outrider.runtime.text.stream import TextStream
 
 
 class FinishReason(StrEnum):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 
-from runtime.generation import Generation, Span
+from outrider.runtime.generation import Generation, Span
 
 if TYPE_CHECKING:
     import asyncio

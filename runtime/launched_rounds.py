@@ -11,14 +11,14 @@ from collections.abc import Sequence as List
 from contextlib import suppress
 from dataclasses import dataclass
 
-from plans.errors import PlanError
-from runtime.execution.buffers import Buffers
-from runtime.execution.layout import Placed, lay_out, lay_out_one
-from runtime.execution.program import Program
-from runtime.execution.step import TargetStep
-from runtime.kv.cache import KvCache
-from runtime.sequence import Sequence
-from runtime.stats import Stopwatch
+from outrider.plans.errors import PlanError
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.layout import Placed, lay_out, lay_out_one
+from outrider.runtime.execution.program import Program
+from outrider.runtime.execution.step import TargetStep
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.sequence import Sequence
+from outrider.runtime.stats import Stopwatch
 
 
 @dataclass(slots=True)

@@ -21,16 +21,16 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from plans.errors import RequestError
-from plans.text_check import check_text
-from runtime.numbers import as_real, shown
-from runtime.text.bad_words import BadWords, token_sequences
-from runtime.text.grammars import Grammars
-from runtime.text.penalties import Penalties
-from runtime.text.processors import LogitsProcessor, Processor
-from runtime.text.rules import LogitsRule
-from runtime.text.structured_outputs import StructuredOutputs
-from runtime.text.token_rules import AllowedTokens, LogitBias, MinTokens
+from outrider.plans.errors import RequestError
+from outrider.plans.text_check import check_text
+from outrider.runtime.numbers import as_real, shown
+from outrider.runtime.text.bad_words import BadWords, token_sequences
+from outrider.runtime.text.grammars import Grammars
+from outrider.runtime.text.penalties import Penalties
+from outrider.runtime.text.processors import LogitsProcessor, Processor
+from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.text.structured_outputs import StructuredOutputs
+from outrider.runtime.text.token_rules import AllowedTokens, LogitBias, MinTokens
 
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 1e6

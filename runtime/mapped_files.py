@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from plans.errors import PlanError
-from plans.plan import MANIFEST, Plan
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import MANIFEST, Plan
 
 
 class MappedFiles:

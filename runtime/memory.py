@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from plans.check import kv_bytes, session_bytes
-from plans.manifest import BackendPlan
-from runtime.engine_pool import EnginePool
+from outrider.plans.check import kv_bytes, session_bytes
+from outrider.plans.manifest import BackendPlan
+from outrider.runtime.engine_pool import EnginePool
 
 
 @dataclass(frozen=True)

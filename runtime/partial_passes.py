@@ -11,19 +11,19 @@ from time import perf_counter
 
 import numpy as np
 
-from plans import names
-from plans.errors import PlanError
-from plans.manifest import Geometry, longest_draft
-from plans.partial_kv import PartialKv
-from runtime.drafters.base import Draft
-from runtime.drafters.drafting import Drafting
-from runtime.execution.assembly import Assembly, Loaded
-from runtime.execution.layout import Placed
-from runtime.kv.cache import KvCache
-from runtime.kv.partial import PartialCache
-from runtime.kv.partial_policy import Budget
-from runtime.kv.run_ahead import Intervals, RunAhead
-from runtime.sequence import Sequence
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import Geometry, longest_draft
+from outrider.plans.partial_kv import PartialKv
+from outrider.runtime.drafters.base import Draft
+from outrider.runtime.drafters.drafting import Drafting
+from outrider.runtime.execution.assembly import Assembly, Loaded
+from outrider.runtime.execution.layout import Placed
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.kv.partial import PartialCache
+from outrider.runtime.kv.partial_policy import Budget
+from outrider.runtime.kv.run_ahead import Intervals, RunAhead
+from outrider.runtime.sequence import Sequence
 
 
 class PartialPasses:

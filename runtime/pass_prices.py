@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass
 
-from plans.errors import PlanError
-from plans.machine import available_cores
-from plans.pass_prices import PASS_PRICES, read_pass_prices
-from plans.plan import Plan
-from runtime.backends import device_of, on_processor
-from runtime.drafters.verify_length import PriceCurve
+from outrider.plans.errors import PlanError
+from outrider.plans.machine import available_cores
+from outrider.plans.pass_prices import PASS_PRICES, read_pass_prices
+from outrider.plans.plan import Plan
+from outrider.runtime.backends import device_of, on_processor
+from outrider.runtime.drafters.verify_length import PriceCurve
 
 _LOG = logging.getLogger("outrider")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from math import ceil
 
-from plans.errors import RequestError
+from outrider.plans.errors import RequestError
 
 _CONNECTING = 5.0  # seconds
 _TERMINATED = 128 + 15  # the status of a command that SIGTERM has ended

@@ -9,17 +9,17 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Literal
 
-from plans.errors import RequestError
-from plans.manifest import Manifest, rejects
-from plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
-from plans.text_check import check_text
-from runtime.draft_options import DraftLimits, DraftOptions, check_draft_limits
-from runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
-from runtime.numbers import shown
-from runtime.sampling import FilterOrder, SamplingParams, new_seed
-from runtime.text.grammars import Grammars
-from runtime.text.rules import LogitsRule
-from runtime.trace import Watcher
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Manifest, rejects
+from outrider.plans.partial_kv import PARTIAL_MODES, PartialKv, PartialMode
+from outrider.plans.text_check import check_text
+from outrider.runtime.draft_options import DraftLimits, DraftOptions, check_draft_limits
+from outrider.runtime.logits_options import LogitsOptions, check_min_tokens, check_rules
+from outrider.runtime.numbers import shown
+from outrider.runtime.sampling import FilterOrder, SamplingParams, new_seed
+from outrider.runtime.text.grammars import Grammars
+from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.trace import Watcher
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16

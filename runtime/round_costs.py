@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 
-from runtime.drafters.base import Draft
-from runtime.execution.layout import Placed
-from runtime.sequence import Committed, Sequence
+from outrider.runtime.drafters.base import Draft
+from outrider.runtime.execution.layout import Placed
+from outrider.runtime.sequence import Committed, Sequence
 
 
 def note_round(

@@ -11,35 +11,35 @@ from typing import NoReturn, Self, Unpack, cast, get_args, overload
 
 import numpy as np
 
-from plans.errors import ClosedError, RequestError
-from plans.manifest import Manifest, Probe
-from plans.plan import Plan, open_plan
-from plans.skeleton import read_skeleton
-from plans.tokenizer import Tokenizer
-from runtime.backends import BACKENDS, Chosen, choose_backend, on_processor
-from runtime.backends.base import Settings
-from runtime.backends.shared_engines import SharedEngines
-from runtime.beam_search import BeamOptions, BeamResult, beam_search
-from runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_alone, check_branches
-from runtime.branch_run import run_branches
-from runtime.drafters import make_memories
-from runtime.engine_pool import EnginePool
-from runtime.exactness import Exactness, Probed, ensure_exact, kernels_here
-from runtime.execution.assembly import Loaded
-from runtime.generation import Generation, Run, Stream
-from runtime.handle import Handle
-from runtime.mapped_files import MappedFiles, check_not_replaced
-from runtime.memory import MemoryUse, memory_use
-from runtime.pass_prices import load_prices
-from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
-from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
-from runtime.request import Options
-from runtime.scheduler import Scheduler, SchedulerConfig, check_place_in_queue
-from runtime.scheduler_stats import SchedulerStats
-from runtime.session import Session
-from runtime.stats import Stats
-from runtime.text.grammars import Grammars
-from runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
+from outrider.plans.errors import ClosedError, RequestError
+from outrider.plans.manifest import Manifest, Probe
+from outrider.plans.plan import Plan, open_plan
+from outrider.plans.skeleton import read_skeleton
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.backends import BACKENDS, Chosen, choose_backend, on_processor
+from outrider.runtime.backends.base import Settings
+from outrider.runtime.backends.shared_engines import SharedEngines
+from outrider.runtime.beam_search import BeamOptions, BeamResult, beam_search
+from outrider.runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_alone, check_branches
+from outrider.runtime.branch_run import run_branches
+from outrider.runtime.drafters import make_memories
+from outrider.runtime.engine_pool import EnginePool
+from outrider.runtime.exactness import Exactness, Probed, ensure_exact, kernels_here
+from outrider.runtime.execution.assembly import Loaded
+from outrider.runtime.generation import Generation, Run, Stream
+from outrider.runtime.handle import Handle
+from outrider.runtime.mapped_files import MappedFiles, check_not_replaced
+from outrider.runtime.memory import MemoryUse, memory_use
+from outrider.runtime.pass_prices import load_prices
+from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
+from outrider.runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
+from outrider.runtime.request import Options
+from outrider.runtime.scheduler import Scheduler, SchedulerConfig, check_place_in_queue
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.session import Session
+from outrider.runtime.stats import Stats
+from outrider.runtime.text.grammars import Grammars
+from outrider.runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
 
 MAX_THREADS = 1024
 _LOG = logging.getLogger("outrider")

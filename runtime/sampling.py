@@ -13,10 +13,10 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import PlanError, RequestError
-from plugins import native
-from runtime.numbers import as_real, shown
+from outrider.plans import names
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plugins import native
+from outrider.runtime.numbers import as_real, shown
 
 FilterOrder = Literal["temperature_first", "temperature_last"]
 

@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from itertools import count
 from time import monotonic, perf_counter
 
-from plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
-from plans.manifest import Geometry
-from runtime.branch_request import MODES, BranchRequest, Mode
-from runtime.engine import Engine
-from runtime.engine_pool import EnginePool
-from runtime.generation import FinishReason, Generation, GrowingGeneration, Span
-from runtime.handle import Handle
-from runtime.numbers import as_real, shown
-from runtime.scheduler_stats import SchedulerStats
-from runtime.sequence import Committed, Sequence
-from runtime.stats import Stats
-from runtime.text.stream import TextStream
+from outrider.plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
+from outrider.plans.manifest import Geometry
+from outrider.runtime.branch_request import MODES, BranchRequest, Mode
+from outrider.runtime.engine import Engine
+from outrider.runtime.engine_pool import EnginePool
+from outrider.runtime.generation import FinishReason, Generation, GrowingGeneration, Span
+from outrider.runtime.handle import Handle
+from outrider.runtime.numbers import as_real, shown
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.sequence import Committed, Sequence
+from outrider.runtime.stats import Stats
+from outrider.runtime.text.stream import TextStream
 
 _LOG = logging.getLogger("outrider")
 _IDLE = 10.0  # seconds after which the thread of a scheduler without work ends; the next request starts another

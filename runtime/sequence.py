@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.errors import OpError, RequestError
-from runtime.drafters.adaptive import AdaptiveSpeculation
-from runtime.drafters.base import HostDrafter
-from runtime.drafters.verify_length import VerifyLength
-from runtime.generation import FinishReason, GrowingGeneration
-from runtime.request import Request
-from runtime.sampling import TokenLogprob
-from runtime.text.rules import LogitsRule
-from runtime.trace import Round
+from outrider.plans.errors import OpError, RequestError
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
+from outrider.runtime.drafters.base import HostDrafter
+from outrider.runtime.drafters.verify_length import VerifyLength
+from outrider.runtime.generation import FinishReason, GrowingGeneration
+from outrider.runtime.request import Request
+from outrider.runtime.sampling import TokenLogprob
+from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.trace import Round
 
 if TYPE_CHECKING:
-    from runtime.drafters.engine import EngineDrafter
-    from runtime.execution.layout import Placed
-    from runtime.kv.partial import PartialCache
-    from runtime.kv.partial_policy import Budget
-    from runtime.kv.run_ahead import RunAhead
+    from outrider.runtime.drafters.engine import EngineDrafter
+    from outrider.runtime.execution.layout import Placed
+    from outrider.runtime.kv.partial import PartialCache
+    from outrider.runtime.kv.partial_policy import Budget
+    from outrider.runtime.kv.run_ahead import RunAhead
 
 
 UNSEEN = -1

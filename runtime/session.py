@@ -13,21 +13,21 @@ from typing import NoReturn, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import RequestError
-from plans.manifest import Manifest, NgramDrafter
-from runtime.engine import Engine
-from runtime.engine_pool import EnginePool
-from runtime.exclusive import Exclusive
-from runtime.execution.buffers import Buffers
-from runtime.execution.program import Program
-from runtime.generation import Generation, Run, Stream
-from runtime.request import Options, Request, check_options, check_request
-from runtime.sequence import Sequence
-from runtime.stats import StageClock, Stats
-from runtime.text.common_length import common_length
-from runtime.text.prompt import Messages, Prompt, TemplateVariables, choose_prompt, prepare_prompt
-from runtime.text.stream import TextStream
+from outrider.plans import names
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Manifest, NgramDrafter
+from outrider.runtime.engine import Engine
+from outrider.runtime.engine_pool import EnginePool
+from outrider.runtime.exclusive import Exclusive
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.program import Program
+from outrider.runtime.generation import Generation, Run, Stream
+from outrider.runtime.request import Options, Request, check_options, check_request
+from outrider.runtime.sequence import Sequence
+from outrider.runtime.stats import StageClock, Stats
+from outrider.runtime.text.common_length import common_length
+from outrider.runtime.text.prompt import Messages, Prompt, TemplateVariables, choose_prompt, prepare_prompt
+from outrider.runtime.text.stream import TextStream
 
 
 class Session:

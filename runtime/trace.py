@@ -9,8 +9,8 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.drafters.base import Draft, TreeInPlace
-from runtime.execution.step import TargetStep
+from outrider.runtime.drafters.base import Draft, TreeInPlace
+from outrider.runtime.execution.step import TargetStep
 
 
 @dataclass(frozen=True)

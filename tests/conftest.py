@@ -34,20 +34,20 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-import compiler.export.draft
-import compiler.export.target
-from compiler.build import build
-from compiler.export import tracing
-from compiler.recipe import load_recipe
-from plans.manifest import Engine
-from plans.plan import Plan, open_plan
-from plugins.cuda import compile
-from plugins.cuda.compile import CUBINS
-from runtime import Runtime
-from runtime.backends.base import LoadedEngine, Settings
-from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
-from runtime.drafters.adaptive import AdaptiveSpeculations
-from runtime.kv.partial_policy import Interval
+import outrider.compiler.export.draft
+import outrider.compiler.export.target
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.export import tracing
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.manifest import Engine
+from outrider.plans.plan import Plan, open_plan
+from outrider.plugins.cuda import compile
+from outrider.plugins.cuda.compile import CUBINS
+from outrider.runtime.backends.base import LoadedEngine, Settings
+from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
+from outrider.runtime.kv.partial_policy import Interval
 from tests.compiler import attention_forms
 from tests.compiler.block_heads import write_block
 from tests.compiler.eagle3_heads import write_eagle3
@@ -217,7 +217,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case.add_marker("long")
 
 
-EXPORTS = (compiler.export.draft, compiler.export.target, attention_forms)
+EXPORTS = (outrider.compiler.export.draft, outrider.compiler.export.target, attention_forms)
 """Modules whose `trace` is shared."""
 _KEPT = 24 * 3600.0  # seconds for which exports are kept of code that has changed
 

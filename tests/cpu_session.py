@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from runtime.backends.onnxruntime_cpu import session_options
+from outrider.runtime.backends.onnxruntime_cpu import session_options
 
 
 def cpu_session(model: Path | bytes, threads: int = 1) -> ort.InferenceSession:

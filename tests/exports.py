@@ -20,11 +20,9 @@ import onnx_ir as ir
 import torch
 from torch.utils._pytree import tree_map
 
-import compiler
-import plans
-import plugins
-from compiler.deferred import Deferred, deferred, stored_of
-from compiler.export import tracing
+from outrider import compiler, plans, plugins
+from outrider.compiler.deferred import Deferred, deferred, stored_of
+from outrider.compiler.export import tracing
 from tests.compiler import attention_forms
 
 Once = Callable[[str, Callable[[Path], object]], Path]

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from plans import names
-from plans.plan import open_plan
+from outrider.plans import names
+from outrider.plans.plan import open_plan
 from tests.plans.damage import BACKEND, edit, list_again
 
 INEXACT_OPS = ("DynamicQuantizeLinear", "MatMulInteger")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+NAME = "outrider"  # under which all is installed
 PACKAGES = ("plans", "plugins", "commands", "compiler", "runtime")
 OURS = {*PACKAGES, "tools", "tests"}
 ALLOWED = {
@@ -44,10 +45,13 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             above = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts[: -node.level]) if node.level else ""
             yield ".".join(part for part in (above, node.module or "") if part)
+            if node.module == NAME:  # a folder, or what the runtime has for users
+                yield from (f"{NAME}.{alias.name if alias.name in OURS else 'runtime'}" for alias in node.names)
 
 
 def top(module: str) -> str:
-    return module.partition(".")[0]
+    """Return the package of a module, or the name of our folder that it is in."""
+    return module.removeprefix(f"{NAME}.").partition(".")[0]
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -61,6 +65,18 @@ def test_imports_follow_the_arrows(package: str) -> None:
     assert turned == []
 
 
+def test_our_packages_are_imported_by_the_name_that_is_installed() -> None:
+    folders = OURS - {"tests"}
+    found = [
+        f"{relative(path)} imports {module}"
+        for folder in (*folders, "tests")
+        for path in sources(folder)
+        for module in imports(path)
+        if module.partition(".")[0] in folders
+    ]
+    assert found == ["tools/paired_worker.py imports runtime"]  # of older checkouts
+
+
 @pytest.mark.parametrize("package", ["compiler", "runtime"])
 def test_command_lines_are_known_to_commands_alone(package: str) -> None:
     """Neither `commands` nor a command's module is imported by anything that is no command."""
@@ -68,7 +84,9 @@ def test_command_lines_are_known_to_commands_alone(package: str) -> None:
         rf"{package}/(__main__|arguments|cli/\w+|batch/command|server/command|embed/command|ray_serve/command|ray_serve/__main__)\.py"
     )
     known = {
-        relative(p).removesuffix(".py").replace("/", ".") for p in sources(package) if commands.fullmatch(relative(p))
+        f"{NAME}.{relative(p).removesuffix('.py').replace('/', '.')}"
+        for p in sources(package)
+        if commands.fullmatch(relative(p))
     }
     users = {relative(p) for p in sources(package) if any(top(m) == "commands" or m in known for m in imports(p))}
     assert [path for path in sorted(users) if not commands.fullmatch(path)] == []
@@ -87,7 +105,9 @@ def test_build_time_libraries_are_imported_by_the_compiler_alone(package: str) -
 
 def test_the_runtime_knows_nothing_of_the_ops_as_graphs() -> None:
     found = [
-        relative(path) for path in sources("runtime") if any(m.startswith("plugins.onnx_ops") for m in imports(path))
+        relative(path)
+        for path in sources("runtime")
+        if any(m.startswith("outrider.plugins.onnx_ops") for m in imports(path))
     ]
     assert found == []
 
@@ -97,11 +117,11 @@ def test_importing_the_runtime_loads_nothing_of_the_compiler() -> None:
     loads PyYAML."""
     modules = [relative(p).removesuffix(".py").replace("/", ".") for p in sources("runtime")]
     modules = [m for m in modules if not m.endswith("__main__") and not m.startswith("runtime.ray_serve.")]
-    modules = sorted(m.removesuffix(".__init__") for m in modules)
+    modules = sorted(f"{NAME}.{m.removesuffix('.__init__')}" for m in modules)
     program = f"""
 import importlib, json, sys, time
 before = time.perf_counter()
-import runtime
+import outrider
 seconds = time.perf_counter() - before
 for name in {modules!r}:
     importlib.import_module(name)
@@ -111,13 +131,13 @@ print(json.dumps([seconds, sorted(sys.modules)]))
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120
     )
     seconds, loaded = json.loads(ended.stdout)
-    print(f"import runtime: {seconds:.2f} s")
-    assert "runtime.session" in loaded
+    print(f"import outrider: {seconds:.2f} s")
+    assert "outrider.runtime.session" in loaded
     assert {top(module) for module in loaded} & (HEAVY | {"compiler", "tools", "tests"}) == set()
 
 
 def test_every_folder_of_ours_says_what_lives_in_it() -> None:
-    folders = {path.parent for folder in (*PACKAGES, "tools") for path in sources(folder)}
+    folders = {path.parent for folder in (*PACKAGES, "tools", NAME) for path in sources(folder)}
     missing = sorted(relative(folder) for folder in folders if not (folder / "README.md").is_file())
     assert missing == []
 

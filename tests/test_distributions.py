@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from plans.extras import install_on_gpu
-from runtime.backends.cuda_libraries import LIBRARIES
+from outrider.plans.extras import install_on_gpu
+from outrider.runtime.backends.cuda_libraries import LIBRARIES
 from tests.conftest import REPOSITORY
 from tests.fake_cuda import DRIVER
 from tests.fake_cuda.provider import CudaProvider

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from plans.errors import RequestError
+from outrider.plans.errors import RequestError
 
 
 def drafters_named(asked: str | None, known: Iterable[str]) -> list[str]:

@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 
-from commands.console import guarded
-from commands.packages import optional_packages
-from plans.errors import UsageError
+from outrider.commands.console import guarded
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import UsageError
 
 CALLED = "outrider"
 
@@ -28,14 +28,14 @@ class Command:
     of_several: bool = False
 
 
-COMPILER, RUNTIME = "compiler.__main__", "runtime.__main__"
+COMPILER, RUNTIME = "outrider.compiler.__main__", "outrider.runtime.__main__"
 
 GROUPS: dict[str, dict[str, Command]] = {
     "compile": {
         "build": Command(COMPILER, "recipe to plan", of_several=True),
         "inspect": Command(COMPILER, "what a plan holds", of_several=True),
-        "verify": Command("tools.verify.__main__", "compare a plan with its checkpoint in transformers"),
-        "tune": Command("tools.tune.__main__", "choose a draft tree for this machine"),
+        "verify": Command("outrider.tools.verify.__main__", "compare a plan with its checkpoint in transformers"),
+        "tune": Command("outrider.tools.tune.__main__", "choose a draft tree for this machine"),
         "recipe": Command(COMPILER, "the keys of a recipe", of_several=True),
         "families": Command(COMPILER, "the models that can be compiled", of_several=True),
     },
@@ -45,20 +45,24 @@ GROUPS: dict[str, dict[str, Command]] = {
         "skeleton": Command(RUNTIME, "outline an answer, then write its points at once", of_several=True),
         "chat": Command(RUNTIME, "talk with the model", of_several=True),
         "serve": Command(RUNTIME, "serve the plan over HTTP", of_several=True),
-        "serve-ray": Command("runtime.ray_serve.command", "serve the plan by replicas on a Ray cluster"),
+        "serve-ray": Command("outrider.runtime.ray_serve.command", "serve the plan by replicas on a Ray cluster"),
         "batch": Command(RUNTIME, "answer a file of requests", of_several=True),
         "embed": Command(RUNTIME, "build the C library", of_several=True),
     },
     "measure": {
-        "doctor": Command("tools.doctor", "what is installed here, and which backends can run"),
-        "bench": Command("tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"),
-        "modes": Command("tools.modes", "branches in one sequence, in batching, and one after another"),
-        "faults": Command("tools.faults.__main__", "what becomes of requests when things break"),
-        "serving": Command(
-            "tools.serving.__main__", "what a prefix cache, shared passes, routing and Ray actors bring"
+        "doctor": Command("outrider.tools.doctor", "what is installed here, and which backends can run"),
+        "bench": Command(
+            "outrider.tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"
         ),
-        "exactness": Command("tools.exactness.__main__", "the same tokens whatever happens around a request"),
-        "peers": Command("tools.peers.__main__", "against transformers, onnxruntime-genai, OpenVINO and llama.cpp"),
+        "modes": Command("outrider.tools.modes", "branches in one sequence, in batching, and one after another"),
+        "faults": Command("outrider.tools.faults.__main__", "what becomes of requests when things break"),
+        "serving": Command(
+            "outrider.tools.serving.__main__", "what a prefix cache, shared passes, routing and Ray actors bring"
+        ),
+        "exactness": Command("outrider.tools.exactness.__main__", "the same tokens whatever happens around a request"),
+        "peers": Command(
+            "outrider.tools.peers.__main__", "against transformers, onnxruntime-genai, OpenVINO and llama.cpp"
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from commands.arguments import Parser
-from commands.console import guarded, print_json, stdout
-from plans.machine import available_cores, instruction_set, processor
-from plans.plan import open_plan
+from outrider.commands.arguments import Parser
+from outrider.commands.console import guarded, print_json, stdout
+from outrider.plans.machine import available_cores, instruction_set, processor
+from outrider.plans.plan import open_plan
 
 
-def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.doctor") -> int:
+def main(arguments: Sequence[str] | None = None, called: str = "python -m outrider.tools.doctor") -> int:
     return guarded(lambda: _main(arguments, called))
 
 
@@ -52,7 +52,7 @@ def examine(plan: Path | None) -> dict[str, str]:
         missing = [package for package in packages if not _is_installed(package)]
         found[f"extra {extra}"] = f"lacks {', '.join(missing)}" if missing else "installed"
     if plan is not None:
-        from runtime.backends import BACKENDS
+        from outrider.runtime.backends import BACKENDS
 
         for name, backend in open_plan(plan, verify=False).manifest.backends.items():
             reason = BACKENDS[name].reason(backend)

@@ -1,4 +1,4 @@
-"""What the target's engine of the backend `cuda` moves and launches in a step: `python -m tools.kernel_costs`.
+"""What the target's engine of the backend `cuda` moves and launches in a step: `python -m outrider.tools.kernel_costs`.
 
 Models of the shapes of `tools.gpu` are exported and lowered as for a plan, without their weights, which nothing
 reads here. Ops around the engine are left out: a plain step also launches set_numbers, take_tokens, bim_mask, sample
@@ -13,7 +13,7 @@ that a launch of these steps asks for.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -25,14 +25,14 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
-from commands.arguments import Parser
-from commands.console import guarded, stdout
-from plans.kernel_costs import LaunchCost, launch_costs
-from plugins.cuda.compile import compile_kernels
-from plugins.cuda.launches import THREADS
-from plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
-from tools.gpu.models import CAPACITY, SHAPES, TYPES, model_of
-from tools.output import figure, markdown_table
+from outrider.commands.arguments import Parser
+from outrider.commands.console import guarded, stdout
+from outrider.plans.kernel_costs import LaunchCost, launch_costs
+from outrider.plugins.cuda.compile import compile_kernels
+from outrider.plugins.cuda.launches import THREADS
+from outrider.plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
+from outrider.tools.gpu.models import CAPACITY, SHAPES, TYPES, model_of
+from outrider.tools.output import figure, markdown_table
 
 Row = dict[str, Any]
 
@@ -125,7 +125,7 @@ def main(given: list[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     parser = Parser(
-        prog="python -m tools.kernel_costs",
+        prog="python -m outrider.tools.kernel_costs",
         description=__doc__,
         epilog="example: %(prog)s --shapes 8b --weights int4 --tokens 1,8,32",
         formatter_class=argparse.RawDescriptionHelpFormatter,

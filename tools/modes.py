@@ -1,4 +1,4 @@
-"""The two modes of branches side by side: `python -m tools.modes PLAN [--branches 1,8] [--prefix 1000] [--json]`.
+"""The two modes of branches side by side: `outrider modes PLAN [--branches 1,8] [--prefix 1000] [--json]`.
 
 The same branches behind the same prefix run in one sequence, in batching (where the plan has a row for each), and one
 after another in a session that keeps the prefix. All are measured in turn in one process, greedy, every branch `--new`
@@ -9,7 +9,7 @@ medians of paired ratios.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -25,17 +25,17 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from commands.arguments import Parser, at_least_0, at_least_1, counts
-from commands.console import guarded, progress_bar
-from plans.errors import RequestError
-from runtime import Runtime, Stats
-from runtime.branch_request import MODES, Mode
-from tools.arguments import drafters_named
-from tools.bench.identity import identity_columns
-from tools.bench.machine import describe_run
-from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.bench.sampling import GREEDY
-from tools.output import figure, print_head, print_report
+from outrider import Runtime, Stats
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, counts
+from outrider.commands.console import guarded, progress_bar
+from outrider.plans.errors import RequestError
+from outrider.runtime.branch_request import MODES, Mode
+from outrider.tools.arguments import drafters_named
+from outrider.tools.bench.identity import identity_columns
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.bench.sampling import GREEDY
+from outrider.tools.output import figure, print_head, print_report
 
 ALONE = "one by one"
 _OPENING = 12  # tokens that a branch begins with
@@ -202,7 +202,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.modes") -> int:
+def main(arguments: Sequence[str] | None = None, called: str = "python -m outrider.tools.modes") -> int:
     """Run the measurement; `called` is what the user typed before its arguments."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 

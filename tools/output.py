@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from commands.console import print_json, stdout
+from outrider.commands.console import print_json, stdout
 
 _NAMES = ("drafter", "mode", "way", "what", "scaling")  # columns that are no figures
 

@@ -1,4 +1,4 @@
-"""Two versions of this package by turns: `python -m tools.paired BEFORE [--plan build/reference] [--json]`.
+"""Two versions of this package by turns: `python -m outrider.tools.paired BEFORE [--plan build/reference] [--json]`.
 
 BEFORE is another checkout of the repository, with an installed `.venv` and a plan of its own at the same path. For
 every way, drafter and number of threads, each version runs in a process of its own, and they generate one burst at a
@@ -12,7 +12,7 @@ microseconds a round outside the engines. Where a cell has two figures, the firs
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -29,17 +29,17 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from commands.arguments import Parser, at_least_1, counts
-from commands.console import guarded, progress_bar
-from plans.errors import RequestError
-from plans.plan import open_plan
-from plans.tokenizer import Tokenizer
-from tools.arguments import drafters_named
-from tools.bench.machine import describe_run
-from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.output import figure, make_table, print_report
+from outrider.commands.arguments import Parser, at_least_1, counts
+from outrider.commands.console import guarded, progress_bar
+from outrider.plans.errors import RequestError
+from outrider.plans.plan import open_plan
+from outrider.plans.tokenizer import Tokenizer
+from outrider.tools.arguments import drafters_named
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.output import figure, make_table, print_report
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).resolve().parents[1]
 WAYS = ("session", "in-one-sequence", "batching", "submit")
 
 
@@ -218,7 +218,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.paired",
+        prog="python -m outrider.tools.paired",
         description=__doc__.partition("\n\n")[2],
         epilog="example: %(prog)s ../outrider-before --plan build/branches --ways session,submit --drafters none,ngram",
     )

@@ -13,7 +13,10 @@ import sys
 from time import perf_counter
 from typing import Any
 
-from runtime import Runtime
+try:
+    from outrider import Runtime
+except ImportError:  # of a checkout from before the package had this name
+    from runtime import Runtime  # type: ignore[attr-defined, no-redef]
 
 
 class Side:

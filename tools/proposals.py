@@ -1,4 +1,4 @@
-"""What to draft at a temperature: `python -m tools.proposals [--models DIR] [--temperature 0.7]`.
+"""What to draft at a temperature: `python -m outrider.tools.proposals [--models DIR] [--temperature 0.7]`.
 
 A coupled drafter knows the noise of the target's race. Along the target's own continuations of held-out prompts, how
 often is the token that wins the target's race the drafter's first proposal, and how often among the first 2, 3 and 8?
@@ -14,7 +14,7 @@ of which plans use the latter (`compiler/export/draft_graph.py` holds its consta
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -28,15 +28,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from commands.arguments import Parser, at_least_1, number
-from commands.console import guarded, print_json, stdout
-from compiler.checkpoint import load_decoder
-from compiler.eagle3_checkpoint import load_eagle3
-from compiler.export.draft_graph import DOUBT
-from tools.reference.acceptance import Drafts, continue_prompts, read_prompts
-from tools.reference.draft_model import model_drafts
-from tools.reference.eagle3 import head_drafts
-from tools.reference.teacher import Teacher
+from outrider.commands.arguments import Parser, at_least_1, number
+from outrider.commands.console import guarded, print_json, stdout
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.export.draft_graph import DOUBT
+from outrider.tools.reference.acceptance import Drafts, continue_prompts, read_prompts
+from outrider.tools.reference.draft_model import model_drafts
+from outrider.tools.reference.eagle3 import head_drafts
+from outrider.tools.reference.teacher import Teacher
 
 DOUBTS = (0.0, 0.1, 0.3, 0.5, 0.7)
 CHILDREN = (1, 2, 3, 8)
@@ -96,7 +96,7 @@ def main(given: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.proposals",
+        prog="python -m outrider.tools.proposals",
         description=__doc__,
         epilog="example: %(prog)s --models plans/reference --prompts 8",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,4 @@
-"""Write a random target and a draft model: `python -m tools.synthetic_pair --params 150m --out DIR`.
+"""Write a random target and a draft model: `python -m outrider.tools.synthetic_pair --params 150m --out DIR`.
 
 For measuring speculation at sizes that nobody here has trained. The target is a random Qwen3 whose layers behind the
 first few contribute little to the residual stream; the draft model is those first layers under the same embedding,
@@ -16,7 +16,7 @@ layer is ever in memory, and a recipe with weights of 4 bits.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -30,12 +30,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.arguments import Parser, at_least_0, at_least_1, number
-from commands.console import guarded, print_json, progress_bar, stdout
-from commands.packages import optional_packages
-from plans.errors import OutriderError, UsageError
-from tools.reference.prompts import read_completions
-from tools.synthetic_llama import SHAPES, write_llama
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
+from outrider.commands.console import guarded, print_json, progress_bar, stdout
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import OutriderError, UsageError
+from outrider.tools.reference.prompts import read_completions
+from outrider.tools.synthetic_llama import SHAPES, write_llama
 
 if TYPE_CHECKING:
     import torch
@@ -349,12 +349,12 @@ def _share(text: str) -> float:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.synthetic_pair",
+        prog="python -m outrider.tools.synthetic_pair",
         description="Write a random Qwen3 target, a draft model made of its first layers, a byte-level tokenizer and "
         "the recipe of the pair, for measuring speculation at sizes where weights dominate; or, with --like, a large "
         "target alone, with a recipe in 4 bits.",
         epilog="example: %(prog)s --params 150m --out build/synthetic-150m, then "
-        "python -m compiler build build/synthetic-150m/model.yaml --out build/synthetic-150m/plan",
+        "python -m outrider.compiler build build/synthetic-150m/model.yaml --out build/synthetic-150m/plan",
     )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--params", type=_count, help="the target's parameters: 10m, 40m, 150m ...")

@@ -1,10 +1,10 @@
-"""Train the reference models: `python -m tools.train_reference [target|eagle3|dspark|model|all] --minutes 100`.
+"""Train the reference models: `python -m outrider.tools.train_reference [target|eagle3|dspark|model|all] --minutes 9`.
 
 `target` (the default): a Qwen3-architecture decoder on the Python standard library's own source, by Muon (matrices)
 and AdamW (the rest), with a warm-up, a constant stretch and a linear decay; windows grow from 256 to 8192 tokens.
 `eagle3`, `dspark` and `model`: its drafters, an EAGLE3 head, a DSpark head and a small decoder, against the target in
 `--out`, on training text and on text that the target writes first, for an eighth of the minutes. Heads are rounded to
-`--bits` as they are written (`python -m tools.reference.pack` rounds one that was written with 16). `all`: target,
+`--bits` as they are written (`tools.reference.pack` rounds one that was written with 16). `all`: target,
 eagle3 and model, one after another.
 
 Progress is the share of `--minutes` of training time used, so that a GPU and two CPU cores run the same
@@ -15,7 +15,7 @@ schedule; a run that is stopped resumes from its checkpoint. CPU: start it with
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -27,25 +27,25 @@ from typing import TypeVar, get_args
 
 import torch
 
-from commands.arguments import Parser, at_least_0, at_least_1, number
-from commands.console import guarded
-from compiler.models.block import BlockHead
-from compiler.models.block_config import MarkovKind
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.eagle3 import Eagle3Head
-from compiler.models.quantization import BITS
-from compiler.opening import read_config
-from tools.reference.compressed import FLOAT, USUAL
-from tools.reference.corpus import read_standard_library
-from tools.reference.draft_model import ModelGeometry, train_model
-from tools.reference.drafter import prepare
-from tools.reference.dspark import BlockGeometry, train_dspark
-from tools.reference.eagle3 import UNROLLED, HeadGeometry, train_eagle3
-from tools.reference.export import write_lists
-from tools.reference.export_drafters import check_size
-from tools.reference.loop import Run
-from tools.reference.target import train_target
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
+from outrider.commands.console import guarded
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.block_config import MarkovKind
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.quantization import BITS
+from outrider.compiler.opening import read_config
+from outrider.tools.reference.compressed import FLOAT, USUAL
+from outrider.tools.reference.corpus import read_standard_library
+from outrider.tools.reference.draft_model import ModelGeometry, train_model
+from outrider.tools.reference.drafter import prepare
+from outrider.tools.reference.dspark import BlockGeometry, train_dspark
+from outrider.tools.reference.eagle3 import UNROLLED, HeadGeometry, train_eagle3
+from outrider.tools.reference.export import write_lists
+from outrider.tools.reference.export_drafters import check_size
+from outrider.tools.reference.loop import Run
+from outrider.tools.reference.target import train_target
 
 TARGET, HEAD, BLOCK, MODEL, ALL = PARTS = ("target", "eagle3", "dspark", "model", "all")
 MINUTES = {TARGET: 100.0, HEAD: 60.0, BLOCK: 60.0, MODEL: 60.0, ALL: 220.0}
@@ -118,7 +118,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> list[str]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.train_reference",
+        prog="python -m outrider.tools.train_reference",
         description=__doc__,
         epilog="example: %(prog)s eagle3 --minutes 60",
         formatter_class=argparse.RawDescriptionHelpFormatter,

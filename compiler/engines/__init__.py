@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from compiler.engines.front_end import FrontEnd
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.engines.report import Report
-from compiler.models.config import WeightType
-from compiler.recipe_backends import (
+from outrider.compiler.engines.front_end import FrontEnd
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.engines.report import Report
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.recipe_backends import (
     BackendBuild,
     CudaSection,
     OnnxRuntimeCpuSection,
     TensorRtRtxSection,
     TensorRtSection,
 )
-from plans.manifest import Engine
+from outrider.plans.manifest import Engine
 
 
 class EngineFolder(Protocol):
@@ -52,17 +52,17 @@ def open_folder(
     """
     # Imported here because builders' libraries are large and optional.
     if isinstance(backend, TensorRtSection):
-        from compiler.engines.tensorrt import TensorRtEngines
-        from compiler.engines.tensorrt_library import TensorRtLibrary
+        from outrider.compiler.engines.tensorrt import TensorRtEngines
+        from outrider.compiler.engines.tensorrt_library import TensorRtLibrary
 
         return TensorRtEngines(folder, TensorRtLibrary(backend, timing_cache), report, _front_end(backend))
     if isinstance(backend, TensorRtRtxSection):
-        from compiler.engines.tensorrt import TensorRtEngines
-        from compiler.engines.tensorrt_library import RtxLibrary
+        from outrider.compiler.engines.tensorrt import TensorRtEngines
+        from outrider.compiler.engines.tensorrt_library import RtxLibrary
 
         return TensorRtEngines(folder, RtxLibrary(backend), report, _front_end(backend))
     if isinstance(backend, CudaSection):
-        from compiler.engines.cuda import CudaEngines
+        from outrider.compiler.engines.cuda import CudaEngines
 
         return CudaEngines(folder, dtype)
     return OnnxRuntimeEngines(folder)
@@ -71,7 +71,7 @@ def open_folder(
 def _front_end(backend: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, Any], FrontEnd] | None:
     if backend.frontend == "onnx":
         return None
-    from compiler.engines.torch_front import TorchFront
+    from outrider.compiler.engines.torch_front import TorchFront
 
     return TorchFront
 
@@ -80,12 +80,12 @@ def facts_of_machine(backend: BackendBuild) -> dict[str, str]:
     """Return facts of this machine that shape a backend's engines. Raises `PlanError` where it cannot build them."""
     facts = {}
     if isinstance(backend, TensorRtSection | TensorRtRtxSection) and backend.frontend == "torch-tensorrt":
-        from compiler.engines.torch_tensorrt import installed_version
+        from outrider.compiler.engines.torch_tensorrt import installed_version
 
         library = "tensorrt" if isinstance(backend, TensorRtSection) else "tensorrt_rtx"
         facts[f"{backend.kind} frontend"] = installed_version(library)
     if isinstance(backend, TensorRtSection):
-        from compiler.engines.tensorrt_library import gpu_here, load_tensorrt
+        from outrider.compiler.engines.tensorrt_library import gpu_here, load_tensorrt
 
         load_tensorrt()
         gpu = gpu_here()
@@ -98,7 +98,7 @@ def kernel_architectures(backend: BackendBuild) -> tuple[str, ...]:
     if isinstance(backend, OnnxRuntimeCpuSection):
         return ()
     if isinstance(backend, TensorRtSection):
-        from compiler.engines.tensorrt_library import gpu_here
+        from outrider.compiler.engines.tensorrt_library import gpu_here
 
         return tuple(dict.fromkeys((*backend.compute_capabilities, gpu_here().architecture)))
     return backend.compute_capabilities

@@ -10,14 +10,14 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from compiler.engines.onnx_file import WeightFile, describe_engine
-from compiler.kernels import HANDLERS
-from compiler.kernels.emitter import Emitter
-from compiler.models.config import WeightType
-from plans.errors import PlanError
-from plans.kernel_engine import KernelEngine, problems
-from plans.manifest import Engine
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, PARAMETERS
+from outrider.compiler.engines.onnx_file import WeightFile, describe_engine
+from outrider.compiler.kernels import HANDLERS
+from outrider.compiler.kernels.emitter import Emitter
+from outrider.compiler.models.config import WeightType
+from outrider.plans.errors import PlanError
+from outrider.plans.kernel_engine import KernelEngine, problems
+from outrider.plans.manifest import Engine
+from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS, PARAMETERS
 
 _LOG = logging.getLogger("outrider")
 _FLOATS = ENGINE_KERNELS["outrider_product"]

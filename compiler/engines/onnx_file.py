@@ -10,9 +10,9 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 
-from plans import names
-from plans.buffers import DType, Tensor
-from plans.manifest import Engine
+from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.manifest import Engine
 
 Bytes = bytes | memoryview
 _INLINE = 1024  # bytes: smaller constants stay in the graph, where optimisers can see them

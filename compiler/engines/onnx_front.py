@@ -8,9 +8,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from compiler.engines.onnx_file import WeightFile, write_graph
-from compiler.engines.tensorrt_network import carry_bits
-from plans.errors import PlanError
+from outrider.compiler.engines.onnx_file import WeightFile, write_graph
+from outrider.compiler.engines.tensorrt_network import carry_bits
+from outrider.plans.errors import PlanError
 
 
 class OnnxFront:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
-from plans.manifest import Engine
-from plans.onnx_operators import check_operators
+from outrider.compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
+from outrider.plans.manifest import Engine
+from outrider.plans.onnx_operators import check_operators
 
 
 class OnnxRuntimeEngines:

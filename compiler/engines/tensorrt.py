@@ -10,21 +10,21 @@ from typing import Any
 
 import onnx_ir as ir
 
-from compiler.engines.front_end import FrontEnd
-from compiler.engines.onnx_file import describe_engine
-from compiler.engines.onnx_front import OnnxFront
-from compiler.engines.report import Report
-from compiler.engines.tensorrt_library import Library
-from compiler.engines.tensorrt_monitor import make_monitor
-from compiler.engines.tensorrt_network import (
+from outrider.compiler.engines.front_end import FrontEnd
+from outrider.compiler.engines.onnx_file import describe_engine
+from outrider.compiler.engines.onnx_front import OnnxFront
+from outrider.compiler.engines.report import Report
+from outrider.compiler.engines.tensorrt_library import Library
+from outrider.compiler.engines.tensorrt_monitor import make_monitor
+from outrider.compiler.engines.tensorrt_network import (
     allow_unfused_attention,
     check_bindings,
     check_cache_updates,
 )
-from plans import names
-from plans.errors import PlanError
-from plans.manifest import Engine, Profile, Range
-from plugins.tensorrt.log import make_log
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import Engine, Profile, Range
+from outrider.plugins.tensorrt.log import make_log
 
 FEW_TOKENS = 64
 """Steps up to this size decode and verify, larger ones prefill: each of the two ranges has its own kernels."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from compiler.recipe_backends import TensorRtRtxSection, TensorRtSection
-from plans.errors import PlanError
-from plans.extras import install
-from plugins.tensorrt import register_plugins
+from outrider.compiler.recipe_backends import TensorRtRtxSection, TensorRtSection
+from outrider.plans.errors import PlanError
+from outrider.plans.extras import install
+from outrider.plugins.tensorrt import register_plugins
 
 OLDEST = (10, 15)  # the first version of TensorRT with cache updates in place
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiler.engines.report import Report
+from outrider.compiler.engines.report import Report
 
 
 def make_monitor(trt: Any, report: Report) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from plans.errors import PlanError
-from plans.manifest import Engine
-from plugins.onnx_ops import DOMAIN
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import Engine
+from outrider.plugins.onnx_ops import DOMAIN
 
 _CARRIED = (ir.DataType.DOUBLE, ir.DataType.UINT64)
 _MOVES = frozenset({"Concat", "Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})

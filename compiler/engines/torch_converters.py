@@ -14,8 +14,8 @@ import torch
 import torch.onnx.ops  # registers ONNX's
 from torch import Tensor
 
-import compiler.export.ops  # noqa: F401  registers ours
-from compiler.lowering.builder import LOWEST
+import outrider.compiler.export.ops  # noqa: F401  registers ours
+from outrider.compiler.lowering.builder import LOWEST
 
 BRANCH_ATTENTION = torch.ops.outrider.branch_attention.default
 _CAPS_AND_SINKS = 13  # the arguments of branch_attention behind those that every call has

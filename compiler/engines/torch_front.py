@@ -15,13 +15,13 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from compiler.engines.onnx_file import DTYPES
-from compiler.engines.tensorrt_network import TYPES
-from compiler.engines.torch_converters import BRANCH_ATTENTION, OneRowConverters, is_plain
-from compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
-from compiler.export.tracing import Traced, traced_of
-from plans.errors import PlanError
-from plugins.schema import QUANT_OPS
+from outrider.compiler.engines.onnx_file import DTYPES
+from outrider.compiler.engines.tensorrt_network import TYPES
+from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, OneRowConverters, is_plain
+from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
+from outrider.compiler.export.tracing import Traced, traced_of
+from outrider.plans.errors import PlanError
+from outrider.plugins.schema import QUANT_OPS
 
 _OURS = "outrider"
 

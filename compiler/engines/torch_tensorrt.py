@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from plans.errors import PlanError
+from outrider.plans.errors import PlanError
 
 _PACKAGE = "torch_tensorrt"
 _WHEELS = {"tensorrt": "torch-tensorrt", "tensorrt_rtx": "torch-tensorrt-rtx"}

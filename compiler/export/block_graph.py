@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler.export.draft_graph import DraftGraph, Growth, Tips
-from compiler.export.execution import GraphExecution
-from compiler.models.block_config import BlockConfig
-from compiler.models.drafting import BlockDraft
-from plans.manifest import Tree
+from outrider.compiler.export.draft_graph import DraftGraph, Growth, Tips
+from outrider.compiler.export.execution import GraphExecution
+from outrider.compiler.models.block_config import BlockConfig
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.plans.manifest import Tree
 
 
 def block_slots(config: BlockConfig, tree: Tree) -> int:

@@ -8,14 +8,14 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from compiler.export.block_graph import BlockGraph
-from compiler.export.draft_graph import DraftGraph, DraftModel
-from compiler.export.execution import cache_outputs
-from compiler.export.level_graph import LevelGraph
-from compiler.export.tracing import Shape, name_inputs, trace
-from compiler.models.drafting import BlockDraft
-from plans import names
-from plans.manifest import Tree
+from outrider.compiler.export.block_graph import BlockGraph
+from outrider.compiler.export.draft_graph import DraftGraph, DraftModel
+from outrider.compiler.export.execution import cache_outputs
+from outrider.compiler.export.level_graph import LevelGraph
+from outrider.compiler.export.tracing import Shape, name_inputs, trace
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.plans import names
+from outrider.plans.manifest import Tree
 
 
 def export_draft(

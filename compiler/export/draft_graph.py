@@ -16,13 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compiler.export.execution import GraphExecution, KvCaches, RopeTables
-from compiler.export.ops import draft_sample, tree_expand, tree_rerank
-from compiler.models.attention import Attention
-from plans.manifest import Tree
+from outrider.compiler.export.execution import GraphExecution, KvCaches, RopeTables
+from outrider.compiler.export.ops import draft_sample, tree_expand, tree_rerank
+from outrider.compiler.models.attention import Attention
+from outrider.plans.manifest import Tree
 
 # How often the drafter's race tells nothing of the target's. Near the best of a grid on the reference drafters
-# (`python -m tools.proposals`).
+# (`python -m outrider.tools.proposals`).
 DOUBT = 0.5
 
 

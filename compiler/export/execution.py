@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from compiler.export.ops import branch_attention, window_bias
-from compiler.models.attention import Attention
-from compiler.models.rope import Rope
-from plans import names
+from outrider.compiler.export.ops import branch_attention, window_bias
+from outrider.compiler.models.attention import Attention
+from outrider.compiler.models.rope import Rope
+from outrider.plans import names
 
 
 class RopeTables(nn.Module):

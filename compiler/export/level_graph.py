@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compiler.export.draft_graph import DraftGraph, DraftModel, Growth, Tips
-from compiler.export.execution import GraphExecution
-from compiler.models.decoder import Execution
-from plans.manifest import Tree
+from outrider.compiler.export.draft_graph import DraftGraph, DraftModel, Growth, Tips
+from outrider.compiler.export.execution import GraphExecution
+from outrider.compiler.models.decoder import Execution
+from outrider.plans.manifest import Tree
 
 
 class LevelModel(DraftModel, Protocol):

@@ -12,8 +12,8 @@ import onnxscript
 import torch
 from torch import Tensor
 
-import compiler.models.experts  # noqa: F401  registers its ops
-from plugins.onnx_ops import DOMAIN, VERSION
+import outrider.compiler.models.experts  # noqa: F401  registers its ops
+from outrider.plugins.onnx_ops import DOMAIN, VERSION
 
 
 @torch.library.custom_op("outrider::branch_attention", mutates_args=())

@@ -11,10 +11,10 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from compiler.export.execution import GraphExecution, KvCaches, RopeTables, cache_outputs
-from compiler.export.tracing import Shape, name_inputs, trace
-from compiler.models.decoder import Decoder
-from plans import names
+from outrider.compiler.export.execution import GraphExecution, KvCaches, RopeTables, cache_outputs
+from outrider.compiler.export.tracing import Shape, name_inputs, trace
+from outrider.compiler.models.decoder import Decoder
+from outrider.plans import names
 
 
 class TargetGraph(nn.Module):

@@ -24,9 +24,9 @@ from torch.fx.experimental import _config
 from torch.onnx._internal.exporter import _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from compiler.deferred import Deferred, deferred
-from compiler.export.ops import TRANSLATIONS
-from plugins.onnx_ops import OPSET
+from outrider.compiler.deferred import Deferred, deferred
+from outrider.compiler.export.ops import TRANSLATIONS
+from outrider.plugins.onnx_ops import OPSET
 
 Shape = Sequence[int | str]
 TRACED = "outrider.traced"

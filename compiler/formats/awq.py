@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.formats.int32 import unpack
-from compiler.formats.packed_module import SCALE_TYPES, PackedModule
-from compiler.tensor_source import Stored, TensorSource
+from outrider.compiler.formats.int32 import unpack
+from outrider.compiler.formats.packed_module import SCALE_TYPES, PackedModule
+from outrider.compiler.tensor_source import Stored, TensorSource
 
 _PLACES = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # of the eight outputs of a word, counted from its lowest bits
 

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.formats.int32 import unpack
-from compiler.formats.packed_module import SCALE_TYPES, PackedModule
-from compiler.models.quantization import BITS, SETTINGS
-from compiler.tensor_source import Stored, TensorSource
-from plans.errors import CheckpointError
+from outrider.compiler.formats.int32 import unpack
+from outrider.compiler.formats.packed_module import SCALE_TYPES, PackedModule
+from outrider.compiler.models.quantization import BITS, SETTINGS
+from outrider.compiler.tensor_source import Stored, TensorSource
+from outrider.plans.errors import CheckpointError
 
 _WEIGHT, _SCALE, _ZERO, _SHAPE, _GROUPS = (
     "weight_packed",

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.quantization.form import QuantizedWeight
-from plugins.quant_layout import BLOCK
+from outrider.compiler.quantization.form import QuantizedWeight
+from outrider.plugins.quant_layout import BLOCK
 
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiler.formats.gguf_file import GgufFile, shown
-from compiler.formats.gguf_tensors import ROPE_FACTORS
-from compiler.formats.gguf_tokenizer import TOKEN_TYPES, TOKENS
-from compiler.formats.sentencepiece_model import CONTROL
-from compiler.models.config import DecoderConfig, config_from
-from compiler.models.rope import RopeScaling
-from plans.errors import CheckpointError
+from outrider.compiler.formats.gguf_file import GgufFile, shown
+from outrider.compiler.formats.gguf_tensors import ROPE_FACTORS
+from outrider.compiler.formats.gguf_tokenizer import TOKEN_TYPES, TOKENS
+from outrider.compiler.formats.sentencepiece_model import CONTROL
+from outrider.compiler.models.config import DecoderConfig, config_from
+from outrider.compiler.models.rope import RopeScaling
+from outrider.plans.errors import CheckpointError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _EOS_KEYS = tuple(f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.formats.gguf_blocks import BLOCK_TYPES
-from plans.errors import CheckpointError
+from outrider.compiler.formats.gguf_blocks import BLOCK_TYPES
+from outrider.plans.errors import CheckpointError
 
 Value = int | float | bool | str | list[str] | NDArray[np.generic]
 """A value of the metadata; lists of numbers are arrays. A float32 is the shortest decimal that it is the nearest to."""

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.formats.gguf_blocks import BLOCK_TYPES
-from compiler.formats.gguf_file import GgufFile
-from compiler.models.config import DecoderConfig
-from compiler.quantization.form import QuantizedWeight, WeightSource
-from compiler.tensor_source import Stored
-from plans.errors import CheckpointError
+from outrider.compiler.formats.gguf_blocks import BLOCK_TYPES
+from outrider.compiler.formats.gguf_file import GgufFile
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
+from outrider.compiler.tensor_source import Stored
+from outrider.plans.errors import CheckpointError
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; a part of the configuration, no weight."""

@@ -14,9 +14,18 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from compiler.formats.gguf_file import GgufFile
-from compiler.formats.sentencepiece_model import CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Pieces, merges
-from plans.errors import CheckpointError
+from outrider.compiler.formats.gguf_file import GgufFile
+from outrider.compiler.formats.sentencepiece_model import (
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Pieces,
+    merges,
+)
+from outrider.plans.errors import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
 TOKENS, TOKEN_TYPES = f"{_PREFIX}tokens", f"{_PREFIX}token_type"

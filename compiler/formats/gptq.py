@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.formats.int32 import unpack
-from compiler.formats.packed_module import SCALE_TYPES, PackedModule
-from compiler.tensor_source import Stored, TensorSource
+from outrider.compiler.formats.int32 import unpack
+from outrider.compiler.formats.packed_module import SCALE_TYPES, PackedModule
+from outrider.compiler.tensor_source import Stored, TensorSource
 
 _ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 """A one in each place of a word, by bits."""

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compiler.models.quantization import BITS
-from compiler.quantization.form import QuantizedWeight, WeightSource
-from compiler.tensor_source import Stored, TensorSource
-from plans.errors import CheckpointError
-from plugins.quant_layout import BLOCK, fits_half
+from outrider.compiler.models.quantization import BITS
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
+from outrider.compiler.tensor_source import Stored, TensorSource
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.quant_layout import BLOCK, fits_half
 
 SCALE_TYPES = ("F16", "BF16", "F32")
 

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.formats.awq import AwqModule
-from compiler.formats.compressed_tensors import CompressedModule, WeightGroup, read_groups
-from compiler.formats.gptq import FirstGptqModule, GptqModule
-from compiler.formats.packed_module import PackedModule
-from compiler.models.quantization import Packing, read_packing
-from compiler.quantization.form import WeightSource
-from compiler.tensor_source import Stored, TensorSource
-from plans.errors import CheckpointError
+from outrider.compiler.formats.awq import AwqModule
+from outrider.compiler.formats.compressed_tensors import CompressedModule, WeightGroup, read_groups
+from outrider.compiler.formats.gptq import FirstGptqModule, GptqModule
+from outrider.compiler.formats.packed_module import PackedModule
+from outrider.compiler.models.quantization import Packing, read_packing
+from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.tensor_source import Stored, TensorSource
+from outrider.plans.errors import CheckpointError
 
 _INTO_DOWN = re.compile(r"(.*\.mlp\.)(?:gate|up)_proj\.(?:weight|bias)")
 _DOWN = re.compile(r".*\.mlp\.down_proj\.weight")

@@ -18,8 +18,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram
 
-from plans.errors import CheckpointError
-from plans.protobuf import BYTES, FIXED32, VARINT, fields
+from outrider.plans.errors import CheckpointError
+from outrider.plans.protobuf import BYTES, FIXED32, VARINT, fields
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of pieces, in `tokenizer.model` and in GGUF files alike."""

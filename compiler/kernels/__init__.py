@@ -1,8 +1,8 @@
 """A lowered graph as launches of our own kernels: the engines of the backend `cuda`."""
 
-from compiler.kernels.elements import ELEMENTS
-from compiler.kernels.layers import LAYERS
-from compiler.kernels.products import PRODUCTS
+from outrider.compiler.kernels.elements import ELEMENTS
+from outrider.compiler.kernels.layers import LAYERS
+from outrider.compiler.kernels.products import PRODUCTS
 
 HANDLERS = {("", operator): handler for operator, handler in ELEMENTS.items()} | PRODUCTS | LAYERS
 """What to do with a node, by domain and operator; a graph with any other is refused."""

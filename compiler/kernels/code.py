@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 
-from compiler.kernels.sizes import Size
-from plans import names
+from outrider.compiler.kernels.sizes import Size
+from outrider.plans import names
 
 
 class Word(IntEnum):

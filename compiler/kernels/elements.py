@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from compiler.kernels.code import Node, Word
-from compiler.kernels.emitter import Emitter, Handler, spread
-from compiler.kernels.entropy import log_softmax, multiply_parts, reduce_sum
-from compiler.kernels.sizes import Size, least, product, size
-from compiler.kernels.values import At, Kind, Logs, Ruled, Shape, Stored, Total, Weight
+from outrider.compiler.kernels.code import Node, Word
+from outrider.compiler.kernels.emitter import Emitter, Handler, spread
+from outrider.compiler.kernels.entropy import log_softmax, multiply_parts, reduce_sum
+from outrider.compiler.kernels.sizes import Size, least, product, size
+from outrider.compiler.kernels.values import At, Kind, Logs, Ruled, Shape, Stored, Total, Weight
 
 
 def _axis(node: ir.Node, rank: int, default: int = 0) -> int:

@@ -12,17 +12,17 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from compiler.kernels.code import MOST_SOURCES, Nodes, TooLongError, count, sources, write
-from compiler.kernels.sizes import Size, largest, product, quotient, size
-from compiler.kernels.values import Formed, Kind, Ruled, Shape, Stored, Value, Weight
-from compiler.kernels.workspace import arrange
-from compiler.models.config import WeightType
-from plans import names
-from plans.errors import CheckpointError, PlanError
-from plans.kernel_engine import NO_TENSOR, KernelEngine, Launch, Loop, Place
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, INTEGERS
-from plugins.cuda.launches import THREADS
-from plugins.quant_layout import BLOCK
+from outrider.compiler.kernels.code import MOST_SOURCES, Nodes, TooLongError, count, sources, write
+from outrider.compiler.kernels.sizes import Size, largest, product, quotient, size
+from outrider.compiler.kernels.values import Formed, Kind, Ruled, Shape, Stored, Value, Weight
+from outrider.compiler.kernels.workspace import arrange
+from outrider.compiler.models.config import WeightType
+from outrider.plans import names
+from outrider.plans.errors import CheckpointError, PlanError
+from outrider.plans.kernel_engine import NO_TENSOR, KernelEngine, Launch, Loop, Place
+from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS, INTEGERS
+from outrider.plugins.cuda.launches import THREADS
+from outrider.plugins.quant_layout import BLOCK
 
 _ITEM = {"real": 4, "integer": 8}
 _MOST_KNOWN = 64  # elements of a small tensor that are known one by one

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.kernels.code import Word
-from compiler.kernels.emitter import Emitter
-from compiler.kernels.sizes import product, size
-from compiler.kernels.values import Logs, Ruled, Total
+from outrider.compiler.kernels.code import Word
+from outrider.compiler.kernels.emitter import Emitter
+from outrider.compiler.kernels.sizes import product, size
+from outrider.compiler.kernels.values import Logs, Ruled, Total
 
 
 def log_softmax(e: Emitter, node: ir.Node) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 
 import onnx_ir as ir
 
-from compiler.kernels.code import Word
-from compiler.kernels.elements import softcap
-from compiler.kernels.emitter import Emitter, Handler
-from compiler.kernels.products import Output, bytes_of, output_for, part_of, real
-from compiler.kernels.sizes import Size, product, quotient, size
-from compiler.kernels.values import Ruled, Shape, Stored, Summed, Weight
-from plans import names
-from plans.formulas import formula
-from plans.kernel_engine import TURN, Launch
-from plugins.cuda import LAUNCHES
-from plugins.cuda.engine_kernels import (
+from outrider.compiler.kernels.code import Word
+from outrider.compiler.kernels.elements import softcap
+from outrider.compiler.kernels.emitter import Emitter, Handler
+from outrider.compiler.kernels.products import Output, bytes_of, output_for, part_of, real
+from outrider.compiler.kernels.sizes import Size, product, quotient, size
+from outrider.compiler.kernels.values import Ruled, Shape, Stored, Summed, Weight
+from outrider.plans import names
+from outrider.plans.formulas import formula
+from outrider.plans.kernel_engine import TURN, Launch
+from outrider.plugins.cuda import LAUNCHES
+from outrider.plugins.cuda.engine_kernels import (
     CHUNK,
     HEAD_STEP,
     MOST_HEAD,
@@ -27,12 +27,12 @@ from plugins.cuda.engine_kernels import (
     attention_room,
     norm_bytes,
 )
-from plugins.cuda.launches import ELEMENTS as CACHE_TYPES
-from plugins.cuda.launches import THREADS, as_number
-from plugins.onnx_ops import DOMAIN
-from plugins.quant_layout import BLOCK
-from plugins.schema import CPU_DOMAIN
-from plugins.schemas import SCHEMAS
+from outrider.plugins.cuda.launches import ELEMENTS as CACHE_TYPES
+from outrider.plugins.cuda.launches import THREADS, as_number
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.quant_layout import BLOCK
+from outrider.plugins.schema import CPU_DOMAIN
+from outrider.plugins.schemas import SCHEMAS
 
 _PARTIAL_BYTES = 64 * 2**20  # of chunks of attention that are not put together yet
 _FEW_TOKENS = 4  # a head of each of which is a block's

@@ -13,20 +13,20 @@ from math import prod
 
 import onnx_ir as ir
 
-from compiler.kernels.elements import ELEMENTS
-from compiler.kernels.emitter import Emitter, Handler, spread
-from compiler.kernels.sizes import Size, product, quotient, size
-from compiler.kernels.values import Formed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
-from plugins.cuda.engine_kernels import (
+from outrider.compiler.kernels.elements import ELEMENTS
+from outrider.compiler.kernels.emitter import Emitter, Handler, spread
+from outrider.compiler.kernels.sizes import Size, product, quotient, size
+from outrider.compiler.kernels.values import Formed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
+from outrider.plugins.cuda.engine_kernels import (
     FORMS,
     INTEGERS,
     UNITS,
     half_bytes,
     quant_bytes,
 )
-from plugins.cuda.launches import THREADS
-from plugins.quant_layout import BLOCK, QuantLayout
-from plugins.schema import CPU_DOMAIN
+from outrider.plugins.cuda.launches import THREADS
+from outrider.plugins.quant_layout import BLOCK, QuantLayout
+from outrider.plugins.schema import CPU_DOMAIN
 
 _ROWS_AT_ONCE = 8  # of a float32 product's block (kRowsAtOnce)
 _MATRIX = 32  # rows, and outputs, of a block on tensor cores; inputs of a step (kQuantRows, kHalfRows ...)

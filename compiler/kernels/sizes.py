@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from plans import names
+from outrider.plans import names
 
 _Monomial = tuple[str, ...]  # symbols, sorted; empty for a constant
 

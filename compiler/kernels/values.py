@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from compiler.kernels.code import Node
-from compiler.kernels.sizes import Size
+from outrider.compiler.kernels.code import Node
+from outrider.compiler.kernels.sizes import Size
 
 Kind = Literal["real", "integer"]
 """float32, or int64 (truths are integers)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plans.kernel_engine import Launch, Loop
+from outrider.plans.kernel_engine import Launch, Loop
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of an address
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.inside import swap
-from compiler.lowering.rule import Lowering, Rule
-from compiler.lowering.written_out import sinks_of
-from plugins.onnx_ops import DOMAIN
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.lowering.inside import swap
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.lowering.written_out import sinks_of
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.schema import CPU_DOMAIN
 
 _BIAS, _ROW_SPLITS, _SINKS = 5, 7, 13
 

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from compiler.graph_edits import drop_unread, replace
-from compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
-from compiler.quantization.form import QuantizedWeight, WeightSource, product_source
-from plugins.quant_layout import BLOCK
+from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource, product_source
+from outrider.plugins.quant_layout import BLOCK
 
 
 class BlockQuantized(Rule):

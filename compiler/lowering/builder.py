@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering
+from outrider.compiler.lowering.rule import Lowering
 
 SWAP = {"perm": [0, 2, 1, 3]}  # tokens and heads change places
 LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}

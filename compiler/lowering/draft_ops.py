@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.graph_edits import replace
-from compiler.lowering.rule import Lowering, Rule
-from plugins.onnx_ops import DOMAIN
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.graph_edits import replace
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.schema import CPU_DOMAIN
 
 
 class CpuDraftOps(Rule):

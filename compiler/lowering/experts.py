@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from compiler.graph_edits import drop_unread, replace
-from compiler.lowering.rule import Lowering, Rule
-from compiler.quantization.form import QuantTensor
-from plugins.onnx_ops import DOMAIN
-from plugins.panel_layout import pack_panels, panel_shape
-from plugins.quant_layout import pack
-from plugins.schema import CPU_DOMAIN, EXPERT_OPS
+from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.quantization.form import QuantTensor
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.panel_layout import pack_panels, panel_shape
+from outrider.plugins.quant_layout import pack
+from outrider.plugins.schema import CPU_DOMAIN, EXPERT_OPS
 
 _NOT_FLOAT32 = "its kernels compute in float32"
 _NOT_CONSTANT = "its weights are no constants"

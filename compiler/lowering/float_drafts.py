@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from compiler.graph_edits import drop_unread, replace
-from compiler.lowering.rule import Lowering, Rule
-from compiler.quantization.form import QuantTensor, product_source
-from plans import names
-from plugins.onnx_ops import DOMAIN
-from plugins.reference import dequantize
-from plugins.schema import EXPERT_OPS
+from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.quantization.form import QuantTensor, product_source
+from outrider.plans import names
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.reference import dequantize
+from outrider.plugins.schema import EXPERT_OPS
 
 _OF_TARGETS = "the target's weights stay integers"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule
-from compiler.lowering.written_out import sinks_of, softcap_of
-from plugins.onnx_ops import DOMAIN, FUNCTIONS
-from plugins.onnx_ops.branch_attention import branch_attention_function
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.lowering.written_out import sinks_of, softcap_of
+from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS
+from outrider.plugins.onnx_ops.branch_attention import branch_attention_function
 
 
 class FunctionBody(Rule):

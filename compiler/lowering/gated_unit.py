@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from compiler.graph_edits import drop_unread, replace
-from compiler.lowering.products import join_products, product_kind, product_width
-from compiler.lowering.rule import Lowering, Rule
-from compiler.quantization.form import product_source
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.lowering.products import join_products, product_kind, product_width
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.quantization.form import product_source
+from outrider.plugins.schema import CPU_DOMAIN
 
 
 class FuseGatedUnit(Rule):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.graph_edits import replace
-from compiler.lowering.builder import Builder
-from compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
-from compiler.lowering.written_out import sinks_of, softcap_of
-from plugins.onnx_ops import DOMAIN
+from outrider.compiler.graph_edits import replace
+from outrider.compiler.lowering.builder import Builder
+from outrider.compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
+from outrider.compiler.lowering.written_out import sinks_of, softcap_of
+from outrider.plugins.onnx_ops import DOMAIN
 
 KERNELS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 """Types that the CUDA provider has kernels for."""

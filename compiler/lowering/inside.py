@@ -11,9 +11,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from compiler.graph_edits import replace
-from compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.graph_edits import replace
+from outrider.compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
+from outrider.plugins.schema import CPU_DOMAIN
 
 _Q, _K, _V, _K_CACHE = 0, 1, 2, 3
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.graph_edits import replace
-from compiler.lowering.functions import FunctionBody
-from compiler.lowering.rule import Lowering, Rule
-from compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
-from plugins.onnx_ops import DOMAIN
-from plugins.schema import TensorSpec
-from plugins.schemas import SCHEMAS
-from plugins.tensorrt import PLUGINS, Declined
-from plugins.tensorrt.plugin import NAMESPACE
+from outrider.compiler.graph_edits import replace
+from outrider.compiler.lowering.functions import FunctionBody
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.schema import TensorSpec
+from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt import PLUGINS, Declined
+from outrider.plugins.tensorrt.plugin import NAMESPACE
 
 
 class PluginNodes(Rule):

@@ -7,9 +7,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering
-from compiler.quantization.form import product_source, side_by_side
-from plugins.onnx_ops import DOMAIN
+from outrider.compiler.lowering.rule import Lowering
+from outrider.compiler.quantization.form import product_source, side_by_side
+from outrider.plugins.onnx_ops import DOMAIN
 
 
 def product_kind(node: ir.Node | None) -> Hashable:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from compiler.graph_edits import drop_unread, replace
-from compiler.lowering.products import join_products, product_kind, product_width
-from compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.lowering.products import join_products, product_kind, product_width
+from outrider.compiler.lowering.rule import Lowering, Rule
 
 
 class FuseProjections(Rule):

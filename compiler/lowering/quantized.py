@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.graph_edits import drop_unread, replace
-from compiler.lowering.rule import Lowering, Rule
-from compiler.quantization.form import product_source
-from plugins.quant_layout import pack
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.quantization.form import product_source
+from outrider.plugins.quant_layout import pack
+from outrider.plugins.schema import CPU_DOMAIN
 
 
 class PackQuantized(Rule):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule
-from plans import names
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.plans import names
+from outrider.plugins.schema import CPU_DOMAIN
 
 _OUTPUTS = 3  # outputs of attention without queries
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from plans.manifest import RuleReport
+from outrider.plans.manifest import RuleReport
 
 CONTRIBUTED = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.graph_edits import replace
-from compiler.lowering.builder import SWAP, Builder
-from compiler.lowering.rule import Lowering, Rule
-from compiler.lowering.written_out import is_plain, write_out
-from plugins.onnx_ops import DOMAIN
+from outrider.compiler.graph_edits import replace
+from outrider.compiler.lowering.builder import SWAP, Builder
+from outrider.compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.lowering.written_out import is_plain, write_out
+from outrider.plugins.onnx_ops import DOMAIN
 
 
 class ScatterAttention(Rule):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from compiler.lowering.rule import Lowering, Rule
+from outrider.compiler.lowering.rule import Lowering, Rule
 
 
 class CopiedSizes(Rule):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.functions import FunctionBody
-from compiler.lowering.rule import Lowering
-from compiler.lowering.sizes import copy_sizes
+from outrider.compiler.lowering.functions import FunctionBody
+from outrider.compiler.lowering.rule import Lowering
+from outrider.compiler.lowering.sizes import copy_sizes
 
 
 class UnbranchedBody(FunctionBody):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from compiler.lowering.builder import Builder
+from outrider.compiler.lowering.builder import Builder
 
 _SINKS = 8  # the input of BranchAttention
 

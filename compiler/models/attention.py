@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from compiler.models.rope import Rope, RopeScaling
+from outrider.compiler.models.rope import Rope, RopeScaling
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler.models.block_config import BlockConfig, Confidence, Markov
-from compiler.models.decoder import DecoderLayer, Execution, Linear, RmsNorm
+from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov
+from outrider.compiler.models.decoder import DecoderLayer, Execution, Linear, RmsNorm
 
 
 class MarkovHead(nn.Module):

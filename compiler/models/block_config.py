@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal, NamedTuple
 
-from compiler.models.attention import PlainAttention
-from compiler.models.eagle3_config import Taps
-from compiler.models.families import Activation, QkNorm
-from compiler.models.rope import RopeScaling
+from outrider.compiler.models.attention import PlainAttention
+from outrider.compiler.models.eagle3_config import Taps
+from outrider.compiler.models.families import Activation, QkNorm
+from outrider.compiler.models.rope import RopeScaling
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 

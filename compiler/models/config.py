@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from compiler.models.attention import LayerKind
-from compiler.models.config_layers import read_rotations, read_unrotated, read_windows
-from compiler.models.config_reader import Reader, read_json
-from compiler.models.experts_config import ExpertsConfig, read_experts
-from compiler.models.families import FACTOR_KEYS, FAMILIES, Activation, Family, QkNorm
-from compiler.models.quantization import read_packing
-from compiler.models.rope import Rope, RopeScaling
-from plans.errors import CheckpointError
+from outrider.compiler.models.attention import LayerKind
+from outrider.compiler.models.config_layers import read_rotations, read_unrotated, read_windows
+from outrider.compiler.models.config_reader import Reader, read_json
+from outrider.compiler.models.experts_config import ExpertsConfig, read_experts
+from outrider.compiler.models.families import FACTOR_KEYS, FAMILIES, Activation, Family, QkNorm
+from outrider.compiler.models.quantization import read_packing
+from outrider.compiler.models.rope import Rope, RopeScaling
+from outrider.plans.errors import CheckpointError
 
 WeightType = Literal["float32", "float16", "bfloat16"]
 """The types a decoder's weights can be loaded and compiled in."""
@@ -230,7 +230,7 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
         hint = _INSIDE.get(name, "") if isinstance(name, str) else ""
         raise CheckpointError(
             f"{path}: model_type {name!r} is not supported{hint}; known families: {', '.join(FAMILIES)} "
-            "(`python -m compiler families` says what each is)"
+            "(`outrider families` says what each is)"
         )
     return FAMILIES[name]
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compiler.models.config_reader import ROPE_THETA, Reader
-from compiler.models.families import Family
-from compiler.models.rope import Rope, RopeScaling
-from plans.errors import CheckpointError
+from outrider.compiler.models.config_reader import ROPE_THETA, Reader
+from outrider.compiler.models.families import Family
+from outrider.compiler.models.rope import Rope, RopeScaling
+from outrider.plans.errors import CheckpointError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _TRAINED = "original_max_position_embeddings"

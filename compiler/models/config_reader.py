@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA
-from plans.errors import CheckpointError
+from outrider.compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA
+from outrider.plans.errors import CheckpointError
 
 _MOST = {
     "num_hidden_layers": 2**10,

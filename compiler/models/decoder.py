@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler.models.attention import Attention
-from compiler.models.config import DecoderConfig
-from compiler.models.experts import Experts
-from compiler.models.experts_config import ExpertsConfig
-from compiler.models.families import Activation, QkNorm
+from outrider.compiler.models.attention import Attention
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.experts import Experts
+from outrider.compiler.models.experts_config import ExpertsConfig
+from outrider.compiler.models.families import Activation, QkNorm
 
 
 class Execution(Protocol):

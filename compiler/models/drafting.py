@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler.models.block import BlockHead
-from compiler.models.block_config import BlockConfig
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder, Execution
-from compiler.models.eagle3 import Eagle3Head
-from compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.block_config import BlockConfig
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder, Execution
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eagle3_config import Eagle3Config
 
 
 class DecoderDraft(nn.Module):

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler.models.attention import Attention
-from compiler.models.decoder import Decoder
-from compiler.models.rope import Rope
+from outrider.compiler.models.attention import Attention
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.rope import Rope
 
 
 class CausalExecution:

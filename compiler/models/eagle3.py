@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler.models.decoder import Execution, Linear, RmsNorm
-from compiler.models.eagle3_config import TAPS, Eagle3Config
+from outrider.compiler.models.decoder import Execution, Linear, RmsNorm
+from outrider.compiler.models.eagle3_config import TAPS, Eagle3Config
 
 
 class Eagle3Head(nn.Module):

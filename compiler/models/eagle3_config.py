@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from compiler.models.attention import PlainAttention
-from compiler.models.rope import RopeScaling
+from outrider.compiler.models.attention import PlainAttention
+from outrider.compiler.models.rope import RopeScaling
 
 TAPS = 3
 """Number of the target's residual streams that make one feature."""

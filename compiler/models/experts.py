@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler.models.experts_config import ExpertsConfig
+from outrider.compiler.models.experts_config import ExpertsConfig
 
 
 class Experts(nn.Module):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiler.models.config_reader import Reader
-from compiler.models.families import Family
-from plans.errors import CheckpointError
+from outrider.compiler.models.config_reader import Reader
+from outrider.compiler.models.families import Family
+from outrider.plans.errors import CheckpointError
 
 
 @dataclass(frozen=True)

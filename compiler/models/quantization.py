@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from compiler.models.families import FAMILIES
-from plans.errors import CheckpointError
+from outrider.compiler.models.families import FAMILIES
+from outrider.plans.errors import CheckpointError
 
 BITS = (4, 8)
 """Bits of the packed integers that are read."""

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx import parser
 
-from compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, extent, leading, rows_input
-from plans.buffers import DType
-from plans.kv_slots import slot_size
+from outrider.compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, extent, leading, rows_input
+from outrider.plans.buffers import DType
+from outrider.plans.kv_slots import slot_size
 
 PAST = 48
 """Slots that are filled before the rows come: more than a vector is wide, and no power of two."""

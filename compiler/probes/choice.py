@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from compiler.probes.experts import ExpertSizes, sizes_of
-from compiler.probes.ops import Weight, attributes_of, extent, weight_of
-from plans import names
-from plugins.onnx_ops import DOMAIN
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.probes.experts import ExpertSizes, sizes_of
+from outrider.compiler.probes.ops import Weight, attributes_of, extent, weight_of
+from outrider.plans import names
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.schema import CPU_DOMAIN
 
 _APART = {
     "": {

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, leading, rows_input
-from plugins.panel_layout import panel_shape
-from plugins.quant_layout import QuantLayout
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, leading, rows_input
+from outrider.plugins.panel_layout import panel_shape
+from outrider.plugins.quant_layout import QuantLayout
+from outrider.plugins.schema import CPU_DOMAIN
 
 _MOST = 4
 """Experts of a probe: one has the same work as another."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from compiler.probes.attention import add_attention, siblings_function
-from compiler.probes.choice import ProbedOp, probed_ops, widest
-from compiler.probes.experts import add_experts, add_route, sizes_of
-from compiler.probes.ops import Added, ProbeTape, add_product, add_row_op, weight_of
-from plans.manifest import Probe
-from plugins.onnx_ops import OPSET
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.probes.attention import add_attention, siblings_function
+from outrider.compiler.probes.choice import ProbedOp, probed_ops, widest
+from outrider.compiler.probes.experts import add_experts, add_route, sizes_of
+from outrider.compiler.probes.ops import Added, ProbeTape, add_product, add_row_op, weight_of
+from outrider.plans.manifest import Probe
+from outrider.plugins.onnx_ops import OPSET
+from outrider.plugins.schema import CPU_DOMAIN
 
 FILE = "probe.onnx"
 

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.tape import Tape
 
-from plans import names
-from plugins.quant_layout import GROUP, QuantLayout
-from plugins.schema import CPU_DOMAIN
+from outrider.plans import names
+from outrider.plugins.quant_layout import GROUP, QuantLayout
+from outrider.plugins.schema import CPU_DOMAIN
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plugins.quant_layout import BLOCK
+from outrider.plugins.quant_layout import BLOCK
 
 _LIMITS = {4: (-8, 7), 8: (-127, 127)}  # the smallest and the largest integer, by bits
 

@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler.deferred import StoredTensor, deferred, rebind
-from compiler.models.decoder import Decoder, DecoderLayer, Linear, RmsNorm
-from compiler.models.eager import CausalExecution
-from compiler.quantization.channel_scales import GROUPS, Group, copies_of, fold, search_scales, spread
-from compiler.quantization.error_feedback import numbers, one_thread, round_with_feedback
-from compiler.quantization.form import QuantizedWeight, WeightSource, stack
-from compiler.quantization.moments import Moments, MomentSums
-from compiler.quantization.rounding import too_large
-from compiler.quantization.weight_form import WeightForm
-from compiler.tensor_source import Stored, TensorSource
-from plans.errors import CheckpointError
-from plugins.quant_layout import BLOCK, QuantLayout, pack, unpack
+from outrider.compiler.deferred import StoredTensor, deferred, rebind
+from outrider.compiler.models.decoder import Decoder, DecoderLayer, Linear, RmsNorm
+from outrider.compiler.models.eager import CausalExecution
+from outrider.compiler.quantization.channel_scales import GROUPS, Group, copies_of, fold, search_scales, spread
+from outrider.compiler.quantization.error_feedback import numbers, one_thread, round_with_feedback
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource, stack
+from outrider.compiler.quantization.moments import Moments, MomentSums
+from outrider.compiler.quantization.rounding import too_large
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.compiler.tensor_source import Stored, TensorSource
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.quant_layout import BLOCK, QuantLayout, pack, unpack
 
 _HEAD_BITS = 4
 """Bits below which the head's rounding is felt: with 8 the reference loses 0.002 %, with 4 0.25 %."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.models.decoder import DecoderLayer, LayerConfig
-from compiler.quantization.block_search import SHORT
-from compiler.quantization.error_feedback import feed_back
-from compiler.quantization.moments import Moments
-from plugins.quant_layout import BLOCK
+from outrider.compiler.models.decoder import DecoderLayer, LayerConfig
+from outrider.compiler.quantization.block_search import SHORT
+from outrider.compiler.quantization.error_feedback import feed_back
+from outrider.compiler.quantization.moments import Moments
+from outrider.plugins.quant_layout import BLOCK
 
 _GRID = [step / 20 for step in range(20)]  # exponents of the mean magnitude; 0 scales nothing
 _ROWS = 128  # outputs by which exponents are compared

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiler.quantization.block_search import THOROUGH, BlockSearch, search_block
-from compiler.quantization.form import QuantizedWeight, stack
-from compiler.quantization.moments import WINDOW, Moments
-from compiler.quantization.rounding import round_to_nearest
-from plugins.quant_layout import BLOCK
-from plugins.reference import dequantize
+from outrider.compiler.quantization.block_search import THOROUGH, BlockSearch, search_block
+from outrider.compiler.quantization.form import QuantizedWeight, stack
+from outrider.compiler.quantization.moments import WINDOW, Moments
+from outrider.compiler.quantization.rounding import round_to_nearest
+from outrider.plugins.quant_layout import BLOCK
+from outrider.plugins.reference import dequantize
 
 _ROWS = 4096  # outputs rounded at once; threads share these out
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from compiler.deferred import StackedTensor
-from compiler.graph_edits import drop_unread, replace
-from compiler.quantization.form import WeightSource, side_by_side
-from compiler.quantization.rounding import rounded
-from plugins.onnx_ops import DOMAIN
-from plugins.quant_layout import BLOCK
-from plugins.schema import EXPERT_OPS
+from outrider.compiler.deferred import StackedTensor
+from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.quantization.form import WeightSource, side_by_side
+from outrider.compiler.quantization.rounding import rounded
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.quant_layout import BLOCK
+from outrider.plugins.schema import EXPERT_OPS
 
 _OF_NUMBERS = [op for op in EXPERT_OPS if "Quant" not in op]
 _FIRST, _LAST = 2, 5

@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from plans.errors import CheckpointError
-from plugins.onnx_ops import DOMAIN
-from plugins.quant_layout import BLOCK, QuantLayout
-from plugins.schema import QUANT_OPS
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.quant_layout import BLOCK, QuantLayout
+from outrider.plugins.schema import QUANT_OPS
 
 _TYPES = {
     (4, False): (ir.DataType.INT4, ml_dtypes.int4),

@@ -8,16 +8,16 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from compiler.deferred import StoredTensor
-from compiler.graph_edits import replace
-from compiler.quantization.experts import quantize_experts
-from compiler.quantization.form import WeightSource
-from compiler.quantization.keeping import kept
-from compiler.quantization.rounding import rounded
-from compiler.quantization.weight_form import WeightForm
-from plans.manifest import RuleReport
-from plugins.onnx_ops import DOMAIN
-from plugins.quant_layout import BLOCK
+from outrider.compiler.deferred import StoredTensor
+from outrider.compiler.graph_edits import replace
+from outrider.compiler.quantization.experts import quantize_experts
+from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.quantization.keeping import kept
+from outrider.compiler.quantization.rounding import rounded
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.plans.manifest import RuleReport
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.quant_layout import BLOCK
 
 _HEAD = "lm_head.weight"
 

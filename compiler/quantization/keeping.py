@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from compiler.deferred import StoredTensor, deferred
-from compiler.quantization.form import WeightSource
-from compiler.quantization.weight_form import WeightForm
-from plugins.quant_layout import BLOCK
+from outrider.compiler.deferred import StoredTensor, deferred
+from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.plugins.quant_layout import BLOCK
 
 _HEAD = ("lm_head.weight", "embedding")
 

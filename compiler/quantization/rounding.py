@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.deferred import StoredTensor
-from compiler.quantization.form import QuantizedWeight, WeightSource
-from plans.errors import CheckpointError
-from plugins.quant_layout import BLOCK, fits_half
+from outrider.compiler.deferred import StoredTensor
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.quant_layout import BLOCK, fits_half
 
 _LARGEST_HALF = np.float32(65504)
 _SLICE = 1 << 20  # numbers rounded at once

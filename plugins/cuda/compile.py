@@ -6,9 +6,9 @@ import hashlib
 import os
 from pathlib import Path
 
-from plans.errors import PlanError
-from plans.extras import install
-from plans.plan import files_sha256
+from outrider.plans.errors import PlanError
+from outrider.plans.extras import install
+from outrider.plans.plan import files_sha256
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 

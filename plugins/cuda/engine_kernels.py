@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from plans import names
-from plans.kernel_engine import Parameters
-from plugins.cuda.launches import ELEMENTS, LAUNCHES, ROW_THREADS, THREADS
+from outrider.plans import names
+from outrider.plans.kernel_engine import Parameters
+from outrider.plugins.cuda.launches import ELEMENTS, LAUNCHES, ROW_THREADS, THREADS
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from plans import names
-from plugins.schema import SLOT
-from plugins.schemas import SCHEMAS
+from outrider.plans import names
+from outrider.plugins.schema import SLOT
+from outrider.plugins.schemas import SCHEMAS
 
 THREADS = 256
 ROW_THREADS = 512  # for kernels whose few blocks read much: the most that a block may have (csrc/cuda/block.h)

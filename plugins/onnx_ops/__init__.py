@@ -11,16 +11,16 @@ from functools import partial
 import onnx
 from onnx import defs
 
-from plugins.onnx_ops.branch_attention import branch_attention_function, branch_attention_schema
-from plugins.onnx_ops.domain import DOMAIN, OPSET, VERSION
-from plugins.onnx_ops.draft_sample import draft_sample_function, draft_sample_schema
-from plugins.onnx_ops.mixture_of_experts import experts_function, experts_schema
-from plugins.onnx_ops.quant_matmul import quant_function, quant_schema
-from plugins.onnx_ops.route import route_function, route_schema
-from plugins.onnx_ops.tree_expand import tree_expand_function, tree_expand_schema
-from plugins.onnx_ops.tree_rerank import tree_rerank_function, tree_rerank_schema
-from plugins.onnx_ops.window_bias import window_bias_function, window_bias_schema
-from plugins.schema import EXPERT_OPS, QUANT_OPS
+from outrider.plugins.onnx_ops.branch_attention import branch_attention_function, branch_attention_schema
+from outrider.plugins.onnx_ops.domain import DOMAIN, OPSET, VERSION
+from outrider.plugins.onnx_ops.draft_sample import draft_sample_function, draft_sample_schema
+from outrider.plugins.onnx_ops.mixture_of_experts import experts_function, experts_schema
+from outrider.plugins.onnx_ops.quant_matmul import quant_function, quant_schema
+from outrider.plugins.onnx_ops.route import route_function, route_schema
+from outrider.plugins.onnx_ops.tree_expand import tree_expand_function, tree_expand_schema
+from outrider.plugins.onnx_ops.tree_rerank import tree_rerank_function, tree_rerank_schema
+from outrider.plugins.onnx_ops.window_bias import window_bias_function, window_bias_schema
+from outrider.plugins.schema import EXPERT_OPS, QUANT_OPS
 
 __all__ = ["DOMAIN", "FUNCTIONS", "OPSET", "VERSION"]
 

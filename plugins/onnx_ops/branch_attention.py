@@ -12,7 +12,7 @@ from functools import cache
 import onnx
 from onnx import defs, helper, parser
 
-from plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
 
 # Rows are ragged in `q`, `k`, `v` and rectangular inside the body: `rect[r, s]` is the flat index of the token at place
 # s of row r (clamped: places behind a row's end repeat other tokens, whose KV lands behind the row's last slot in the

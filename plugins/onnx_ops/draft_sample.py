@@ -7,8 +7,8 @@ from functools import cache
 import onnx
 from onnx import defs, parser
 
-from plugins.onnx_ops.domain import DOMAIN, VERSION
-from plugins.onnx_ops.filtered import FILTERED, settings_parameters
+from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.filtered import FILTERED, settings_parameters
 
 # Sums are in float64, so that `probability` has all digits of float32.
 _DRAFT_SAMPLE = """

@@ -11,7 +11,7 @@ from functools import cache
 import onnx
 from onnx import defs, parser
 
-from plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
 
 _SCALED = """
     table = DequantizeLinear <axis: int = 1, block_size: int = 32> (weight, scales)

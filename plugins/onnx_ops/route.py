@@ -7,7 +7,7 @@ from functools import cache
 import onnx
 from onnx import defs, parser
 
-from plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
 
 _ROUTE = """
     last_1 = Constant <value_ints: ints = [-1]> ()

@@ -7,8 +7,8 @@ from functools import cache
 import onnx
 from onnx import defs, parser
 
-from plugins.onnx_ops.domain import DOMAIN, VERSION
-from plugins.onnx_ops.filtered import FILTERED, settings_parameters
+from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.filtered import FILTERED, settings_parameters
 
 # Log-probabilities are computed for the chosen logits only: the vocabulary is read twice and never written. The nodes
 # for the target's races are in an If, so that greedy drafting does not pay for them.

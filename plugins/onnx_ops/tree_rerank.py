@@ -7,7 +7,7 @@ from functools import cache
 import onnx
 from onnx import defs, parser
 
-from plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
 
 # The chosen candidates, sorted by index, are the tree: ancestors first. `candidate` ascends, so a parent's node number
 # is the count of chosen indices at or below the parent's index; for -1, the root, that count is 0.

@@ -7,7 +7,7 @@ from functools import cache
 import onnx
 from onnx import defs, parser
 
-from plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
 
 # `from_here` counts the visible keys from a key on; in int32, which every backend adds up exactly.
 _WINDOW_BIAS = """

@@ -3,27 +3,27 @@
 Functions take the arrays of one step at their exact sizes and return new arrays; functions of KV caches work in place.
 """
 
-from plugins.reference.bim_mask import bim_mask
-from plugins.reference.branch_attention import branch_attention
-from plugins.reference.chain_accept import chain_accept
-from plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
-from plugins.reference.draft_sample import draft_sample
-from plugins.reference.kv_gather import kv_gather
-from plugins.reference.kv_slots import from_slots, to_slots
-from plugins.reference.lanes import clamped_unit, gated_unit, lanes_exp, ordered_matmul
-from plugins.reference.lanes_attention import attend
-from plugins.reference.mixture_of_experts import Expert, mixture_of_experts
-from plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
-from plugins.reference.philox import philox4x32, uniform
-from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
-from plugins.reference.race import RaceKey, exponential, noise_words, race
-from plugins.reference.race_noise import race_noise
-from plugins.reference.route import route
-from plugins.reference.sample import SamplingSlots, sample
-from plugins.reference.tree_accept import Accepted, tree_accept
-from plugins.reference.tree_expand import DraftSettings, Expanded, tree_expand
-from plugins.reference.tree_rerank import Reranked, tree_rerank
-from plugins.reference.window_bias import window_bias
+from outrider.plugins.reference.bim_mask import bim_mask
+from outrider.plugins.reference.branch_attention import branch_attention
+from outrider.plugins.reference.chain_accept import chain_accept
+from outrider.plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
+from outrider.plugins.reference.draft_sample import draft_sample
+from outrider.plugins.reference.kv_gather import kv_gather
+from outrider.plugins.reference.kv_slots import from_slots, to_slots
+from outrider.plugins.reference.lanes import clamped_unit, gated_unit, lanes_exp, ordered_matmul
+from outrider.plugins.reference.lanes_attention import attend
+from outrider.plugins.reference.mixture_of_experts import Expert, mixture_of_experts
+from outrider.plugins.reference.partial_kv import block_select, block_summary, partial_kv_gather
+from outrider.plugins.reference.philox import philox4x32, uniform
+from outrider.plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
+from outrider.plugins.reference.race import RaceKey, exponential, noise_words, race
+from outrider.plugins.reference.race_noise import race_noise
+from outrider.plugins.reference.route import route
+from outrider.plugins.reference.sample import SamplingSlots, sample
+from outrider.plugins.reference.tree_accept import Accepted, tree_accept
+from outrider.plugins.reference.tree_expand import DraftSettings, Expanded, tree_expand
+from outrider.plugins.reference.tree_rerank import Reranked, tree_rerank
+from outrider.plugins.reference.window_bias import window_bias
 
 __all__ = [
     "Accepted",

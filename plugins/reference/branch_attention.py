@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.kv_slots import from_slots, to_slots
+from outrider.plugins.reference.kv_slots import from_slots, to_slots
 
 Float = NDArray[Any]
 

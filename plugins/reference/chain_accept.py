@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.choice import filtered_weights
-from plugins.reference.philox import uniform
-from plugins.reference.race import race
-from plugins.reference.sample import SamplingSlots
-from plugins.reference.tree_accept import Accepted, walk_trees
-from plugins.schema import Purpose
+from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.reference.philox import uniform
+from outrider.plugins.reference.race import race
+from outrider.plugins.reference.sample import SamplingSlots
+from outrider.plugins.reference.tree_accept import Accepted, walk_trees
+from outrider.plugins.schema import Purpose
 
 # p and q are integers in units of 2**-50, rounded down, so that a residual, and its sum in any order, is exact.
 # Rounding moves less than V * 2**-50 of p; q comes in as float32, whose own rounding is 2**-25 of it.

@@ -11,8 +11,8 @@ from math import factorial
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.race import RaceKey, race
-from plugins.schema import FilterOrder
+from outrider.plugins.reference.race import RaceKey, race
+from outrider.plugins.schema import FilterOrder
 
 _WEIGHT_ONE = 2.0**40
 _NO_WEIGHT_BELOW = -28.0  # exp(-28) * 2**40 is 0.76

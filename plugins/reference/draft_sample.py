@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.tree_expand import DraftSettings, kept_weights
+from outrider.plugins.reference.tree_expand import DraftSettings, kept_weights
 
 
 def draft_sample(logits: NDArray[np.float32], settings: DraftSettings) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from plans.kv_slots import SCALE_BYTES
-from plugins.reference.quantize import Float32, quantize
+from outrider.plans.kv_slots import SCALE_BYTES
+from outrider.plugins.reference.quantize import Float32, quantize
 
 
 def to_slots(x: Float32, dtype: DTypeLike) -> NDArray[Any]:

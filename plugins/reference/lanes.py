@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from plugins.reference.quant_matmul import fma
-from plugins.reference.quantize import Float32
+from outrider.plugins.reference.quant_matmul import fma
+from outrider.plugins.reference.quantize import Float32
 
 _LOWEST = np.float32(-87)
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from plugins.reference.lanes import lanes_exp
-from plugins.reference.quant_matmul import fma
-from plugins.reference.quantize import Float32
+from outrider.plugins.reference.lanes import lanes_exp
+from outrider.plugins.reference.quant_matmul import fma
+from outrider.plugins.reference.quantize import Float32
 
 _LANES = 16
 _CHUNK = 256

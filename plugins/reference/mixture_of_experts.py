@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plugins.reference.quantize import Float32
+from outrider.plugins.reference.quantize import Float32
 
 Product = Callable[[Float32], Float32]
 """Rows `[M, K]` to rows `[M, N]`: a product with weights, and the bias behind it if there is one."""

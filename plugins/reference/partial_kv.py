@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.kv_slots import from_slots
+from outrider.plugins.reference.kv_slots import from_slots
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.quantize import Float32, quantize
+from outrider.plugins.reference.quantize import Float32, quantize
 
 _BLOCK = 32
 

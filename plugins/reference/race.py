@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.philox import philox4x32, position_words
+from outrider.plugins.reference.philox import philox4x32, position_words
 
 _RACERS = 4  # ids of a block of random words
 _ROUNDS = 7  # "Crush-resistant" in Philox's paper

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.race import RaceKey, exponential, noise_words
-from plugins.schema import Purpose
+from outrider.plugins.reference.race import RaceKey, exponential, noise_words
+from outrider.plugins.schema import Purpose
 
 
 def race_noise(

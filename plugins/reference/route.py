@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from plugins.reference.lanes import lanes_exp, ordered_matmul
-from plugins.reference.quantize import Float32
+from outrider.plugins.reference.lanes import lanes_exp, ordered_matmul
+from outrider.plugins.reference.quantize import Float32
 
 
 def route(x: Float32, router: Float32, bias: Float32 | None = None, *, top_k: int, normalise: bool) -> Float32:

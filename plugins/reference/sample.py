@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.choice import Sampling, choice
-from plugins.reference.race import RaceKey
-from plugins.schema import FilterOrder, Purpose
+from outrider.plugins.reference.choice import Sampling, choice
+from outrider.plugins.reference.race import RaceKey
+from outrider.plugins.schema import FilterOrder, Purpose
 
 
 @dataclass(frozen=True)

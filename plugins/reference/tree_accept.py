@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.sample import SamplingSlots
-from plugins.schema import Purpose
+from outrider.plugins.reference.sample import SamplingSlots
+from outrider.plugins.schema import Purpose
 
 
 @dataclass(frozen=True)

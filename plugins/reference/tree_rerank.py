@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.tree_expand import best
+from outrider.plugins.reference.tree_expand import best
 
 
 @dataclass(frozen=True)

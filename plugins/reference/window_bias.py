@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference.bim_mask import MASKED
+from outrider.plugins.reference.bim_mask import MASKED
 
 
 def window_bias(attn_bias: NDArray[np.float32], window: int) -> NDArray[np.float32]:

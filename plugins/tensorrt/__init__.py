@@ -10,9 +10,9 @@ and CUDA, tested without TensorRT: the order of parameters, shapes, types, launc
 CPU kernels, or with the references where an op has no CPU kernel.
 """
 
-from plugins.tensorrt.compile import compile_plugin
-from plugins.tensorrt.plugin import Declined, Plugin
-from plugins.tensorrt.registration import register_plugins
-from plugins.tensorrt.table import DISTINCT, PLUGINS
+from outrider.plugins.tensorrt.compile import compile_plugin
+from outrider.plugins.tensorrt.plugin import Declined, Plugin
+from outrider.plugins.tensorrt.registration import register_plugins
+from outrider.plugins.tensorrt.table import DISTINCT, PLUGINS
 
 __all__ = ["DISTINCT", "PLUGINS", "Declined", "Plugin", "compile_plugin", "register_plugins"]

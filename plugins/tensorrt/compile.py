@@ -6,10 +6,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-from plans.extras import install
-from plugins.cuda.compile import SOURCES
-from plugins.tensorrt.plugin import Plugin
-from plugins.tensorrt.source import PARTS, cuda_source
+from outrider.plans.extras import install
+from outrider.plugins.cuda.compile import SOURCES
+from outrider.plugins.tensorrt.plugin import Plugin
+from outrider.plugins.tensorrt.source import PARTS, cuda_source
 
 OLDEST = "compute_75"  # the oldest that NVRTC 13 and TensorRT 11 support; its PTX runs on all later GPUs
 NEWEST = (9, 0)  # the PTX version of CUDA 13.0: all drivers that TensorRT 11 and ONNX Runtime 1.31 run on (580) take it

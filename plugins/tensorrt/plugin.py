@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from plugins.cuda.launches import Launch, as_number, move_unit
-from plugins.schema import SLOT, TensorSpec
-from plugins.tensorrt.expressions import Arithmetic, Expression, Size, expression_of
+from outrider.plugins.cuda.launches import Launch, as_number, move_unit
+from outrider.plugins.schema import SLOT, TensorSpec
+from outrider.plugins.tensorrt.expressions import Arithmetic, Expression, Size, expression_of
 
 NAMESPACE = "outrider"
 SAME_SIZE = {"trees": "B", "cache_rows": "R"}

@@ -13,11 +13,11 @@ from inspect import Parameter, Signature
 from types import GenericAlias
 from typing import Any
 
-from plugins.schema import TensorSpec
-from plugins.tensorrt.compile import compile_plugin
-from plugins.tensorrt.expressions import Arithmetic
-from plugins.tensorrt.plugin import BITS, Plugin, carried_as
-from plugins.tensorrt.table import DISTINCT
+from outrider.plugins.schema import TensorSpec
+from outrider.plugins.tensorrt.compile import compile_plugin
+from outrider.plugins.tensorrt.expressions import Arithmetic
+from outrider.plugins.tensorrt.plugin import BITS, Plugin, carried_as
+from outrider.plugins.tensorrt.table import DISTINCT
 
 
 @cache

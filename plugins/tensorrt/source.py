@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from plugins.cuda.launches import STATUS
-from plugins.schema import TensorSpec
-from plugins.tensorrt.plugin import SAME_SIZE, Plugin
+from outrider.plugins.cuda.launches import STATUS
+from outrider.plugins.schema import TensorSpec
+from outrider.plugins.tensorrt.plugin import SAME_SIZE, Plugin
 
 PARTS = Path(__file__).resolve().parent  # parts.cu.h
 

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plans import names
-from plugins.cuda.launches import (
+from outrider.plans import names
+from outrider.plugins.cuda.launches import (
     CANDIDATE_BYTES,
     LAUNCHES,
     MOST_CANDIDATES,
@@ -41,9 +41,9 @@ from plugins.cuda.launches import (
     Launch,
     shares,
 )
-from plugins.schema import EXPERT_OPS, QUANT_OPS, SLOT, TensorSpec
-from plugins.schemas import SCHEMAS
-from plugins.tensorrt.plugin import SAME_SIZE, Declined, Plugin
+from outrider.plugins.schema import EXPERT_OPS, QUANT_OPS, SLOT, TensorSpec
+from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt.plugin import SAME_SIZE, Declined, Plugin
 
 _PLACES = TensorSpec("places", "int64", (names.PLACES,))
 _VIEW = TensorSpec("view", "int64", (names.VIEW,))

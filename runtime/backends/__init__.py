@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from plans.errors import PlanError
-from plans.machine import processor
-from plans.manifest import BackendPlan
-from runtime.backends.base import Backend, Settings
+from outrider.plans.errors import PlanError
+from outrider.plans.machine import processor
+from outrider.plans.manifest import BackendPlan
+from outrider.runtime.backends.base import Backend, Settings
 
 
 @dataclass(frozen=True)
@@ -20,55 +20,55 @@ class Driver:
 
 
 def _cuda_reason(plan: BackendPlan) -> str | None:
-    from runtime.backends import onnxruntime_cuda
+    from outrider.runtime.backends import onnxruntime_cuda
 
     return onnxruntime_cuda.reason_against(plan)
 
 
 def _make_cuda(plan: BackendPlan, settings: Settings) -> Backend:
-    from runtime.backends.onnxruntime_cuda import OnnxRuntimeCuda
+    from outrider.runtime.backends.onnxruntime_cuda import OnnxRuntimeCuda
 
     return OnnxRuntimeCuda(plan, settings)
 
 
 def _own_reason(plan: BackendPlan) -> str | None:
-    from runtime.backends import cuda
+    from outrider.runtime.backends import cuda
 
     return cuda.reason_against(plan)
 
 
 def _make_own(plan: BackendPlan, settings: Settings) -> Backend:
-    from runtime.backends.cuda import Cuda
+    from outrider.runtime.backends.cuda import Cuda
 
     return Cuda(plan, settings)
 
 
 def _tensorrt_reason(plan: BackendPlan) -> str | None:
-    from runtime.backends import tensorrt
+    from outrider.runtime.backends import tensorrt
 
     return tensorrt.reason_against(tensorrt.TENSORRT, plan)
 
 
 def _make_tensorrt(plan: BackendPlan, settings: Settings) -> Backend:
-    from runtime.backends import tensorrt
+    from outrider.runtime.backends import tensorrt
 
     return tensorrt.TensorRt(tensorrt.TENSORRT, plan, settings)
 
 
 def _rtx_reason(plan: BackendPlan) -> str | None:
-    from runtime.backends import tensorrt
+    from outrider.runtime.backends import tensorrt
 
     return tensorrt.reason_against(tensorrt.RTX, plan)
 
 
 def _make_rtx(plan: BackendPlan, settings: Settings) -> Backend:
-    from runtime.backends import tensorrt
+    from outrider.runtime.backends import tensorrt
 
     return tensorrt.TensorRt(tensorrt.RTX, plan, settings)
 
 
 def _make_cpu(plan: BackendPlan, settings: Settings) -> Backend:
-    from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+    from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 
     return OnnxRuntimeCpu(settings)
 
@@ -91,7 +91,7 @@ def device_of(name: str) -> str:
     """The model of what a backend computes on here: the processor, or the GPU."""
     if on_processor(name):
         return processor()
-    from runtime.backends.cuda_driver import device_name
+    from outrider.runtime.backends.cuda_driver import device_name
 
     return device_name()
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from numpy.typing import DTypeLike
 
-from plans.manifest import BackendPlan, Engine
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory
 
 if TYPE_CHECKING:
-    from runtime.backends.shared_engines import SharedEngines
+    from outrider.runtime.backends.shared_engines import SharedEngines
 
 
 class BoundEngine(Protocol):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from numpy.typing import DTypeLike
 
-from plans.manifest import BackendPlan, Engine
-from runtime.backends.base import LoadedEngine, Settings
-from runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
-from runtime.backends.device import DeviceBuffers
-from runtime.backends.device_kv import DeviceKv
-from runtime.backends.kernel_engines import KernelEngines
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.runtime.backends.base import LoadedEngine, Settings
+from outrider.runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.kernel_engines import KernelEngines
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory
 
 _LEAST_CAPABILITY = 80  # its tensor-core instructions are in the kernels
 

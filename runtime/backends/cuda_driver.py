@@ -17,8 +17,8 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from plans.errors import PlanError
-from plans.extras import install
+from outrider.plans.errors import PlanError
+from outrider.plans.extras import install
 
 _OVERLAPPING = 90  # the least compute capability whose kernels may begin while the one before still runs
 _FREELY = 48 << 10  # bytes of shared memory that a kernel may have without leave; products and attention ask for more

@@ -11,23 +11,23 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.buffers import DType
-from plans.check import buffer_shape, session_bytes
-from plans.errors import PlanError
-from plans.manifest import BackendPlan
-from plugins import native
-from plugins.cuda import DeviceOp
-from plugins.cuda.launches import STATUS
-from runtime.backends.device_contract import Device
-from runtime.backends.device_exchange import DeviceExchange, Landing, wait_for_all
-from runtime.backends.device_kv import DeviceKv, KvShape
-from runtime.backends.device_layout import TABLES, UNSEEN, Layout, lay_out
-from runtime.backends.recorder import Recorder
-from runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
-from runtime.backends.token_pool import TokenPool
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory
+from outrider.plans import names
+from outrider.plans.buffers import DType
+from outrider.plans.check import buffer_shape, session_bytes
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import BackendPlan
+from outrider.plugins import native
+from outrider.plugins.cuda import DeviceOp
+from outrider.plugins.cuda.launches import STATUS
+from outrider.runtime.backends.device_contract import Device
+from outrider.runtime.backends.device_exchange import DeviceExchange, Landing, wait_for_all
+from outrider.runtime.backends.device_kv import DeviceKv, KvShape
+from outrider.runtime.backends.device_layout import TABLES, UNSEEN, Layout, lay_out
+from outrider.runtime.backends.recorder import Recorder
+from outrider.runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
+from outrider.runtime.backends.token_pool import TokenPool
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory
 
 
 @dataclass(frozen=True)

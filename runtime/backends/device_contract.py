@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from runtime.backends.cuda_driver import Box, Pinned
+from outrider.runtime.backends.cuda_driver import Box, Pinned
 
 
 class Device(Protocol):

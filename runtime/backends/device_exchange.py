@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import OpError, PlanError
-from plugins.cuda.launches import FAULTS
-from runtime.backends.cuda_driver import Pinned
-from runtime.backends.device_contract import Device
-from runtime.backends.device_layout import Layout
-from runtime.backends.recorder import Recorder
-from runtime.backends.table_changes import TableChanges
-from runtime.backends.token_pool import TokenPool
-from runtime.execution.buffers import Call
+from outrider.plans import names
+from outrider.plans.errors import OpError, PlanError
+from outrider.plugins.cuda.launches import FAULTS
+from outrider.runtime.backends.cuda_driver import Pinned
+from outrider.runtime.backends.device_contract import Device
+from outrider.runtime.backends.device_layout import Layout
+from outrider.runtime.backends.recorder import Recorder
+from outrider.runtime.backends.table_changes import TableChanges
+from outrider.runtime.backends.token_pool import TokenPool
+from outrider.runtime.execution.buffers import Call
 
 
 class Landing:

@@ -10,9 +10,9 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.backends.cuda_driver import Box
-from runtime.backends.device_contract import Device
-from runtime.kv.memory import KvMemory
+from outrider.runtime.backends.cuda_driver import Box
+from outrider.runtime.backends.device_contract import Device
+from outrider.runtime.kv.memory import KvMemory
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from plans import names
-from plans.buffers import Tensor
-from plans.check import buffer_shape
-from plans.manifest import BackendPlan, Stage
-from runtime.backends.table_changes import LIST_BYTES
+from outrider.plans import names
+from outrider.plans.buffers import Tensor
+from outrider.plans.check import buffer_shape
+from outrider.plans.manifest import BackendPlan, Stage
+from outrider.runtime.backends.table_changes import LIST_BYTES
 
 _ALIGNMENT = 256  # bytes: what kernels may assume of an address
 UNSEEN = frozenset({names.KV, names.FEATURES, names.NOISE, names.QUERIES, names.KEY_MAX, names.KEY_MIN, names.SELECTED})

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.cache_folder import cache_folder
-from runtime.whole_file import written_whole
+from outrider.runtime.cache_folder import cache_folder
+from outrider.runtime.whole_file import written_whole
 
 _LOG = logging.getLogger("outrider")
 

@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from plans import names
-from plans.errors import PlanError
-from plans.formulas import Formula, formula
-from plans.kernel_engine import NO_TENSOR, TURN, KernelEngine, Launch, problems
-from plans.manifest import BackendPlan, Engine
-from plugins.cuda.engine_kernels import PARAMETERS
-from runtime.backends.base import BoundEngine
-from runtime.backends.device import DeviceBuffers
-from runtime.backends.device_contract import Device
-from runtime.execution.buffers import Buffers
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.formulas import Formula, formula
+from outrider.plans.kernel_engine import NO_TENSOR, TURN, KernelEngine, Launch, problems
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plugins.cuda.engine_kernels import PARAMETERS
+from outrider.runtime.backends.base import BoundEngine
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.device_contract import Device
+from outrider.runtime.execution.buffers import Buffers
 
 _MOST_RESOLVED = 64  # sizes of plain steps whose launches are kept
 _UPLOAD = 64 * 2**20  # bytes of weights that go to the device at once

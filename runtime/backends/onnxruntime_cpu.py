@@ -17,16 +17,16 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 
-from plans import names
-from plans.buffers import DType, Tensor
-from plans.errors import PlanError
-from plans.manifest import BackendPlan, Engine
-from plans.onnx_operators import check_operators
-from plugins.onnxruntime_ops import THREADS, cpu_library
-from runtime.backends.base import BoundEngine, LoadedEngine, Settings
-from runtime.backends.shared_engines import write_packed
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory, host_kv
+from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plans.onnx_operators import check_operators
+from outrider.plugins.onnxruntime_ops import THREADS, cpu_library
+from outrider.runtime.backends.base import BoundEngine, LoadedEngine, Settings
+from outrider.runtime.backends.shared_engines import write_packed
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory, host_kv
 
 Array = NDArray[Any]
 

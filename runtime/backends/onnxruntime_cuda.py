@@ -20,20 +20,20 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import DTypeLike
 
-from plans import names
-from plans.buffers import DType, Tensor
-from plans.errors import PlanError
-from plans.extras import install_on_gpu
-from plans.manifest import BackendPlan, Engine
-from plans.onnx_operators import check_operators
-from runtime.backends.base import BoundEngine, LoadedEngine, Settings
-from runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
-from runtime.backends.cuda_libraries import missing_libraries
-from runtime.backends.device import DeviceBuffers, Memory
-from runtime.backends.device_kv import DeviceKv
-from runtime.backends.one_thread import OneThread
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory
+from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.errors import PlanError
+from outrider.plans.extras import install_on_gpu
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plans.onnx_operators import check_operators
+from outrider.runtime.backends.base import BoundEngine, LoadedEngine, Settings
+from outrider.runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
+from outrider.runtime.backends.cuda_libraries import missing_libraries
+from outrider.runtime.backends.device import DeviceBuffers, Memory
+from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.one_thread import OneThread
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory
 
 _PROVIDER = "CUDAExecutionProvider"
 _BFLOAT16 = 16  # ONNX's number of the type, which NumPy lacks

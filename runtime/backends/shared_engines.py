@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
-from plans.plan import Plan, file_sha256
-from runtime.cache_folder import cache_folder
-from runtime.file_lock import locked
-from runtime.mapped_files import MappedFiles
+from outrider.plans.plan import Plan, file_sha256
+from outrider.runtime.cache_folder import cache_folder
+from outrider.runtime.file_lock import locked
+from outrider.runtime.mapped_files import MappedFiles
 
 if TYPE_CHECKING:
     import onnxruntime as ort

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.backends.device_contract import Device
+from outrider.runtime.backends.device_contract import Device
 
 MOST = 512  # numbers of the list
 LIST_BYTES = 8 * (1 + 2 * MOST)

@@ -13,13 +13,13 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from plans.errors import PlanError
-from plans.extras import install
-from plans.manifest import BackendPlan, Engine
-from plugins.tensorrt.log import make_log
-from runtime.backends import base
-from runtime.backends.base import LoadedEngine, Settings
-from runtime.backends.cuda_driver import (
+from outrider.plans.errors import PlanError
+from outrider.plans.extras import install
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plugins.tensorrt.log import make_log
+from outrider.runtime.backends import base
+from outrider.runtime.backends.base import LoadedEngine, Settings
+from outrider.runtime.backends.cuda_driver import (
     CudaDevice,
     PlanKernels,
     architecture,
@@ -27,12 +27,12 @@ from runtime.backends.cuda_driver import (
     driver_version,
     fitting_kernels,
 )
-from runtime.backends.device import DeviceBuffers
-from runtime.backends.device_kv import DeviceKv
-from runtime.backends.kept_kernels import KeptKernels, kernel_file
-from runtime.backends.tensorrt_context import BoundEngine, ContextMaker, Kernels
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.kept_kernels import KeptKernels, kernel_file
+from outrider.runtime.backends.tensorrt_context import BoundEngine, ContextMaker, Kernels
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
-from plans import names
-from plans.errors import PlanError
-from plans.manifest import Engine, Profile
-from plugins.tensorrt.log import Log
-from runtime.backends.device import DeviceBuffers
-from runtime.backends.kept_kernels import KeptKernels
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import Engine, Profile
+from outrider.plugins.tensorrt.log import Log
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.kept_kernels import KeptKernels
 
 Kernels = Callable[[Any], KeptKernels]
 """Makes what keeps the kernels of a runtime cache, and fills the cache with those that were kept."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 
-from plans import names
-from runtime.backends.device_contract import Device
+from outrider.plans import names
+from outrider.runtime.backends.device_contract import Device
 
 _THREADS = 128
 _NEW, _PICKED = names.SYMBOLS.index(names.NEW), names.SYMBOLS.index(names.LOGITS)

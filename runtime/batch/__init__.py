@@ -1,9 +1,9 @@
-"""Offline batches: `OutriderPredictor` for Ray Data, and what `python -m runtime batch` runs."""
+"""Offline batches: `OutriderPredictor` for Ray Data, and what `python -m outrider.runtime batch` runs."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from runtime.batch.predictor import OutriderPredictor
+    from outrider.runtime.batch.predictor import OutriderPredictor
 
 __all__ = ["OutriderPredictor"]
 
@@ -11,7 +11,7 @@ __all__ = ["OutriderPredictor"]
 def __getattr__(name: str) -> object:
     """Imported when it is asked for: the command's help needs none of it."""
     if name == "OutriderPredictor":
-        from runtime.batch.predictor import OutriderPredictor
+        from outrider.runtime.batch.predictor import OutriderPredictor
 
         return OutriderPredictor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

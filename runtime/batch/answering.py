@@ -10,18 +10,18 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
-from plans.manifest import rejects
-from runtime.batch.body import asked_of
-from runtime.batch.requests import BatchRequest
-from runtime.generation import FinishReason, Generation
-from runtime.handle import Handle
-from runtime.runtime import Runtime
-from runtime.server.answers import Answer
-from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError, as_api_error
-from runtime.server.stamps import DerivedStamps
-from runtime.server.submitting import Submitted, Submitter
+from outrider.plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
+from outrider.plans.manifest import rejects
+from outrider.runtime.batch.body import asked_of
+from outrider.runtime.batch.requests import BatchRequest
+from outrider.runtime.generation import FinishReason, Generation
+from outrider.runtime.handle import Handle
+from outrider.runtime.runtime import Runtime
+from outrider.runtime.server.answers import Answer
+from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.errors import ApiError, as_api_error
+from outrider.runtime.server.stamps import DerivedStamps
+from outrider.runtime.server.submitting import Submitted, Submitter
 
 MOST_CHOICES = 1024
 """Most choices of one request: prompts times n."""

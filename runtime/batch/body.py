@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plans.errors import RequestError
-from runtime.batch.requests import parse
-from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError
-from runtime.server.refusals import refusal, shown
+from outrider.plans.errors import RequestError
+from outrider.runtime.batch.requests import parse
+from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.refusals import refusal, shown
 
 _KINDS: dict[str, type[ChatAsked] | type[CompletionAsked]] = {
     "/v1/completions": CompletionAsked,

@@ -1,4 +1,4 @@
-"""`python -m runtime batch`: OpenAI's batch lines in, result lines out."""
+"""`python -m outrider.runtime batch`: OpenAI's batch lines in, result lines out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
-from commands.arguments import at_least_1
-from commands.console import Update, print_json, progress_bar, stderr
-from commands.packages import optional_packages
-from plans.errors import OutriderError, RequestError
-from runtime.cli.arguments import add_capacities, add_machine, cache_of, tell_of_loading
+from outrider.commands.arguments import at_least_1
+from outrider.commands.console import Update, print_json, progress_bar, stderr
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import OutriderError, RequestError
+from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of, tell_of_loading
 
 if TYPE_CHECKING:
-    from runtime.batch.folder import BatchFolder, BatchState, Totals
-    from runtime.batch.loading import LoadOptions
-    from runtime.batch.local import Done
-    from runtime.batch.requests import BatchRequest
+    from outrider.runtime.batch.folder import BatchFolder, BatchState, Totals
+    from outrider.runtime.batch.loading import LoadOptions
+    from outrider.runtime.batch.local import Done
+    from outrider.runtime.batch.requests import BatchRequest
 
     Blocks = Mapping[int, Sequence[BatchRequest]]
 
@@ -31,7 +31,7 @@ _EPOCH = "SOURCE_DATE_EPOCH"
 
 
 def add_batch(commands: Any) -> None:
-    """Add the command to those of `python -m runtime`."""
+    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "batch",
         help="answer a file of requests",
@@ -75,14 +75,14 @@ def _batch(arguments: argparse.Namespace) -> int:
     if arguments.ray is None and (arguments.actors or arguments.cpus_per_actor):
         raise RequestError("--actors and --cpus-per-actor are of a cluster; add --ray ADDRESS, or leave them out.")
     with optional_packages("Reading parquet", "ray"):
-        from runtime.batch.reading import read_requests
+        from outrider.runtime.batch.reading import read_requests
 
         requests = read_requests(arguments.requests)
     if arguments.ray is not None:
         with optional_packages("A batch on a cluster", "ray"):
             import_module("ray.data")
-    from runtime.batch.folder import KEPT, BatchFolder, block_bounds
-    from runtime.batch.requests import working_order
+    from outrider.runtime.batch.folder import KEPT, BatchFolder, block_bounds
+    from outrider.runtime.batch.requests import working_order
 
     began, folder, ordered = perf_counter(), BatchFolder(arguments.out), working_order(requests)
     try:
@@ -150,11 +150,11 @@ def _no_progress(done: int, total: int, doing: str = "", left: float | None = No
 
 def _state(arguments: argparse.Namespace, ordered: Sequence[BatchRequest]) -> BatchState:
     """What the results depend on. The plan is looked at here, and loaded later."""
-    from plans.plan import open_plan
-    from runtime.backends import choose_backend
-    from runtime.batch.folder import BatchState, default_block_size
-    from runtime.batch.requests import digest
-    from runtime.exactness import kernels_here
+    from outrider.plans.plan import open_plan
+    from outrider.runtime.backends import choose_backend
+    from outrider.runtime.batch.folder import BatchState, default_block_size
+    from outrider.runtime.batch.requests import digest
+    from outrider.runtime.exactness import kernels_here
 
     manifest = open_plan(arguments.plan, verify=False).manifest
     return BatchState(
@@ -180,10 +180,10 @@ def _created() -> int:
 def _in_process(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
 ) -> Generator[Done, None, None]:
-    from runtime.batch.answering import Answering
-    from runtime.batch.loading import load_for_batches
-    from runtime.batch.local import Done, run_blocks
-    from runtime.batch.processors import check_loaded
+    from outrider.runtime.batch.answering import Answering
+    from outrider.runtime.batch.loading import load_for_batches
+    from outrider.runtime.batch.local import Done, run_blocks
+    from outrider.runtime.batch.processors import check_loaded
 
     options = _load_options(arguments, arguments.backend, arguments.threads)
     options["share_memory"] = False
@@ -203,15 +203,15 @@ def _in_process(
 def _on_ray(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
 ) -> Generator[Done, None, None]:
-    from runtime.backends import on_processor
+    from outrider.runtime.backends import on_processor
 
     if not on_processor(state.backend):
         raise RequestError(
             f"The backend {state.backend} is not the CPU's, and actors ask Ray for CPUs alone; run without --ray, or "
             "with --backend of the CPU."
         )
-    from runtime.batch.ray_run import room_for, run_on_ray
-    from runtime.ray_cluster import cluster
+    from outrider.runtime.batch.ray_run import room_for, run_on_ray
+    from outrider.runtime.ray_cluster import cluster
 
     cpus = arguments.cpus_per_actor or arguments.threads or 1
     options = _load_options(arguments, state.backend, arguments.threads or cpus)

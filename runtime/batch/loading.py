@@ -5,11 +5,11 @@ from __future__ import annotations
 from os import PathLike
 from typing import TypedDict, Unpack
 
-from plans.errors import RequestError
-from runtime.exactness import Exactness
-from runtime.prefix_cache.cache import PrefixCacheConfig
-from runtime.runtime import Runtime
-from runtime.scheduler import SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.exactness import Exactness
+from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
+from outrider.runtime.runtime import Runtime
+from outrider.runtime.scheduler import SchedulerConfig
 
 _QUEUE = 2**20  # requests: it is never full, as `Answering` bounds what is under way, in every thread
 

@@ -6,9 +6,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from runtime.batch.answering import Answered, Answering
-from runtime.batch.folder import BatchFolder
-from runtime.batch.requests import BatchRequest
+from outrider.runtime.batch.answering import Answered, Answering
+from outrider.runtime.batch.folder import BatchFolder
+from outrider.runtime.batch.requests import BatchRequest
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from plans.errors import RequestError
+from outrider.plans.errors import RequestError
 
 
 def check_visible(folder: Path, file: str) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.errors import RequestError
-from runtime.batch.answering import Answered, Answering
-from runtime.batch.body import check_columns
-from runtime.batch.loading import LoadOptions, load_for_batches
-from runtime.batch.nodes import check_visible
-from runtime.batch.reading import as_json, json_of, rows_of_table
-from runtime.batch.requests import BatchRequest, why_not_an_id
+from outrider.plans.errors import RequestError
+from outrider.runtime.batch.answering import Answered, Answering
+from outrider.runtime.batch.body import check_columns
+from outrider.runtime.batch.loading import LoadOptions, load_for_batches
+from outrider.runtime.batch.nodes import check_visible
+from outrider.runtime.batch.reading import as_json, json_of, rows_of_table
+from outrider.runtime.batch.requests import BatchRequest, why_not_an_id
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -5,10 +5,10 @@ from __future__ import annotations
 from os import PathLike
 from socket import gethostname
 
-from plans.errors import RequestError
-from runtime.batch.folder import BatchState
-from runtime.exactness import foreign_kernels, kernels_that_count
-from runtime.runtime import Runtime
+from outrider.plans.errors import RequestError
+from outrider.runtime.batch.folder import BatchState
+from outrider.runtime.exactness import foreign_kernels, kernels_that_count
+from outrider.runtime.runtime import Runtime
 
 
 def check_loaded(runtime: Runtime, plan: str | PathLike[str], state: BatchState) -> None:

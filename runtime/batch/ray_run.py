@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from plans.errors import OutriderError, PlanError, RequestError
-from runtime.batch.answering import Answering
-from runtime.batch.folder import KEPT, BatchFolder, BatchState
-from runtime.batch.loading import LoadOptions, load_for_batches
-from runtime.batch.local import Done
-from runtime.batch.nodes import check_visible
-from runtime.batch.processors import check_loaded
-from runtime.batch.requests import BatchRequest
+from outrider.plans.errors import OutriderError, PlanError, RequestError
+from outrider.runtime.batch.answering import Answering
+from outrider.runtime.batch.folder import KEPT, BatchFolder, BatchState
+from outrider.runtime.batch.loading import LoadOptions, load_for_batches
+from outrider.runtime.batch.local import Done
+from outrider.runtime.batch.nodes import check_visible
+from outrider.runtime.batch.processors import check_loaded
+from outrider.runtime.batch.requests import BatchRequest
 
 _TRIES = 4  # of a block whose actor dies
 _AT_ONCE = 2  # blocks of an actor: while the last requests of one run, those of the next take their places

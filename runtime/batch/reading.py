@@ -11,9 +11,9 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plans.errors import RequestError
-from runtime.batch.body import check_columns
-from runtime.batch.requests import BatchRequest, parse, why_not_an_id
+from outrider.plans.errors import RequestError
+from outrider.runtime.batch.body import check_columns
+from outrider.runtime.batch.requests import BatchRequest, parse, why_not_an_id
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,1 +1,1 @@
-"""The commands of `python -m runtime`."""
+"""The commands of `python -m outrider.runtime`."""

@@ -10,19 +10,19 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import get_args
 
-from commands.arguments import at_least_0, at_least_1, number, whole_number
-from commands.console import stderr
-from plans.errors import RequestError
-from plans.partial_kv import PARTIAL_MODES
-from plans.text_file import read_all, read_text_file
-from runtime.exactness import Exactness
-from runtime.generation import Generation
-from runtime.logits_options import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
-from runtime.prefix_cache.cache import PrefixCacheConfig
-from runtime.request import Options
-from runtime.runtime import Runtime
-from runtime.scheduler import SchedulerConfig
-from runtime.text.structured_outputs import StructuredOutputs
+from outrider.commands.arguments import at_least_0, at_least_1, number, whole_number
+from outrider.commands.console import stderr
+from outrider.plans.errors import RequestError
+from outrider.plans.partial_kv import PARTIAL_MODES
+from outrider.plans.text_file import read_all, read_text_file
+from outrider.runtime.exactness import Exactness
+from outrider.runtime.generation import Generation
+from outrider.runtime.logits_options import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
+from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
+from outrider.runtime.request import Options
+from outrider.runtime.runtime import Runtime
+from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.text.structured_outputs import StructuredOutputs
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:

@@ -1,15 +1,15 @@
-"""`python -m runtime branches`: many continuations of one prompt, decoded together."""
+"""`python -m outrider.runtime branches`: many continuations of one prompt, decoded together."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from commands.arguments import at_least_1
-from commands.console import print_json, stderr, stdout
-from plans.errors import RequestError
-from runtime.branch_request import MODES
-from runtime.cli.arguments import (
+from outrider.commands.arguments import at_least_1
+from outrider.commands.console import print_json, stderr, stdout
+from outrider.plans.errors import RequestError
+from outrider.runtime.branch_request import MODES
+from outrider.runtime.cli.arguments import (
     add_form,
     add_prompt,
     add_shared,
@@ -19,13 +19,13 @@ from runtime.cli.arguments import (
     read_options,
     read_prompt,
 )
-from runtime.cli.side_by_side import SideBySide
-from runtime.generation import Generation, Stream
-from runtime.stats import Stats
+from outrider.runtime.cli.side_by_side import SideBySide
+from outrider.runtime.generation import Generation, Stream
+from outrider.runtime.stats import Stats
 
 
 def add_branches(commands: Any) -> None:
-    """Add the command to those of `python -m runtime`."""
+    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "branches",
         help="continue a prompt in several ways at once",

@@ -7,8 +7,8 @@ import logging
 from rich.console import Console
 from rich.text import Text
 
-from plans.tokenizer import Tokenizer
-from runtime.trace import Node, Round
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.trace import Node, Round
 
 
 def log_to(console: Console) -> None:

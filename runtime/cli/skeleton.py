@@ -1,20 +1,20 @@
-"""`python -m runtime skeleton`: an outlined answer whose points are written at once."""
+"""`python -m outrider.runtime skeleton`: an outlined answer whose points are written at once."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from commands.arguments import at_least_1
-from commands.console import print_json, stderr, stdout
-from runtime.branch_request import MODES
-from runtime.cli.arguments import add_shared, generation_json, load, read_options
-from runtime.cli.side_by_side import SideBySide
-from runtime.skeleton.skeleton import Answer, Said, Skeleton, titles
+from outrider.commands.arguments import at_least_1
+from outrider.commands.console import print_json, stderr, stdout
+from outrider.runtime.branch_request import MODES
+from outrider.runtime.cli.arguments import add_shared, generation_json, load, read_options
+from outrider.runtime.cli.side_by_side import SideBySide
+from outrider.runtime.skeleton.skeleton import Answer, Said, Skeleton, titles
 
 
 def add_skeleton(commands: Any) -> None:
-    """Add the command to those of `python -m runtime`."""
+    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "skeleton",
         help="outline an answer, then write its points at once",

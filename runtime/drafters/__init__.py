@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from plans import manifest
-from plugins.native import NgramMemory
-from runtime.drafters.base import HostDrafter
-from runtime.drafters.memories import Memories
-from runtime.drafters.ngram import NgramDrafter
+from outrider.plans import manifest
+from outrider.plugins.native import NgramMemory
+from outrider.runtime.drafters.base import HostDrafter
+from outrider.runtime.drafters.memories import Memories
+from outrider.runtime.drafters.ngram import NgramDrafter
 
 __all__ = ["HostDrafter", "make_host_drafter", "make_memories"]
 

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from plans.manifest import Manifest, rejects
-from runtime.draft_options import DraftLimits
-from runtime.drafters.verify_length import PriceCurve, VerifyLength
-from runtime.request import Request
-from runtime.sampling import SamplingParams
+from outrider.plans.manifest import Manifest, rejects
+from outrider.runtime.draft_options import DraftLimits
+from outrider.runtime.drafters.verify_length import PriceCurve, VerifyLength
+from outrider.runtime.request import Request
+from outrider.runtime.sampling import SamplingParams
 
 _LOG = logging.getLogger("outrider")
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.native import NgramMemory
-from runtime.sampling import SamplingParams
+from outrider.plugins.native import NgramMemory
+from outrider.runtime.sampling import SamplingParams
 
 
 @dataclass

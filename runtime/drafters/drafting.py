@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plans import names
-from plans.manifest import GraphDrafter, NgramDrafter
-from runtime.drafters import make_host_drafter
-from runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
-from runtime.drafters.engine import LEAST_CHANCE, EngineDrafter, chain_rounds, tree_shape
-from runtime.drafters.kept_features import KeptFeatures
-from runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
-from runtime.execution.assembly import Assembly, Loaded
-from runtime.execution.layout import Placed
-from runtime.execution.step import TargetStep
-from runtime.request import Request
-from runtime.sequence import Sequence
-from runtime.stats import Stopwatch
+from outrider.plans import names
+from outrider.plans.manifest import GraphDrafter, NgramDrafter
+from outrider.runtime.drafters import make_host_drafter
+from outrider.runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
+from outrider.runtime.drafters.engine import LEAST_CHANCE, EngineDrafter, chain_rounds, tree_shape
+from outrider.runtime.drafters.kept_features import KeptFeatures
+from outrider.runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
+from outrider.runtime.execution.assembly import Assembly, Loaded
+from outrider.runtime.execution.layout import Placed
+from outrider.runtime.execution.step import TargetStep
+from outrider.runtime.request import Request
+from outrider.runtime.sequence import Sequence
+from outrider.runtime.stats import Stopwatch
 
 
 class Allowed(NamedTuple):

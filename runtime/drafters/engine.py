@@ -17,20 +17,20 @@ from math import inf, log
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.manifest import Engine, Geometry, GraphDrafter
-from runtime.drafters.base import Draft, TreeInPlace
-from runtime.drafters.entropy import ChainLength
-from runtime.drafters.kept_features import KeptFeatures
-from runtime.drafters.tree_slots import TreeSlots
-from runtime.execution.assembly import Assembly
-from runtime.execution.program import Program
-from runtime.execution.step import DraftStep, TargetStep
-from runtime.kv.cache import KvCache
-from runtime.kv.slots import FIRST
-from runtime.kv.token_kv import TokenKv
-from runtime.sequence import Sequence
-from runtime.stats import Stopwatch
+from outrider.plans import names
+from outrider.plans.manifest import Engine, Geometry, GraphDrafter
+from outrider.runtime.drafters.base import Draft, TreeInPlace
+from outrider.runtime.drafters.entropy import ChainLength
+from outrider.runtime.drafters.kept_features import KeptFeatures
+from outrider.runtime.drafters.tree_slots import TreeSlots
+from outrider.runtime.execution.assembly import Assembly
+from outrider.runtime.execution.program import Program
+from outrider.runtime.execution.step import DraftStep, TargetStep
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.kv.slots import FIRST
+from outrider.runtime.kv.token_kv import TokenKv
+from outrider.runtime.sequence import Sequence
+from outrider.runtime.stats import Stopwatch
 
 Choose = Callable[[List[int], List[float]], List[int]]
 """Chooses nodes of a draft, ascending and with all of their ancestors, by parents (-1 for the tip) and scores."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 
-from plans.manifest import EntropyGamma
+from outrider.plans.manifest import EntropyGamma
 
 
 class ChainLength:

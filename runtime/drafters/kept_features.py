@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from runtime.execution.buffers import Buffers
+from outrider.plans import names
+from outrider.runtime.execution.buffers import Buffers
 
 Rows = NDArray[np.int64]
 

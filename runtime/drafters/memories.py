@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from plugins.native import NgramMemory
+from outrider.plugins.native import NgramMemory
 
 _MOST = 8  # owners
 

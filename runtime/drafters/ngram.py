@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.errors import PlanError
-from plugins.native import NgramMemory, Ngrams
-from runtime.sampling import SamplingParams
+from outrider.plans.errors import PlanError
+from outrider.plugins.native import NgramMemory, Ngrams
+from outrider.runtime.sampling import SamplingParams
 
 MAX_CONTEXT = 64
 

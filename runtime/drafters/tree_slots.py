@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from runtime.execution.program import Program
-from runtime.execution.step import DraftStep
+from outrider.plans import names
+from outrider.runtime.execution.program import Program
+from outrider.runtime.execution.step import DraftStep
 
 
 class TreeSlots:

@@ -14,8 +14,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.pass_prices import Price
-from runtime.drafters.calibration import Calibration
+from outrider.plans.pass_prices import Price
+from outrider.runtime.drafters.calibration import Calibration
 
 _FEWEST = 8  # rounds that a rate stands on
 _KEPT = 1 - 1 / 64  # of what earlier rounds have told, after each round

@@ -1,1 +1,1 @@
-"""The C library: `python -m runtime embed`."""
+"""The C library: `python -m outrider.runtime embed`."""

@@ -119,7 +119,7 @@ static void collect_later_objects(void) {
 
 /* cffi's own module is asked for first: cffi would print what is missing. */
 static int import_outrider(char *why, size_t size) {
-  return can_import("_cffi_backend", why, size) && can_import("runtime.embed.calls", why, size);
+  return can_import("_cffi_backend", why, size) && can_import("outrider.runtime.embed.calls", why, size);
 }
 
 __attribute__((visibility("default"))) outrider_bridge_start_function outrider_bridge_start;

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plans.errors import EmbedError
-from plans.extras import install
+from outrider.plans.errors import EmbedError
+from outrider.plans.extras import install
 
 SOURCES = Path(__file__).resolve().parent
 LIBRARY, LINK = "liboutrider.so.0", "liboutrider.so"
@@ -28,7 +28,7 @@ _CHOICES = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 _START = """\
 from _outrider_bridge import ffi, lib
 try:
-    from runtime.embed.calls import attach
+    from outrider.runtime.embed.calls import attach
     attach(ffi, lib)
     failure = b""
 except BaseException as error:  # whatever it is, C gets a sentence

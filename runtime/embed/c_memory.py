@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.generation import FinishReason, Generation
-from runtime.sampling import TokenLogprob
+from outrider.runtime.generation import FinishReason, Generation
+from outrider.runtime.sampling import TokenLogprob
 
 FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED: 2, FinishReason.DEADLINE: 3}
 

@@ -16,12 +16,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.check import session_bytes
-from plans.errors import BusyError, ClosedError, OutriderError, RequestError
-from plans.plan import open_plan
-from runtime.backends import reason_against
-from runtime.embed.c_memory import Bytes, CMemory, Result
-from runtime.embed.handles import (
+from outrider.plans.check import session_bytes
+from outrider.plans.errors import BusyError, ClosedError, OutriderError, RequestError
+from outrider.plans.plan import open_plan
+from outrider.runtime.backends import reason_against
+from outrider.runtime.embed.c_memory import Bytes, CMemory, Result
+from outrider.runtime.embed.handles import (
     CallbackError,
     Handles,
     InvalidArgumentError,
@@ -29,8 +29,8 @@ from runtime.embed.handles import (
     Kind,
     QueueFullError,
 )
-from runtime.embed.notifier import Notifier
-from runtime.embed.options import (
+from outrider.runtime.embed.notifier import Notifier
+from outrider.runtime.embed.options import (
     AUTO,
     BOOLEANS,
     BRANCH_KEYS,
@@ -49,12 +49,12 @@ from runtime.embed.options import (
     open_options,
     refuse,
 )
-from runtime.embed.requests import Functions, OnLogits, OpenRequest, seconds
-from runtime.generation import Generation
-from runtime.runtime import Runtime
-from runtime.scheduler import close_all
-from runtime.session import Session
-from runtime.text.structured_outputs import FORMS
+from outrider.runtime.embed.requests import Functions, OnLogits, OpenRequest, seconds
+from outrider.runtime.generation import Generation
+from outrider.runtime.runtime import Runtime
+from outrider.runtime.scheduler import close_all
+from outrider.runtime.session import Session
+from outrider.runtime.text.structured_outputs import FORMS
 
 
 class Status(IntEnum):

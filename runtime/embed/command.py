@@ -1,4 +1,4 @@
-"""`python -m runtime embed`: builds the C library, or makes a bundle, and prints what it has."""
+"""`python -m outrider.runtime embed`: builds the C library, or makes a bundle, and prints what it has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from commands.console import print_json, stderr, stdout
+from outrider.commands.console import print_json, stderr, stdout
 
 if TYPE_CHECKING:
-    from runtime.embed.bundle.bundle import Bundle
+    from outrider.runtime.embed.bundle.bundle import Bundle
 
 
 def add_embed(commands: Any) -> None:
-    """Add the command to those of `python -m runtime`."""
+    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "embed",
         help="build the C library",
@@ -40,7 +40,7 @@ def add_embed(commands: Any) -> None:
 def _embed(arguments: argparse.Namespace) -> int:
     if arguments.bundle is not None:
         return _make(arguments.bundle, as_json=arguments.json)
-    from runtime.embed.build import build
+    from outrider.runtime.embed.build import build
 
     with stderr.status("building the C library") as status:
         files = build(arguments.out, lambda part: status.update(f"building the C library: {part}"))
@@ -53,7 +53,7 @@ def _embed(arguments: argparse.Namespace) -> int:
 
 def _make(folder: Path, *, as_json: bool) -> int:
     """Make a bundle at `folder`. Raises `EmbedError`."""
-    from runtime.embed.bundle.bundle import bundle
+    from outrider.runtime.embed.bundle.bundle import bundle
 
     with stderr.status("making the bundle") as status:
         made = bundle(folder, lambda part: status.update(f"making the bundle: {part}"))

@@ -65,11 +65,11 @@ const char *outrider_last_error(void) { return last_error; }
 #ifdef OUTRIDER_BUNDLE
 static const char how_to_repair[] =
     "the bundle is incomplete, or made for another C library or processor: copy its whole folder again, or make it "
-    "anew there (python -m runtime embed --bundle)";
+    "anew there (outrider embed --bundle)";
 #else
 static const char how_to_repair[] =
     "set OUTRIDER_HOME to the virtual environment in which Outrider is installed, or build the library again there "
-    "(python -m runtime embed)";
+    "(outrider embed)";
 #endif
 
 /* The path of `name` in the folder of this library, wherever links to it lie. */

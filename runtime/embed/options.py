@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from plans.errors import RequestError
-from runtime.embed.handles import InvalidArgumentError
-from runtime.prefix_cache.cache import PrefixCacheConfig
-from runtime.scheduler import SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.embed.handles import InvalidArgumentError
+from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
+from outrider.runtime.scheduler import SchedulerConfig
 
 INTEGERS = (
     "max_new_tokens", "top_k", "seed", "stream_id", "partial_budget", "min_tokens", "draft_tokens", "draft_depth",

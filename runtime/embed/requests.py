@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.embed.c_memory import CMemory, SpanStruct
-from runtime.embed.handles import CallbackError, InvalidHandleError
-from runtime.embed.notifier import Notifier
-from runtime.generation import Generation, Span
-from runtime.handle import Handle
+from outrider.runtime.embed.c_memory import CMemory, SpanStruct
+from outrider.runtime.embed.handles import CallbackError, InvalidHandleError
+from outrider.runtime.embed.notifier import Notifier
+from outrider.runtime.generation import Generation, Span
+from outrider.runtime.handle import Handle
 
 OnLogits = Callable[[list[int], NDArray[np.float32]], None]
 

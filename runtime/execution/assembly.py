@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from plans import names
-from plans.manifest import BackendPlan, GraphDrafter, Manifest
-from plans.tokenizer import Tokenizer
-from runtime.backends.base import Backend, LoadedEngine
-from runtime.drafters.memories import Memories
-from runtime.drafters.verify_length import PriceCurve
-from runtime.execution.buffers import Buffers
-from runtime.execution.program import Program
-from runtime.execution.step import DraftStep, Step, TargetStep
-from runtime.mapped_files import MappedFiles
-from runtime.text.grammars import Grammars
+from outrider.plans import names
+from outrider.plans.manifest import BackendPlan, GraphDrafter, Manifest
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.backends.base import Backend, LoadedEngine
+from outrider.runtime.drafters.memories import Memories
+from outrider.runtime.drafters.verify_length import PriceCurve
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.program import Program
+from outrider.runtime.execution.step import DraftStep, Step, TargetStep
+from outrider.runtime.mapped_files import MappedFiles
+from outrider.runtime.text.grammars import Grammars
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from plans import names
-from plans.check import buffer_shape, session_bytes
-from plans.errors import PlanError
-from plans.manifest import BackendPlan
-from plugins import native
-from runtime.kv.memory import HostKv, KvMemory, zeros
-from runtime.sampling import SamplingParams
+from outrider.plans import names
+from outrider.plans.check import buffer_shape, session_bytes
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import BackendPlan
+from outrider.plugins import native
+from outrider.runtime.kv.memory import HostKv, KvMemory, zeros
+from outrider.runtime.sampling import SamplingParams
 
 Call = Callable[[], None]
 

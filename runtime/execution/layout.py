@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.errors import RequestError
-from runtime.drafters.base import NOTHING, Draft, TreeInPlace
-from runtime.execution.step import TargetStep
-from runtime.kv.cache import KvCache
-from runtime.sequence import Sequence
+from outrider.plans.errors import RequestError
+from outrider.runtime.drafters.base import NOTHING, Draft, TreeInPlace
+from outrider.runtime.execution.step import TargetStep
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -17,14 +17,14 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import OpError, PlanError
-from plans.manifest import Program as ProgramData
-from plans.manifest import Stage, StageKind
-from plugins.schemas import SCHEMAS
-from runtime.backends.base import LoadedEngine
-from runtime.execution.buffers import Buffers, Call, Exchange
-from runtime.execution.step import Step
+from outrider.plans import names
+from outrider.plans.errors import OpError, PlanError
+from outrider.plans.manifest import Program as ProgramData
+from outrider.plans.manifest import Stage, StageKind
+from outrider.plugins.schemas import SCHEMAS
+from outrider.runtime.backends.base import LoadedEngine
+from outrider.runtime.execution.buffers import Buffers, Call, Exchange
+from outrider.runtime.execution.step import Step
 
 _T = TypeVar("_T")
 _ACCEPTING = frozenset({"Sample", "TreeAccept", "ChainAccept"})

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import RequestError
-from plugins import native
-from plugins.schemas import SCHEMAS
-from runtime.execution.buffers import Buffers
-from runtime.execution.layout import Placed
-from runtime.execution.step import TargetStep
-from runtime.sequence import Sequence
-from runtime.text.rules import failing_alone
+from outrider.plans import names
+from outrider.plans.errors import RequestError
+from outrider.plugins import native
+from outrider.plugins.schemas import SCHEMAS
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.layout import Placed
+from outrider.runtime.execution.step import TargetStep
+from outrider.runtime.sequence import Sequence
+from outrider.runtime.text.rules import failing_alone
 
 
 class RuledWalk:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.manifest import Buckets, Geometry, GraphDrafter
-from runtime.execution.buffers import Buffers
+from outrider.plans import names
+from outrider.plans.manifest import Buckets, Geometry, GraphDrafter
+from outrider.runtime.execution.buffers import Buffers
 
 _NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED, _TIPS, _GROWN = range(len(names.SYMBOLS))
 NOBODY = 2**32  # a number that no branch has

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from plans import names
-from runtime.execution.program import Program
-from runtime.execution.step import Step, TargetStep
+from outrider.plans import names
+from outrider.runtime.execution.program import Program
+from outrider.runtime.execution.step import Step, TargetStep
 
 _BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # what makes a round large
 

@@ -18,17 +18,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.kv_slots import are_finite
-from plans.manifest import Geometry
-from runtime.execution.buffers import Buffers
-from runtime.execution.program import Program
-from runtime.execution.step import NOBODY, Step
-from runtime.kv.alignment import Alignment, AlignmentState
-from runtime.kv.memory import HostKv
-from runtime.kv.slots import EMPTY, SHARED, SlotTable
-from runtime.kv.token_kv import TokenKv
-from runtime.kv.window import WindowedRow
+from outrider.plans import names
+from outrider.plans.kv_slots import are_finite
+from outrider.plans.manifest import Geometry
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.program import Program
+from outrider.runtime.execution.step import NOBODY, Step
+from outrider.runtime.kv.alignment import Alignment, AlignmentState
+from outrider.runtime.kv.memory import HostKv
+from outrider.runtime.kv.slots import EMPTY, SHARED, SlotTable
+from outrider.runtime.kv.token_kv import TokenKv
+from outrider.runtime.kv.window import WindowedRow
 
 # Dead slots are worth a compaction where there are so many, and as many as live ones of sequences: what is moved is
 # then never more than what was appended since.

@@ -13,12 +13,12 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import PlanError
-from plans.partial_kv import PartialKv
-from runtime.execution.buffers import Buffers
-from runtime.execution.program import Program
-from runtime.kv.slots import SlotTable
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.partial_kv import PartialKv
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.program import Program
+from outrider.runtime.kv.slots import SlotTable
 
 _LOG = logging.getLogger("outrider")
 

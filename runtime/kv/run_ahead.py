@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from runtime.kv.partial_policy import Budget, Interval
-from runtime.request import Request
-from runtime.sampling import SamplingParams
-from runtime.stats import Stats
+from outrider.runtime.kv.partial_policy import Budget, Interval
+from outrider.runtime.request import Request
+from outrider.runtime.sampling import SamplingParams
+from outrider.runtime.stats import Stats
 
 _ALIKE = 1.5  # contexts whose lengths have no larger quotient cost about the same
 

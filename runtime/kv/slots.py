@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from runtime.execution.buffers import Buffers
-from runtime.execution.step import Step
+from outrider.plans import names
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.step import Step
 
 FIRST = 0  # number of a sequence that is the only one
 EMPTY = -2  # a slot that belongs to no branch

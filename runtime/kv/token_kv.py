@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.kv.memory import KvMemory
+from outrider.runtime.kv.memory import KvMemory
 
 
 class TokenKv:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plans.manifest import Geometry
-from runtime.kv.memory import KvMemory
-from runtime.kv.slots import FIRST, SlotTable
-from runtime.kv.token_kv import TokenKv
+from outrider.plans.manifest import Geometry
+from outrider.runtime.kv.memory import KvMemory
+from outrider.runtime.kv.slots import FIRST, SlotTable
+from outrider.runtime.kv.token_kv import TokenKv
 
 _FEW = 16  # tokens
 

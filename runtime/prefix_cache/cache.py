@@ -15,15 +15,15 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from plans import names
-from plans.check import kv_caches
-from plans.errors import PlanError, RequestError
-from plans.manifest import BackendPlan
-from runtime.kv.memory import host_kv
-from runtime.kv.token_kv import TokenKv
-from runtime.prefix_cache.page_pool import PAGE, Allocate, PagePool, PageRun, TokenShape
-from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
-from runtime.prefix_cache.stats import PrefixCacheStats
+from outrider.plans import names
+from outrider.plans.check import kv_caches
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.manifest import BackendPlan
+from outrider.runtime.kv.memory import host_kv
+from outrider.runtime.kv.token_kv import TokenKv
+from outrider.runtime.prefix_cache.page_pool import PAGE, Allocate, PagePool, PageRun, TokenShape
+from outrider.runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
+from outrider.runtime.prefix_cache.stats import PrefixCacheStats
 
 
 @dataclass(frozen=True)

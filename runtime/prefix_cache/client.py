@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 
-from plans import names
-from runtime.drafters.drafting import Drafting
-from runtime.kv.cache import KvCache
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.sequence import Sequence
-from runtime.text.common_length import common_length
+from outrider.plans import names
+from outrider.runtime.drafters.drafting import Drafting
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.sequence import Sequence
+from outrider.runtime.text.common_length import common_length
 
 
 class CacheClient:

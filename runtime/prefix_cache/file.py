@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from plans import names
-from plans.errors import PlanError, RequestError
-from plans.kv_slots import are_finite
-from runtime.kv.memory import HostKv
-from runtime.kv.token_kv import TokenKv
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.prefix_cache.page_pool import TokenShape
-from runtime.whole_file import written_whole
+from outrider.plans import names
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.kv_slots import are_finite
+from outrider.runtime.kv.memory import HostKv
+from outrider.runtime.kv.token_kv import TokenKv
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.prefix_cache.page_pool import TokenShape
+from outrider.runtime.whole_file import written_whole
 
 _MAGIC = b"OUTRPFX1"
 _START = 48  # of the header

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from runtime.kv.memory import KvMemory, host_kv
+from outrider.runtime.kv.memory import KvMemory, host_kv
 
 PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy moves some KiB at once
 

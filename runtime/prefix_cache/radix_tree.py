@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from runtime.text.common_length import common_length
+from outrider.runtime.text.common_length import common_length
 
 
 class Value(Protocol):

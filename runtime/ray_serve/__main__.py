@@ -1,15 +1,15 @@
-"""`python -m runtime.ray_serve PLAN`: replicas of a plan behind one address, until the command is told to end."""
+"""`outrider serve-ray PLAN`: replicas of a plan behind one address, until the command is told to end."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
 import sys
 
-from runtime.ray_serve.command import main
+from outrider.runtime.ray_serve.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,17 +8,17 @@ from typing import Any
 
 from ray import serve
 
-from plans.manifest import Geometry
-from plans.plan import open_plan
-from runtime.ray_serve.ingress import Ingress
-from runtime.ray_serve.replica import Replica
-from runtime.ray_serve.settings import Routing, Settings
+from outrider.plans.manifest import Geometry
+from outrider.plans.plan import open_plan
+from outrider.runtime.ray_serve.ingress import Ingress
+from outrider.runtime.ray_serve.replica import Replica
+from outrider.runtime.ray_serve.settings import Routing, Settings
 
 REPLICA, INGRESS = "Replica", "Ingress"
 _ROUTERS: dict[Routing, dict[str, Any]] = {
-    "prefix": {"request_router_class": "runtime.ray_serve.router:PrefixRouter"},
+    "prefix": {"request_router_class": "outrider.runtime.ray_serve.router:PrefixRouter"},
     "balanced": {},  # Ray's own
-    "round-robin": {"request_router_class": "runtime.ray_serve.router:RoundRobinRouter"},
+    "round-robin": {"request_router_class": "outrider.runtime.ray_serve.router:RoundRobinRouter"},
 }
 _TELLING = 2.0  # seconds between the moments when a replica tells all ingresses what it holds
 _ANSWERING = 10.0  # seconds to answer a health check; after three that are missed, a replica is replaced

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import ray
 
-from runtime.handle import Handle
+from outrider.runtime.handle import Handle
 
 _EVERY = 2.0  # seconds between looks
 

@@ -1,4 +1,4 @@
-"""`python -m runtime.ray_serve`: its options, and the life of what it starts."""
+"""`python -m outrider.runtime.ray_serve`: its options, and the life of what it starts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from commands.arguments import Parser, at_least_0, at_least_1, number
-from commands.console import guarded, stderr
-from commands.packages import optional_packages
-from plans.errors import OutriderError, RequestError
-from plans.plan import open_plan
-from runtime.cli.arguments import add_machine
-from runtime.ray_serve.following import Failover
-from runtime.ray_serve.settings import Routing, Settings, check_replicas
-from runtime.server.api_keys import check_shares
-from runtime.server.command import add_serving, bound_socket, option, read_keys
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
+from outrider.commands.console import guarded, stderr
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import OutriderError, RequestError
+from outrider.plans.plan import open_plan
+from outrider.runtime.cli.arguments import add_machine
+from outrider.runtime.ray_serve.following import Failover
+from outrider.runtime.ray_serve.settings import Routing, Settings, check_replicas
+from outrider.runtime.server.api_keys import check_shares
+from outrider.runtime.server.command import add_serving, bound_socket, option, read_keys
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -27,7 +27,7 @@ _CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 _ANSWERS = 15.0  # seconds for ingresses to answer, behind the time that they drain
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m runtime.ray_serve") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m outrider.runtime.ray_serve") -> int:
     """Run the command; `called` is what the user typed."""
     return guarded(lambda: _serve(_parser(called).parse_args(arguments)))
 
@@ -125,12 +125,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         import ray
         from ray import serve
 
-        from runtime.ray_cluster import cluster
-        from runtime.ray_serve.application import build
+        from outrider.runtime.ray_cluster import cluster
+        from outrider.runtime.ray_serve.application import build
     settings = _settings(arguments)
     if settings.telemetry:
         with optional_packages("Telemetry", "telemetry"):
-            import runtime.server.tracing  # noqa: F401  # ingresses import it
+            import outrider.runtime.server.tracing  # noqa: F401  # ingresses import it
     application = build(settings)
     name = settings.model_name or open_plan(settings.plan, verify=False).manifest.name
     if arguments.ray is None:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from operator import add
 from typing import Any
 
-from runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.scheduler_stats import SchedulerStats
 
 _FORGOTTEN = 300  # answers of others that a replica misses until it is taken for gone: ten minutes, as ingresses ask
 

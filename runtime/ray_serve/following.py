@@ -10,12 +10,12 @@ from math import inf
 from time import monotonic
 from typing import Protocol
 
-from plans.errors import BusyError, OutriderError, RequestError, UnavailableError
-from runtime.generation import FinishReason, Generation, Span
-from runtime.handle import Handle
-from runtime.ray_serve.sent import Sent, Taken
-from runtime.sampling import TokenLogprob
-from runtime.stats import Stats
+from outrider.plans.errors import BusyError, OutriderError, RequestError, UnavailableError
+from outrider.runtime.generation import FinishReason, Generation, Span
+from outrider.runtime.handle import Handle
+from outrider.runtime.ray_serve.sent import Sent, Taken
+from outrider.runtime.sampling import TokenLogprob
+from outrider.runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
 # Seconds behind its deadline that a request waits for its replica to end it: one that took it late is later.

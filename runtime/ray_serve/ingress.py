@@ -13,21 +13,21 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from plans.plan import open_plan
-from runtime.exactness import foreign_kernels
-from runtime.ray_serve.remote_runtime import RemoteRuntime
-from runtime.ray_serve.replica import About
-from runtime.ray_serve.settings import Settings
-from runtime.ray_serve.streams import sender
-from runtime.scheduler import SchedulerConfig
-from runtime.server.api_keys import read_api_keys
-from runtime.server.app import ServerConfig, make_app
-from runtime.server.readiness import Phase, Readiness
-from runtime.server.request_log import log_to_stderr
-from runtime.server.served import drain
+from outrider.plans.plan import open_plan
+from outrider.runtime.exactness import foreign_kernels
+from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
+from outrider.runtime.ray_serve.replica import About
+from outrider.runtime.ray_serve.settings import Settings
+from outrider.runtime.ray_serve.streams import sender
+from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.server.api_keys import read_api_keys
+from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.readiness import Phase, Readiness
+from outrider.runtime.server.request_log import log_to_stderr
+from outrider.runtime.server.served import drain
 
 if TYPE_CHECKING:
-    from runtime.server.tracing import Tracing
+    from outrider.runtime.server.tracing import Tracing
 
 _LOG = logging.getLogger("outrider")
 _EVERY = 2.0  # seconds between questions to replicas for their counts
@@ -119,6 +119,6 @@ def _differences(found: Sequence[About]) -> str | None:
 
 
 def _tracing() -> Tracing:
-    from runtime.server.tracing import tracing_by_environment  # of the extra `telemetry`
+    from outrider.runtime.server.tracing import tracing_by_environment  # of the extra `telemetry`
 
     return tracing_by_environment()

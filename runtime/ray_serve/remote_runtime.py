@@ -10,21 +10,21 @@ from dataclasses import replace
 from os import PathLike
 from time import monotonic
 
-from plans.errors import BusyError, ClosedError, RequestError
-from plans.manifest import Manifest, rejects
-from plans.plan import Plan
-from plans.tokenizer import Tokenizer
-from runtime.branch_request import check_alone
-from runtime.generation import FinishReason
-from runtime.handle import Handle
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.ray_serve.counts import Counts
-from runtime.ray_serve.following import Failover, Followed, Send
-from runtime.ray_serve.sent import Sent
-from runtime.request import Options, Request
-from runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
-from runtime.scheduler_stats import SchedulerStats
-from runtime.text.grammars import Grammars
+from outrider.plans.errors import BusyError, ClosedError, RequestError
+from outrider.plans.manifest import Manifest, rejects
+from outrider.plans.plan import Plan
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.branch_request import check_alone
+from outrider.runtime.generation import FinishReason
+from outrider.runtime.handle import Handle
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.ray_serve.counts import Counts
+from outrider.runtime.ray_serve.following import Failover, Followed, Send
+from outrider.runtime.ray_serve.sent import Sent
+from outrider.runtime.request import Options, Request
+from outrider.runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.text.grammars import Grammars
 
 
 class RemoteRuntime:

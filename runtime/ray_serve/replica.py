@@ -14,20 +14,20 @@ from typing import Any
 import ray
 from ray import serve
 
-from plans.errors import ClosedError, OutriderError, PlanError
-from runtime.backends import device_of, on_processor
-from runtime.exactness import foreign_kernels, kernels_that_count
-from runtime.generation import Span
-from runtime.handle import Handle
-from runtime.ray_serve.callers import Callers
-from runtime.ray_serve.following import Message
-from runtime.ray_serve.prefixes import BLOCKS, KERNELS, PrefixIndex
-from runtime.ray_serve.sent import Sent, Taken
-from runtime.ray_serve.settings import Settings
-from runtime.runtime import Runtime
-from runtime.scheduler_stats import SchedulerStats
-from runtime.server.readiness import warm_up
-from runtime.server.served import CUTTING_SECONDS
+from outrider.plans.errors import ClosedError, OutriderError, PlanError
+from outrider.runtime.backends import device_of, on_processor
+from outrider.runtime.exactness import foreign_kernels, kernels_that_count
+from outrider.runtime.generation import Span
+from outrider.runtime.handle import Handle
+from outrider.runtime.ray_serve.callers import Callers
+from outrider.runtime.ray_serve.following import Message
+from outrider.runtime.ray_serve.prefixes import BLOCKS, KERNELS, PrefixIndex
+from outrider.runtime.ray_serve.sent import Sent, Taken
+from outrider.runtime.ray_serve.settings import Settings
+from outrider.runtime.runtime import Runtime
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.server.readiness import warm_up
+from outrider.runtime.server.served import CUTTING_SECONDS
 
 _APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
 _TOLD = 2048  # blocks, the latest, that routers are told of

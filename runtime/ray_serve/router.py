@@ -13,8 +13,8 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from runtime.ray_serve.prefixes import BLOCK, BLOCKS, KERNELS, Balance, PrefixIndex, choose
-from runtime.ray_serve.sent import Sent
+from outrider.runtime.ray_serve.prefixes import BLOCK, BLOCKS, KERNELS, Balance, PrefixIndex, choose
+from outrider.runtime.ray_serve.sent import Sent
 
 _MOST_CHOSEN = 256
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from runtime.request import Options
+from outrider.runtime.request import Options
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from plans.errors import RequestError
-from runtime.branch_request import Mode
-from runtime.exactness import Exactness
-from runtime.prefix_cache.cache import PrefixCacheConfig
-from runtime.ray_serve.following import Failover
-from runtime.scheduler import SchedulerConfig
-from runtime.server.api_keys import check_shares, share_of_queue
-from runtime.server.log_format import LogFormat
+from outrider.plans.errors import RequestError
+from outrider.runtime.branch_request import Mode
+from outrider.runtime.exactness import Exactness
+from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
+from outrider.runtime.ray_serve.following import Failover
+from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.server.api_keys import check_shares, share_of_queue
+from outrider.runtime.server.log_format import LogFormat
 
 Routing = Literal["prefix", "balanced", "round-robin"]
 

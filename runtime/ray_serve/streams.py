@@ -10,9 +10,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from plans.errors import OutriderError
-from runtime.ray_serve.following import LostError, Message, Send
-from runtime.ray_serve.sent import Sent
+from outrider.plans.errors import OutriderError
+from outrider.runtime.ray_serve.following import LostError, Message, Send
+from outrider.runtime.ray_serve.sent import Sent
 
 
 def sender(replicas: DeploymentHandle[Any]) -> Send:

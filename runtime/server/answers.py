@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from runtime.generation import FinishReason, Generation, Span
-from runtime.sampling import TokenLogprob
-from runtime.server.served import Served
-from runtime.server.speculation import longest_path, speculation
-from runtime.server.stamps import FreshStamps, Stamps
-from runtime.server.submitting import Submitted
-from runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
-from runtime.text.token_texts import TokenTexts
+from outrider.runtime.generation import FinishReason, Generation, Span
+from outrider.runtime.sampling import TokenLogprob
+from outrider.runtime.server.served import Served
+from outrider.runtime.server.speculation import longest_path, speculation
+from outrider.runtime.server.stamps import FreshStamps, Stamps
+from outrider.runtime.server.submitting import Submitted
+from outrider.runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
+from outrider.runtime.text.token_texts import TokenTexts
 
 _REASONS = {
     FinishReason.STOP: "stop",

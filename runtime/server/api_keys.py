@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from plans.errors import RequestError
-from plans.text_file import read_text_file
+from outrider.plans.errors import RequestError
+from outrider.plans.text_file import read_text_file
 
 _SHARED = {
     "max_waiting_per_key": "shares the queue among API keys",

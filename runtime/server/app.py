@@ -29,25 +29,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plans.errors import OutriderError, RequestError
-from runtime.generation import FinishReason, Generation, Span
-from runtime.handle import Handle
-from runtime.server.answers import Answer
-from runtime.server.api_keys import check_shares
-from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError, as_api_error, client_gone, shutting_down
-from runtime.server.metrics import Metrics
-from runtime.server.observer import Endings, Listener, Observer
-from runtime.server.readiness import Phase, Readiness
-from runtime.server.record import Record, path_of, record_of
-from runtime.server.refusals import refusal
-from runtime.server.request_log import log_fault, log_request
-from runtime.server.served import Served, drain
-from runtime.server.submitting import Submitted, Submitter
-from runtime.server.token_budgets import TokenBudgets
+from outrider.plans.errors import OutriderError, RequestError
+from outrider.runtime.generation import FinishReason, Generation, Span
+from outrider.runtime.handle import Handle
+from outrider.runtime.server.answers import Answer
+from outrider.runtime.server.api_keys import check_shares
+from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.errors import ApiError, as_api_error, client_gone, shutting_down
+from outrider.runtime.server.metrics import Metrics
+from outrider.runtime.server.observer import Endings, Listener, Observer
+from outrider.runtime.server.readiness import Phase, Readiness
+from outrider.runtime.server.record import Record, path_of, record_of
+from outrider.runtime.server.refusals import refusal
+from outrider.runtime.server.request_log import log_fault, log_request
+from outrider.runtime.server.served import Served, drain
+from outrider.runtime.server.submitting import Submitted, Submitter
+from outrider.runtime.server.token_budgets import TokenBudgets
 
 if TYPE_CHECKING:
-    from runtime.server.tracing import Tracing
+    from outrider.runtime.server.tracing import Tracing
 
 _COMPLETIONS = "/v1/completions"
 _THIS_MACHINE = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"  # origins of pages

@@ -10,19 +10,19 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from plans.errors import RequestError
-from plans.partial_kv import PARTIAL_MODES, PartialMode
-from runtime.logits_options import MAX_PENALTY
-from runtime.request import MAX_LOGPROBS, MAX_SALT, MAX_STOPS, Options
-from runtime.sampling import new_seed
-from runtime.server.body import FIRST_FAULT, Body
-from runtime.server.messages import Message
-from runtime.server.refusals import shown
-from runtime.server.response_format import ResponseFormat
-from runtime.server.tool_calling import ToolCalling
-from runtime.server.tool_formats import ToolFormat
-from runtime.server.tools import MOST_TOOLS, NamedTool, Tool
-from runtime.text.structured_outputs import StructuredOutputs
+from outrider.plans.errors import RequestError
+from outrider.plans.partial_kv import PARTIAL_MODES, PartialMode
+from outrider.runtime.logits_options import MAX_PENALTY
+from outrider.runtime.request import MAX_LOGPROBS, MAX_SALT, MAX_STOPS, Options
+from outrider.runtime.sampling import new_seed
+from outrider.runtime.server.body import FIRST_FAULT, Body
+from outrider.runtime.server.messages import Message
+from outrider.runtime.server.refusals import shown
+from outrider.runtime.server.response_format import ResponseFormat
+from outrider.runtime.server.tool_calling import ToolCalling
+from outrider.runtime.server.tool_formats import ToolFormat
+from outrider.runtime.server.tools import MOST_TOOLS, NamedTool, Tool
+from outrider.runtime.text.structured_outputs import StructuredOutputs
 
 MOST_CHOICES = 16
 

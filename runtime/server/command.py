@@ -1,4 +1,4 @@
-"""`python -m runtime serve`: an OpenAI-compatible server."""
+"""`python -m outrider.runtime serve`: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from commands.arguments import at_least_1, number, whole_number
-from commands.console import stderr
-from commands.packages import optional_packages
-from commands.process import INTERRUPTED
-from plans.errors import RequestError
-from runtime.branch_request import MODES
-from runtime.cli.arguments import add_capacities, add_machine, cache_of, load
-from runtime.prefix_cache.file import check_folder
-from runtime.scheduler import SchedulerConfig
-from runtime.server.api_keys import check_shares, read_api_keys, share_of_queue
-from runtime.server.log_format import LogFormat
+from outrider.commands.arguments import at_least_1, number, whole_number
+from outrider.commands.console import stderr
+from outrider.commands.packages import optional_packages
+from outrider.commands.process import INTERRUPTED
+from outrider.plans.errors import RequestError
+from outrider.runtime.branch_request import MODES
+from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of, load
+from outrider.runtime.prefix_cache.file import check_folder
+from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.server.api_keys import check_shares, read_api_keys, share_of_queue
+from outrider.runtime.server.log_format import LogFormat
 
 if TYPE_CHECKING:
-    from runtime.server.tracing import Tracing
+    from outrider.runtime.server.tracing import Tracing
 
 _KEY = "OUTRIDER_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
-    """Add the command to those of `python -m runtime`."""
+    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="serve the plan over HTTP",
@@ -181,10 +181,10 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     with optional_packages("The server", "serve"):
-        from runtime.server.app import ServerConfig
-        from runtime.server.connections import Limits, most_connections
-        from runtime.server.request_log import log_to_stderr
-        from runtime.server.service import Service
+        from outrider.runtime.server.app import ServerConfig
+        from outrider.runtime.server.connections import Limits, most_connections
+        from outrider.runtime.server.request_log import log_to_stderr
+        from outrider.runtime.server.service import Service
     file = arguments.cache_file
     if file is not None and arguments.no_prefix_cache:
         raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
@@ -246,7 +246,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _tracing() -> Tracing:
     with optional_packages("Telemetry", "telemetry"):
-        from runtime.server.tracing import tracing_by_environment
+        from outrider.runtime.server.tracing import tracing_by_environment
     return tracing_by_environment()
 
 

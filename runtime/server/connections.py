@@ -26,11 +26,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from plans.errors import RequestError
-from runtime.server.errors import ApiError, not_http, too_many_connections, too_slow
-from runtime.server.readiness import Phase, Readiness
-from runtime.server.request_ids import HEADER, id_of, new_id
-from runtime.server.request_log import log_refusal
+from outrider.plans.errors import RequestError
+from outrider.runtime.server.errors import ApiError, not_http, too_many_connections, too_slow
+from outrider.runtime.server.readiness import Phase, Readiness
+from outrider.runtime.server.request_ids import HEADER, id_of, new_id
+from outrider.runtime.server.request_log import log_refusal
 
 _LAST_WORDS = 3.0  # seconds for the ends of answers that were cut off to reach their clients
 _WAITING = 2048  # connections that the system keeps until they are taken: as many as uvicorn has it keep

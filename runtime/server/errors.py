@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from plans.errors import BusyError, ClosedError, OutriderError, RequestError, UnavailableError
+from outrider.plans.errors import BusyError, ClosedError, OutriderError, RequestError, UnavailableError
 
 _KEY = re.compile(r"[a-z_][\w.\[\]]*")  # with which a sentence on a key begins, unlike others
 _BUSY_SECONDS = 1  # after which a queue, or a connection, is likely to have room

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from runtime.generation import FinishReason
-from runtime.prefix_cache.page_pool import PAGE
-from runtime.server.record import Record
-from runtime.server.served import Served
+from outrider.runtime.generation import FinishReason
+from outrider.runtime.prefix_cache.page_pool import PAGE
+from outrider.runtime.server.record import Record
+from outrider.runtime.server.served import Served
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # vLLM numbers a server's engines; this one has one queue

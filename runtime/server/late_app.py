@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from runtime.server.errors import loading, shutting_down
-from runtime.server.readiness import Phase, Readiness
-from runtime.server.request_ids import HEADER, id_of
+from outrider.runtime.server.errors import loading, shutting_down
+from outrider.runtime.server.readiness import Phase, Readiness
+from outrider.runtime.server.request_ids import HEADER, id_of
 
 
 class LateApp:

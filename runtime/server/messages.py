@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from plans.chat_template import arguments_of
-from plans.errors import RequestError
-from runtime.server.body import FIRST_FAULT, Body
-from runtime.server.refusals import shown
+from outrider.plans.chat_template import arguments_of
+from outrider.plans.errors import RequestError
+from outrider.runtime.server.body import FIRST_FAULT, Body
+from outrider.runtime.server.refusals import shown
 
 
 class Part(Body):

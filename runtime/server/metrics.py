@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from runtime.generation import FinishReason
-from runtime.server.gateway_metrics import GatewayCounts, GatewayHistograms
-from runtime.server.record import Record
-from runtime.server.served import Served
+from outrider.runtime.generation import FinishReason
+from outrider.runtime.server.gateway_metrics import GatewayCounts, GatewayHistograms
+from outrider.runtime.server.record import Record
+from outrider.runtime.server.served import Served
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.server.errors import failed
-from runtime.server.record import Record, path_of
-from runtime.server.request_ids import HEADER, id_of
+from outrider.runtime.server.errors import failed
+from outrider.runtime.server.record import Record, path_of
+from outrider.runtime.server.request_ids import HEADER, id_of
 
 _LOG = logging.getLogger("outrider")
 _LAST = 2.0  # seconds for requests whose clients have gone to end, when the server does

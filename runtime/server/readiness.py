@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from runtime.request import Options
-from runtime.server.served import Served
+from outrider.runtime.request import Options
+from outrider.runtime.server.served import Served
 
 _TOKENS = 4  # of a warm-up: those behind the prompt are drafted and verified
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.types import Scope
 
-from runtime.generation import FinishReason, Generation
-from runtime.handle import Handle
-from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError
-from runtime.server.submitting import Submitted
-from runtime.server.token_budgets import Reservation
+from outrider.runtime.generation import FinishReason, Generation
+from outrider.runtime.handle import Handle
+from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.submitting import Submitted
+from outrider.runtime.server.token_budgets import Reservation
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 
-from runtime.server.errors import ApiError
-from runtime.server.log_format import LogFormat
-from runtime.server.record import Record
+from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.log_format import LogFormat
+from outrider.runtime.server.record import Record
 
 _LOG = logging.getLogger("outrider.requests")
 _LONGEST = 200  # characters of a path, or of a model's name

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from plans.errors import RequestError
-from runtime.server.body import Body
-from runtime.server.refusals import shown
-from runtime.text.structured_outputs import StructuredOutputs, guided
+from outrider.plans.errors import RequestError
+from outrider.runtime.server.body import Body
+from outrider.runtime.server.refusals import shown
+from outrider.runtime.text.structured_outputs import StructuredOutputs, guided
 
 
 class ResponseFormat(Body):

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Protocol
 
-from plans.manifest import Manifest
-from plans.tokenizer import Tokenizer
-from runtime.handle import Handle
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.request import Options
-from runtime.scheduler_stats import SchedulerStats
-from runtime.text.grammars import Grammars
+from outrider.plans.manifest import Manifest
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.handle import Handle
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.request import Options
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.text.grammars import Grammars
 
 CUTTING_SECONDS = 5.0
 """For requests to hear that they are cut off, at the end of their pass."""

@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.prefix_cache.file import OtherCacheError
-from runtime.runtime import Runtime
-from runtime.server.app import ServerConfig, make_app
-from runtime.server.connections import Limits, server_of
-from runtime.server.late_app import LateApp
-from runtime.server.readiness import Phase, Readiness, warm_up
-from runtime.server.served import CUTTING_SECONDS
+from outrider.runtime.prefix_cache.file import OtherCacheError
+from outrider.runtime.runtime import Runtime
+from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.connections import Limits, server_of
+from outrider.runtime.server.late_app import LateApp
+from outrider.runtime.server.readiness import Phase, Readiness, warm_up
+from outrider.runtime.server.served import CUTTING_SECONDS
 
 if TYPE_CHECKING:
-    from runtime.server.tracing import Tracing
+    from outrider.runtime.server.tracing import Tracing
 
 _LOADING = 1.0  # seconds for a plan that is still being loaded when the server has ended
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from plans.manifest import Drafter, NgramDrafter
-from runtime.stats import Stats
+from outrider.plans.manifest import Drafter, NgramDrafter
+from outrider.runtime.stats import Stats
 
 
 def longest_path(drafters: Sequence[Drafter], asked: str | None) -> int:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from plans.errors import RequestError
-from runtime.handle import Handle
-from runtime.request import Options
-from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.errors import ApiError
-from runtime.server.served import Served
-from runtime.server.tool_calling import ToolCalling
-from runtime.server.tool_formats import format_of
-from runtime.text.prompt import chat_prompt, encode_prompt
+from outrider.plans.errors import RequestError
+from outrider.runtime.handle import Handle
+from outrider.runtime.request import Options
+from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.served import Served
+from outrider.runtime.server.tool_calling import ToolCalling
+from outrider.runtime.server.tool_formats import format_of
+from outrider.runtime.text.prompt import chat_prompt, encode_prompt
 
 Admit = Callable[[int, int], object]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil, floor
 from time import monotonic
 
-from runtime.server.errors import ApiError
+from outrider.runtime.server.errors import ApiError
 
 
 @dataclass

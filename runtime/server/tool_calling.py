@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.server.stamps import FreshStamps, Stamps
-from runtime.server.tool_formats import ToolFormat
-from runtime.text.structured_outputs import lark_text
+from outrider.runtime.server.stamps import FreshStamps, Stamps
+from outrider.runtime.server.tool_formats import ToolFormat
+from outrider.runtime.text.structured_outputs import lark_text
 
 _ANYTHING = r"/(.|\n)*/"
 

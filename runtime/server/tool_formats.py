@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from plans.chat_template import ChatTemplate
-from plans.errors import OutriderError, RequestError
-from plans.manifest import ToolParser
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import OutriderError, RequestError
+from outrider.plans.manifest import ToolParser
 
 
 @dataclass(frozen=True)

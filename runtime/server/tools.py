@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from runtime.server.body import Body
-from runtime.text.structured_outputs import guided
+from outrider.runtime.server.body import Body
+from outrider.runtime.text.structured_outputs import guided
 
 MOST_TOOLS = 128
 

@@ -17,10 +17,10 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace import TracerProvider as Provider
 from starlette.requests import Request
 
-from plans.errors import RequestError
-from runtime.generation import Generation
-from runtime.server.asked import ChatAsked
-from runtime.server.record import Record
+from outrider.plans.errors import RequestError
+from outrider.runtime.generation import Generation
+from outrider.runtime.server.asked import ChatAsked
+from outrider.runtime.server.record import Record
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _LONGEST = 200  # characters of a model's name

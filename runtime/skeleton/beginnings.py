@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from threading import Thread
 
-from plans.errors import RequestError
-from plans.text_check import check_text
-from runtime.branch_request import LatePrompt
-from runtime.generation import Generation
-from runtime.skeleton.outline import Outline, Point
+from outrider.plans.errors import RequestError
+from outrider.plans.text_check import check_text
+from outrider.runtime.branch_request import LatePrompt
+from outrider.runtime.generation import Generation
+from outrider.runtime.skeleton.outline import Outline, Point
 
 Tool = Callable[[str], str]
 """A function that a point may want: of the point's title, it returns what the point's branch is to see."""

@@ -15,8 +15,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plans.errors import OutriderError
-from runtime.text.structured_outputs import lark_text
+from outrider.plans.errors import OutriderError
+from outrider.runtime.text.structured_outputs import lark_text
 
 PLAN, DIRECT, END = "[PLAN]", "[DIRECT]", "[END]"
 MOST_POINTS = 16

@@ -14,16 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Unpack, cast
 
-from plans.errors import RequestError
-from plans.skeleton import Skeleton as Settings
-from runtime.branch_request import Mode
-from runtime.generation import FinishReason, Generation
-from runtime.request import MAX_STOPS, Options, check_stops
-from runtime.runtime import Runtime
-from runtime.skeleton.beginnings import Beginnings, Tool, check_tools
-from runtime.skeleton.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
-from runtime.stats import Stats
-from runtime.text.prompt import chat_prompt
+from outrider.plans.errors import RequestError
+from outrider.plans.skeleton import Skeleton as Settings
+from outrider.runtime.branch_request import Mode
+from outrider.runtime.generation import FinishReason, Generation
+from outrider.runtime.request import MAX_STOPS, Options, check_stops
+from outrider.runtime.runtime import Runtime
+from outrider.runtime.skeleton.beginnings import Beginnings, Tool, check_tools
+from outrider.runtime.skeleton.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
+from outrider.runtime.stats import Stats
+from outrider.runtime.text.prompt import chat_prompt
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.tokenizer import Tokenizer
-from runtime.text.rules import LogitsRule
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text.rules import LogitsRule
 
 
 class BadWords(LogitsRule):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from plans.errors import RequestError
-from plans.tokenizer import Tokenizer
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import Tokenizer
 
 _LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 200_000}
 # Items in a row: a few, and one for each character of the grammar, since each of an enum or `anyOf` of thousands is an

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-from plans.errors import RequestError
+from outrider.plans.errors import RequestError
 
 MOST_LEVELS = 600
 """Of references and nesting together: 2 MB of stack."""

@@ -9,10 +9,10 @@ from time import thread_time
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.errors import RequestError
-from runtime.text.common_length import common_length
-from runtime.text.grammar_compiler import Vocabulary, compile_grammar, told
-from runtime.text.rules import LogitsRule
+from outrider.plans.errors import RequestError
+from outrider.runtime.text.common_length import common_length
+from outrider.runtime.text.grammar_compiler import Vocabulary, compile_grammar, told
+from outrider.runtime.text.rules import LogitsRule
 
 _AT_ONCE = 32  # tokens that are taken in before the time is looked at
 _FREE = 0.005  # seconds of a processor that a mask, or taking tokens in, may take

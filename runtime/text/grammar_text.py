@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from plans.errors import RequestError
-from plans.text_check import check_text
-from runtime.text.structured_outputs import FORMS, guided, lark_text
+from outrider.plans.errors import RequestError
+from outrider.plans.text_check import check_text
+from outrider.runtime.text.structured_outputs import FORMS, guided, lark_text
 
 MOST_CHOICES = 10_000
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)

@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from plans.errors import RequestError
-from plans.tokenizer import Tokenizer
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from runtime.text.grammar_compiler import Vocabulary
-    from runtime.text.grammar_rule import GrammarRule
+    from outrider.runtime.text.grammar_compiler import Vocabulary
+    from outrider.runtime.text.grammar_rule import GrammarRule
 
 _MOST_KNOWN = 1024  # grammars
 
@@ -40,8 +40,8 @@ class Grammars:
 
         Raises RequestError for a form that is none, or that no text of the vocabulary has.
         """
-        from runtime.text.grammar_rule import GrammarRule
-        from runtime.text.grammar_text import to_grammar
+        from outrider.runtime.text.grammar_rule import GrammarRule
+        from outrider.runtime.text.grammar_text import to_grammar
 
         where, grammar = to_grammar(asked)
         if not ends:
@@ -54,13 +54,13 @@ class Grammars:
 
     def check_schema(self, schema: Mapping[str, object], where: str) -> None:
         """Raise RequestError, which calls it `where`, for a JSON schema that `rule` would refuse."""
-        from runtime.text.grammar_text import of_schema
+        from outrider.runtime.text.grammar_text import of_schema
 
         self._checked(of_schema(schema, where), where)
 
     def _checked(self, grammar: str, where: str) -> Vocabulary:
-        from runtime.text.grammar_compiler import Vocabulary, check_grammar
-        from runtime.text.grammar_depth import check_depth
+        from outrider.runtime.text.grammar_compiler import Vocabulary, check_grammar
+        from outrider.runtime.text.grammar_depth import check_depth
 
         key = sha256(grammar.encode()).digest()
         with self._lock:

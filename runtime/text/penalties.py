@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.text.common_length import common_length
-from runtime.text.rules import LogitsRule
+from outrider.runtime.text.common_length import common_length
+from outrider.runtime.text.rules import LogitsRule
 
 
 class Penalties(LogitsRule):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from plans.errors import RequestError
-from runtime.text.rules import LogitsRule
+from outrider.plans.errors import RequestError
+from outrider.runtime.text.rules import LogitsRule
 
 LogitsProcessor = Callable[[list[int], NDArray[np.float32]], ArrayLike | None]
 """A function of the tokens generated so far and the logits f32 `[vocab]`: it returns logits, or None if it has changed

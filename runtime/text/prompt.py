@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plans.errors import RequestError
-from plans.manifest import Geometry
-from plans.text_check import check_text
-from plans.tokenizer import Tokenizer, as_ids
-from runtime.numbers import shown
-from runtime.text.stream import CONTEXT_TOKENS, TextStream
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Geometry
+from outrider.plans.text_check import check_text
+from outrider.plans.tokenizer import Tokenizer, as_ids
+from outrider.runtime.numbers import shown
+from outrider.runtime.text.stream import CONTEXT_TOKENS, TextStream
 
 Messages = Sequence[Mapping[str, object]]
 """A conversation: mappings of `role` and `content`, and what else the plan's chat template knows."""

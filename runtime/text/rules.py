@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.errors import RequestError
+from outrider.plans.errors import RequestError
 
 
 class LogitsRule(ABC):

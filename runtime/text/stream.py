@@ -13,8 +13,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
-from plans.errors import RequestError
-from plans.tokenizer import TokenIds, Tokenizer, as_ids
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import TokenIds, Tokenizer, as_ids
 
 # How far back into the context a stream looks: an unfinished character is at most 3 tokens that print, and what lies
 # between (special tokens at the end of a chat prompt) is short.

@@ -39,7 +39,7 @@ def guided(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any
     `lenient`: what llguidance does not know in it is passed over, unless it says otherwise.
     """
     if (text := _with_patterns(schema)) is not None:
-        from runtime.text.schema_patterns import without_covered_patterns  # with llguidance
+        from outrider.runtime.text.schema_patterns import without_covered_patterns  # with llguidance
 
         schema = without_covered_patterns(text)
     own = schema.get("x-guidance", {})

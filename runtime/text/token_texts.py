@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 
-from plans.tokenizer import TokenIds, Tokenizer, as_ids
-from runtime.text.stream import CONTEXT_TOKENS
+from outrider.plans.tokenizer import TokenIds, Tokenizer, as_ids
+from outrider.runtime.text.stream import CONTEXT_TOKENS
 
 
 class TokenTexts:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from commands.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
-from plans.errors import UsageError
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
+from outrider.plans.errors import UsageError
 
 
 @pytest.mark.parametrize(

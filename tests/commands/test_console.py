@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from commands import console
+from outrider.commands import console
 
 
 def test_lines_of_progress_say_what_is_left(

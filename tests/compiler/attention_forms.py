@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compiler.export.ops import branch_attention, window_bias
-from compiler.export.tracing import name_inputs, trace
-from plans import names
-from plugins import reference
+from outrider.compiler.export.ops import branch_attention, window_bias
+from outrider.compiler.export.tracing import name_inputs, trace
+from outrider.plans import names
+from outrider.plugins import reference
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 2, 16, 97
 Arrays = dict[str, NDArray[Any]]

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compiler.block_checkpoint import load_block, read_block_config
-from compiler.models.block import BlockHead
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.rope import rope_tables
-from plans.errors import CheckpointError
+from outrider.compiler.block_checkpoint import load_block, read_block_config
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.rope import rope_tables
+from outrider.plans.errors import CheckpointError
 
 from .eagle3_heads import SAFETENSORS, target_config
 

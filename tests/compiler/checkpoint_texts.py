@@ -9,11 +9,11 @@ from typing import Any
 
 import tokenizers
 
-from compiler.models.config import read_folder_config
-from compiler.text import CheckpointText, read_text
-from plans.manifest import Geometry
-from plans.tokenizer import Tokenizer
-from runtime.text.prompt import choose_prompt, prepare_prompt
+from outrider.compiler.models.config import read_folder_config
+from outrider.compiler.text import CheckpointText, read_text
+from outrider.plans.manifest import Geometry
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text.prompt import choose_prompt, prepare_prompt
 
 
 def checkpoint(

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
-from compiler.models.config import DecoderConfig
-from compiler.models.rope import RopeScaling
-from plans.errors import CheckpointError
+from outrider.compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.rope import RopeScaling
+from outrider.plans.errors import CheckpointError
 
 Layout = Literal["safeailab", "specforge", "angelslim"]
 LAYOUTS: tuple[Layout, ...] = ("safeailab", "specforge", "angelslim")

@@ -10,9 +10,9 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
-import compiler.lowering as lowering
-from compiler.lowering import group_query_attention
-from compiler.lowering.inside import NormInside
+import outrider.compiler.lowering as lowering
+from outrider.compiler.lowering import group_query_attention
+from outrider.compiler.lowering.inside import NormInside
 
 CUDA = "onnxruntime-cuda"
 _Q_NORM, _K_NORM = 14, 15

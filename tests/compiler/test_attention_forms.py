@@ -13,18 +13,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.engines.torch_converters import BRANCH_ATTENTION, is_plain
-from compiler.export.tracing import traced_of
-from compiler.lowering import lower
-from compiler.probes.choice import probed_ops
-from compiler.probes.graph import probe_graph
-from plans import names
-from plans.kv_slots import KvType
-from plans.manifest import RuleReport
-from plugins.schema import CPU_DOMAIN
-from runtime.backends.onnxruntime_cpu import session_options
-from runtime.exactness import EVERY, differing
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, is_plain
+from outrider.compiler.export.tracing import traced_of
+from outrider.compiler.lowering import lower
+from outrider.compiler.probes.choice import probed_ops
+from outrider.compiler.probes.graph import probe_graph
+from outrider.plans import names
+from outrider.plans.kv_slots import KvType
+from outrider.plans.manifest import RuleReport
+from outrider.plugins.schema import CPU_DOMAIN
+from outrider.runtime.backends.onnxruntime_cpu import session_options
+from outrider.runtime.exactness import EVERY, differing
 from tests.compiler.attention_forms import FORMS, Arrays, Form, Forms, export_forms, random_step
 from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
 from tests.cpu_session import cpu_session

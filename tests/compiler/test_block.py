@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.block_checkpoint import defer_block, load_block
-from compiler.deferred import deferred
-from compiler.models.block_config import Confidence, Markov
-from compiler.models.decoder import Decoder
-from compiler.models.drafting import BlockDraft
-from compiler.models.rope import RopeScaling
+from outrider.compiler.block_checkpoint import defer_block, load_block
+from outrider.compiler.deferred import deferred
+from outrider.compiler.models.block_config import Confidence, Markov
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.compiler.models.rope import RopeScaling
 
 from .block_heads import HIDDEN, MASK, VOCAB, KeptContext, random_target, write_block
 from .eagle3_heads import target_config

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compiler.block_checkpoint import defer_block, load_block
-from compiler.deferred import deferred
-from compiler.models.config import WeightType
-from compiler.models.drafting import BlockDraft
+from outrider.compiler.block_checkpoint import defer_block, load_block
+from outrider.compiler.deferred import deferred
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.models.drafting import BlockDraft
 
 from .block_heads import HIDDEN, LAYOUTS, UP, VOCAB, K, KeptContext, Layout, Q, random_target, refused, write_block
 from .eagle3_heads import PICKLED, SAFETENSORS, change, target_config

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.block_checkpoint import load_block
-from compiler.export import export_draft
-from compiler.models.drafting import BlockDraft
-from plans import names
-from plans.manifest import Tree
+from outrider.compiler.block_checkpoint import load_block
+from outrider.compiler.export import export_draft
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.plans import names
+from outrider.plans.manifest import Tree
 
 from .block_heads import MASK, VOCAB, KeptContext, random_target, write_block
 from .eagle3_heads import target_config

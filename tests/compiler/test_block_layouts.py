@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from compiler.block_checkpoint import load_block, read_block_config
-from compiler.models.block_config import BlockConfig, Confidence, Markov
-from compiler.models.eagle3_config import Taps
-from compiler.models.rope import RopeScaling
-from plans.errors import CheckpointError
+from outrider.compiler.block_checkpoint import load_block, read_block_config
+from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov
+from outrider.compiler.models.eagle3_config import Taps
+from outrider.compiler.models.rope import RopeScaling
+from outrider.plans.errors import CheckpointError
 
 from .block_heads import LAYOUTS, MASK, Layout, refused, write_block
 from .eagle3_heads import change_config, target_config

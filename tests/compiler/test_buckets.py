@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.buckets import batch_buckets, view_buckets
-from plans.plan import Plan
+from outrider.compiler.buckets import batch_buckets, view_buckets
+from outrider.plans.plan import Plan
 
 
 @given(st.sampled_from([16, 128]), st.integers(1, 2**20))

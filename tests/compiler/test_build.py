@@ -15,18 +15,18 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-import compiler.build
-from compiler.build import Built, build
-from compiler.design import design_plan
-from compiler.drafters import source_hashes
-from compiler.identity import tool_versions
-from compiler.inspect import describe, print_description
-from compiler.recipe import load_recipe
-from plans.buffers import DType
-from plans.build_record import read_build_record
-from plans.errors import CheckpointError, PlanError, RecipeError
-from plans.plan import open_plan, read_manifest
-from runtime import Runtime
+import outrider.compiler.build
+from outrider import Runtime
+from outrider.compiler.build import Built, build
+from outrider.compiler.design import design_plan
+from outrider.compiler.drafters import source_hashes
+from outrider.compiler.identity import tool_versions
+from outrider.compiler.inspect import describe, print_description
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.buffers import DType
+from outrider.plans.build_record import read_build_record
+from outrider.plans.errors import CheckpointError, PlanError, RecipeError
+from outrider.plans.plan import open_plan, read_manifest
 
 BACKEND = "onnxruntime-cpu"
 RECIPE = """\
@@ -87,7 +87,7 @@ def test_an_unchanged_recipe_keeps_the_plan_and_says_so(workplace: Path) -> None
 
 def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_plan(workplace / "plan").manifest
-    monkeypatch.setattr(compiler.build, "defer_decoder", None)  # a weight that is read would be a mistake
+    monkeypatch.setattr(outrider.compiler.build, "defer_decoder", None)  # a weight that is read would be a mistake
     built, said = rebuild(workplace, "drafters[0].max_draft=19")
     after = built.plan.manifest
     assert built.reused == (BACKEND,)
@@ -256,7 +256,7 @@ def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, mo
     def fail(*_: object, **__: object) -> None:
         raise PlanError("the rule broke")
 
-    monkeypatch.setattr(compiler.build, "lower", fail)
+    monkeypatch.setattr(outrider.compiler.build, "lower", fail)
     for out in ("plan", "new"):
         with pytest.raises(PlanError, match="the rule broke"):
             rebuild(workplace, "capacity.context=256", "target.rope_scaling={rope_type: linear, factor: 2.0}", out=out)
@@ -342,7 +342,7 @@ def no_export(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         pytest.fail("the checkpoint was exported before its text was checked")
 
-    monkeypatch.setattr(compiler.build, "_export", fail)
+    monkeypatch.setattr(outrider.compiler.build, "_export", fail)
 
 
 @pytest.mark.usefixtures("no_export")
@@ -461,7 +461,7 @@ def test_progress_counts_steps_known_from_the_first_report(workplace: Path, over
 
 
 def test_the_place_is_tried_before_the_weights_are_read(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler.build, "defer_decoder", None)
+    monkeypatch.setattr(outrider.compiler.build, "defer_decoder", None)
     recipe = workplace / "model.yaml"
     for out in ("/proc/nowhere/plan", workplace / "model.yaml" / "plan"):
         with pytest.raises(PlanError, match=r"cannot be written .*choose another --out"):

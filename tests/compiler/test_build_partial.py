@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.errors import RecipeError
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import RecipeError
 
 CHAINS = "drafters=[{name: a, kind: ngram, max_draft: 6}]"
 ENABLED = "partial_kv.enabled=true"

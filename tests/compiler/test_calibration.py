@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.checkpoint import defer_decoder, load_decoder, stored_name
-from compiler.deferred import deferred
-from compiler.export import export_target
-from compiler.models.decoder import Decoder, DecoderLayer
-from compiler.models.eager import CausalExecution, sequence_logits
-from compiler.quantization.block_search import SHORT, THOROUGH, search_block
-from compiler.quantization.calibration import CalibratedTensors, calibrate, calibrate_layer
-from compiler.quantization.channel_scales import GROUPS, copies_of, fold
-from compiler.quantization.error_feedback import feed_back, numbers, round_with_feedback
-from compiler.quantization.form import QuantizedWeight, WeightSource
-from compiler.quantization.graph import quantize
-from compiler.quantization.moments import WINDOW, Moments, MomentSums
-from compiler.quantization.rounding import round_to_nearest
-from compiler.quantization.weight_form import WeightForm
-from plans.errors import CheckpointError
+from outrider.compiler.checkpoint import defer_decoder, load_decoder, stored_name
+from outrider.compiler.deferred import deferred
+from outrider.compiler.export import export_target
+from outrider.compiler.models.decoder import Decoder, DecoderLayer
+from outrider.compiler.models.eager import CausalExecution, sequence_logits
+from outrider.compiler.quantization.block_search import SHORT, THOROUGH, search_block
+from outrider.compiler.quantization.calibration import CalibratedTensors, calibrate, calibrate_layer
+from outrider.compiler.quantization.channel_scales import GROUPS, copies_of, fold
+from outrider.compiler.quantization.error_feedback import feed_back, numbers, round_with_feedback
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
+from outrider.compiler.quantization.graph import quantize
+from outrider.compiler.quantization.moments import WINDOW, Moments, MomentSums
+from outrider.compiler.quantization.rounding import round_to_nearest
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.plans.errors import CheckpointError
 from tests.compiler.conftest import MakeCheckpoint
 
 TEXTS = [[(37 * i + 11 * t) % 299 + 1 for i in range(90)] for t in range(4)]

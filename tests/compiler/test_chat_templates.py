@@ -11,10 +11,10 @@ import tokenizers
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from compiler.checkpoint import checkpoint_hashes
-from compiler.identity import engines_key
-from plans.chat_template import ChatTemplate
-from plans.errors import CheckpointError, RequestError
+from outrider.compiler.checkpoint import checkpoint_hashes
+from outrider.compiler.identity import engines_key
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import CheckpointError, RequestError
 from tests import tokenizer_families as families
 from tests.compiler.checkpoint_texts import checkpoint, loaded, prompt_ids, read
 

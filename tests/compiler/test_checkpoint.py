@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiler.checkpoint import checkpoint_hashes, load_decoder
-from compiler.models.config import WeightType
-from plans.errors import CheckpointError
+from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
+from outrider.compiler.models.config import WeightType
+from outrider.plans.errors import CheckpointError
 
 from .conftest import MakeCheckpoint
 

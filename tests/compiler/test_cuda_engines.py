@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from compiler.engines import cuda
-from compiler.kernels.layers import unfit_heads
-from plans import names
-from plans.errors import PlanError
+from outrider.compiler.engines import cuda
+from outrider.compiler.kernels.layers import unfit_heads
+from outrider.plans import names
+from outrider.plans.errors import PlanError
 
 
 def model(operator: str) -> ir.Model:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from compiler.__main__ import main
-from compiler.default_recipe import is_checkpoint, write_recipe
-from compiler.recipe import load_recipe
-from plans.errors import CheckpointError, RecipeError
+from outrider.compiler.__main__ import main
+from outrider.compiler.default_recipe import is_checkpoint, write_recipe
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import CheckpointError, RecipeError
 
 
 def test_a_recipe_is_written_beside_the_plan_and_kept(
@@ -40,7 +40,7 @@ def test_a_recipe_is_written_beside_the_plan_and_kept(
 
 def test_a_path_with_a_mistake_in_it_does_not_wait_for_torch() -> None:
     program = (
-        "import sys\nfrom compiler.__main__ import main\n"
+        "import sys\nfrom outrider.compiler.__main__ import main\n"
         "print(main(['build', 'no/such/checkpoint']), 'torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

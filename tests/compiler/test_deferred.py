@@ -16,24 +16,24 @@ from onnx import numpy_helper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compiler.build import build
-from compiler.checkpoint import defer_decoder, load_decoder
-from compiler.deferred import defer, deferred
-from compiler.eagle3_checkpoint import defer_eagle3, load_eagle3
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.export import export_draft, export_target
-from compiler.lowering import lower
-from compiler.models.drafting import DecoderDraft, Eagle3Draft
-from compiler.quantization.form import QuantizedWeight, WeightSource
-from compiler.quantization.graph import quantize
-from compiler.quantization.weight_form import WeightForm
-from compiler.recipe import load_recipe
-from compiler.slots import Slot
-from compiler.tensor_source import Stored
-from compiler.weights import Weights
-from plans.errors import CheckpointError
-from plans.manifest import Tree
-from plugins.quant_layout import QuantLayout, unpack
+from outrider.compiler.build import build
+from outrider.compiler.checkpoint import defer_decoder, load_decoder
+from outrider.compiler.deferred import defer, deferred
+from outrider.compiler.eagle3_checkpoint import defer_eagle3, load_eagle3
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.drafting import DecoderDraft, Eagle3Draft
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
+from outrider.compiler.quantization.graph import quantize
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.slots import Slot
+from outrider.compiler.tensor_source import Stored
+from outrider.compiler.weights import Weights
+from outrider.plans.errors import CheckpointError
+from outrider.plans.manifest import Tree
+from outrider.plugins.quant_layout import QuantLayout, unpack
 
 CPU, CAPACITY = "onnxruntime-cpu", 32
 FORMS = [None, WeightForm(4, 8)]

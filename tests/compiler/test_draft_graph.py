@@ -15,21 +15,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from numpy.typing import NDArray
 
-from compiler.checkpoint import load_decoder
-from compiler.eagle3_checkpoint import load_eagle3
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.export import export_draft
-from compiler.lowering import lower
-from compiler.models.decoder import Decoder
-from compiler.models.drafting import DecoderDraft, Eagle3Draft
-from compiler.models.eager import CausalExecution, sequence_logits
-from compiler.models.eagle3 import Eagle3Head
-from plans import names
-from plans.manifest import Tree
-from plugins.cuda import LAUNCHES
-from plugins.onnx_ops import DOMAIN
-from plugins.reference import bim_mask
-from plugins.schemas import SCHEMAS
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.export import export_draft
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.drafting import DecoderDraft, Eagle3Draft
+from outrider.compiler.models.eager import CausalExecution, sequence_logits
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.plans import names
+from outrider.plans.manifest import Tree
+from outrider.plugins.cuda import LAUNCHES
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.reference import bim_mask
+from outrider.plugins.schemas import SCHEMAS
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
 from tests.cpu_session import cpu_session

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from compiler.drafters import GraphSource, feature_columns, read_sources, taps
-from compiler.opening import read_config
-from compiler.recipe import load_recipe
-from plans.errors import RecipeError
-from plans.manifest import Tree
+from outrider.compiler.drafters import GraphSource, feature_columns, read_sources, taps
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import RecipeError
+from outrider.plans.manifest import Tree
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.deferred import deferred
-from compiler.eagle3_checkpoint import defer_eagle3, load_eagle3
-from compiler.models.eagle3 import Eagle3Head
-from compiler.models.eagle3_config import Eagle3Config
-from compiler.models.rope import rope_tables
+from outrider.compiler.deferred import deferred
+from outrider.compiler.eagle3_checkpoint import defer_eagle3, load_eagle3
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.rope import rope_tables
 
 from .eagle3_heads import LAYOUTS, K, Layout, O, Q, V, target_config, write_eagle3
 from .packed_heads import pack_head

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.checkpoint import checkpoint_hashes
-from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
-from compiler.models.config import WeightType
-from compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides, Taps
-from compiler.models.rope import RopeScaling
-from plans.errors import CheckpointError
+from outrider.compiler.checkpoint import checkpoint_hashes
+from outrider.compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides, Taps
+from outrider.compiler.models.rope import RopeScaling
+from outrider.plans.errors import CheckpointError
 
 from .eagle3_heads import (
     LAYOUTS,

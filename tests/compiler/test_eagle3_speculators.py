@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from compiler.deferred import deferred
-from compiler.eagle3_checkpoint import defer_eagle3, load_eagle3, read_eagle3_config
-from compiler.models.eagle3_config import Eagle3Overrides
+from outrider.compiler.deferred import deferred
+from outrider.compiler.eagle3_checkpoint import defer_eagle3, load_eagle3, read_eagle3_config
+from outrider.compiler.models.eagle3_config import Eagle3Overrides
 
 from .eagle3_heads import SAFETENSORS, WIDE, change, change_config, refused, target_config, write_eagle3
 from .packed_heads import pack_head

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
-from compiler.inspect import describe, print_description
-from compiler.models.eagle3_config import Eagle3Overrides
+from outrider.compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from outrider.compiler.inspect import describe, print_description
+from outrider.compiler.models.eagle3_config import Eagle3Overrides
 
 from .eagle3_heads import (
     LAYOUTS,

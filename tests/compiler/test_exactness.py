@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plans import names
-from plans.buffers import DType
-from plans.plan import open_plan
-from plugins.reference import bim_mask
-from runtime.backends.base import LoadedEngine, Settings
-from runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
-from runtime.execution.buffers import Buffers
-from runtime.execution.step import TargetStep
+from outrider.plans import names
+from outrider.plans.buffers import DType
+from outrider.plans.plan import open_plan
+from outrider.plugins.reference import bim_mask
+from outrider.runtime.backends.base import LoadedEngine, Settings
+from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.execution.step import TargetStep
 
 TOKENS = [(37 * i) % 299 + 1 for i in range(48)]
 Logits = NDArray[np.float32]

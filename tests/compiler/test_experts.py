@@ -15,19 +15,19 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from compiler.deferred import StackedTensor, defer, deferred, rebind
-from compiler.export.tracing import name_inputs, trace
-from compiler.lowering import lower
-from compiler.models.experts import Experts
-from compiler.models.experts_config import ClampedUnit, ExpertsConfig
-from compiler.quantization.graph import quantize
-from compiler.quantization.rounding import round_to_nearest
-from compiler.quantization.weight_form import WeightForm
-from compiler.slots import EXPERT, check_tensors, fill, slots
-from compiler.tensor_source import Stored
-from compiler.weights import Weights
-from plans.errors import CheckpointError
-from plugins.reference import Expert, clamped_unit, gated_unit, mixture_of_experts, quant_matmul, route
+from outrider.compiler.deferred import StackedTensor, defer, deferred, rebind
+from outrider.compiler.export.tracing import name_inputs, trace
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.experts import Experts
+from outrider.compiler.models.experts_config import ClampedUnit, ExpertsConfig
+from outrider.compiler.quantization.graph import quantize
+from outrider.compiler.quantization.rounding import round_to_nearest
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.compiler.slots import EXPERT, check_tensors, fill, slots
+from outrider.compiler.tensor_source import Stored
+from outrider.compiler.weights import Weights
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.reference import Expert, clamped_unit, gated_unit, mixture_of_experts, quant_matmul, route
 from tests.cpu_session import cpu_session
 
 HIDDEN, CPU = 64, "onnxruntime-cpu"

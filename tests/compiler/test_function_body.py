@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.reference import bim_mask, branch_attention
+from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
+from outrider.plugins.reference import bim_mask, branch_attention
 from tests.compiler.step_parents import flat
 
 CAPACITY, HEAD_DIM = 32, 8

@@ -16,17 +16,17 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-import compiler.lowering as lowering
-from compiler.checkpoint import load_decoder
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.export import export_draft, export_target
-from compiler.lowering import lower
-from compiler.lowering.functions import FunctionBody
-from compiler.models.decoder import Decoder
-from compiler.models.drafting import DecoderDraft
-from plans import names
-from plans.manifest import Tree
-from plugins.reference import bim_mask
+import outrider.compiler.lowering as lowering
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.lowering import lower
+from outrider.compiler.lowering.functions import FunctionBody
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.drafting import DecoderDraft
+from outrider.plans import names
+from outrider.plans.manifest import Tree
+from outrider.plugins.reference import bim_mask
 from tests.compiler.grouped_attention import CUDA, in_float32, spell_norms_out
 from tests.cpu_session import cpu_session
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from compiler.held_out import Prompt, read_prompts, read_tasks, read_text
-from plans.errors import RecipeError
+from outrider.compiler.held_out import Prompt, read_prompts, read_tasks, read_text
+from outrider.plans.errors import RecipeError
 
 
 def test_texts_and_tasks(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_gzipped_file_reads_as_the_plain_one_and_a_broken_one_is_named(tmp_pat
             read_tasks(packed)
     packed.write_bytes(whole)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compiler.held_out._LARGEST", 10)
+        patch.setattr("outrider.compiler.held_out._LARGEST", 10)
         with pytest.raises(RecipeError, match="unpacks to more than 10 characters"):
             read_tasks(packed)
     plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())  # as editors of Windows write it

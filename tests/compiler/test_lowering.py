@@ -16,25 +16,25 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-import compiler.lowering as lowering
-from compiler.checkpoint import load_decoder
-from compiler.engines.onnx_file import WeightFile
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.export import export_target
-from compiler.lowering import lower
-from compiler.lowering.attention import CpuAttention
-from compiler.lowering.functions import FunctionBody
-from compiler.lowering.gated_unit import FuseGatedUnit
-from compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from compiler.lowering.projections import FuseProjections
-from compiler.lowering.rule import Lowering, Rule, apply_rules
-from compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
-from compiler.lowering.sizes import CopiedSizes
-from compiler.lowering.softcap import FuseSoftcap
-from compiler.models.decoder import Decoder
-from compiler.models.eager import sequence_logits
-from plugins.reference import bim_mask
-from plugins.schema import CPU_DOMAIN
+import outrider.compiler.lowering as lowering
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.engines.onnx_file import WeightFile
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.export import export_target
+from outrider.compiler.lowering import lower
+from outrider.compiler.lowering.attention import CpuAttention
+from outrider.compiler.lowering.functions import FunctionBody
+from outrider.compiler.lowering.gated_unit import FuseGatedUnit
+from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
+from outrider.compiler.lowering.projections import FuseProjections
+from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
+from outrider.compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
+from outrider.compiler.lowering.sizes import CopiedSizes
+from outrider.compiler.lowering.softcap import FuseSoftcap
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eager import sequence_logits
+from outrider.plugins.reference import bim_mask
+from outrider.plugins.schema import CPU_DOMAIN
 from tests.compiler.step_parents import flat
 from tests.cpu_session import cpu_session
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compiler.checkpoint import load_decoder
-from compiler.export import export_target
-from compiler.models.decoder import Decoder
-from compiler.models.eager import sequence_logits
-from compiler.models.rope import RopeScaling
-from compiler.opening import read_config
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.export import export_target
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.opening import read_config
 
 from .conftest import MakeCheckpoint
 

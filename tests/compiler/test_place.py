@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from compiler.place import Place
-from plans.errors import PlanError
+from outrider.compiler.place import Place
+from outrider.plans.errors import PlanError
 
 DEAD = 999_999_999  # above any system's largest process number
 HOST = "this-host"
@@ -18,7 +18,7 @@ HOST = "this-host"
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiler.place._HOST", HOST)
+    monkeypatch.setattr("outrider.compiler.place._HOST", HOST)
 
 
 def write_plan(folder: Path, *files: str, version: int = 1) -> Path:

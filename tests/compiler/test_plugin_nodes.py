@@ -10,18 +10,18 @@ from collections.abc import Mapping
 import onnx_ir as ir
 import pytest
 
-from compiler.inlining import inline_stages
-from compiler.lowering import lower
-from compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
-from compiler.programs import stages_around
-from plans import names
-from plans.buffers import DType, Tensor
-from plans.manifest import Geometry, GraphDrafter, Tree
-from plans.step_buffers import drafter_buffers, sampling_buffers, status_buffers, target_buffers
-from plugins.onnx_ops import DOMAIN, VERSION
-from plugins.schema import Purpose
-from plugins.schemas import SCHEMAS
-from plugins.tensorrt import PLUGINS, Declined, Plugin
+from outrider.compiler.inlining import inline_stages
+from outrider.compiler.lowering import lower
+from outrider.compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
+from outrider.compiler.programs import stages_around
+from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.manifest import Geometry, GraphDrafter, Tree
+from outrider.plans.step_buffers import drafter_buffers, sampling_buffers, status_buffers, target_buffers
+from outrider.plugins.onnx_ops import DOMAIN, VERSION
+from outrider.plugins.schema import Purpose
+from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt import PLUGINS, Declined, Plugin
 
 TENSORRT = "tensorrt"
 GEOMETRY = Geometry(

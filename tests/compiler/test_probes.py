@@ -12,16 +12,16 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from compiler.probes.choice import ProbedOp, probed_ops, widest
-from compiler.probes.graph import probe_graph
-from compiler.probes.ops import weight_of
-from plans import names
-from plans.manifest import deciding_engines
-from plans.plan import Plan, open_plan
-from plugins.quant_layout import GROUP, QuantLayout, pack
-from plugins.reference.quant_matmul import quant_matmul
-from runtime.backends.onnxruntime_cpu import session_options
-from runtime.exactness import EVERY, ROWS, differing
+from outrider.compiler.probes.choice import ProbedOp, probed_ops, widest
+from outrider.compiler.probes.graph import probe_graph
+from outrider.compiler.probes.ops import weight_of
+from outrider.plans import names
+from outrider.plans.manifest import deciding_engines
+from outrider.plans.plan import Plan, open_plan
+from outrider.plugins.quant_layout import GROUP, QuantLayout, pack
+from outrider.plugins.reference.quant_matmul import quant_matmul
+from outrider.runtime.backends.onnxruntime_cpu import session_options
+from outrider.runtime.exactness import EVERY, ROWS, differing
 from tests.plans.damage import BACKEND
 
 Product = tuple[str, int, int]

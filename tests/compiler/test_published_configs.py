@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from compiler.checkpoint import load_decoder
-from compiler.models.eager import sequence_logits
-from plans.errors import CheckpointError
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.models.eager import sequence_logits
+from outrider.plans.errors import CheckpointError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -17,26 +17,26 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from compiler.checkpoint import defer_decoder, load_decoder
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.export import export_target
-from compiler.inspect import weight_bytes
-from compiler.lowering import lower
-from compiler.models.decoder import Decoder
-from compiler.models.eager import sequence_logits
-from compiler.probes.choice import probed_ops
-from compiler.quantization.calibration import calibrate
-from compiler.quantization.form import QuantizedWeight, WeightSource, side_by_side
-from compiler.quantization.graph import quantize
-from compiler.quantization.rounding import round_to_nearest
-from compiler.quantization.weight_form import WeightForm
-from plans.errors import CheckpointError
-from plans.manifest import RuleReport
-from plugins.onnx_ops import DOMAIN
-from plugins.reference import dequantize
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.checkpoint import defer_decoder, load_decoder
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.export import export_target
+from outrider.compiler.inspect import weight_bytes
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.probes.choice import probed_ops
+from outrider.compiler.quantization.calibration import calibrate
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource, side_by_side
+from outrider.compiler.quantization.graph import quantize
+from outrider.compiler.quantization.rounding import round_to_nearest
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.plans.errors import CheckpointError
+from outrider.plans.manifest import RuleReport
+from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.reference import dequantize
+from outrider.plugins.schema import CPU_DOMAIN
+from outrider.tools.verify.quantized import PlanWeights
 from tests.cpu_session import cpu_session
-from tools.verify.quantized import PlanWeights
 
 CPU = "onnxruntime-cpu"
 CAPACITY, TOKENS = 32, [5, 17, 200, 31, 31, 8, 90]

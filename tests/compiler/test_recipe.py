@@ -10,12 +10,12 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from compiler.models.config import DecoderConfig
-from compiler.models.rope import RopeScaling
-from compiler.opening import read_config
-from compiler.recipe import Recipe, check_capacity, load_recipe
-from compiler.recipe_source import RecipeSource
-from plans.errors import RecipeError
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import Recipe, check_capacity, load_recipe
+from outrider.compiler.recipe_source import RecipeSource
+from outrider.plans.errors import RecipeError
 
 FULL = """\
 name: reference

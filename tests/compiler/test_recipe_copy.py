@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from compiler.recipe import load_recipe
-from compiler.recipe_copy import RecipeCopy
-from compiler.recipe_drafters import NgramSection
-from plans.errors import RecipeError
-from plans.manifest import Tree
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.recipe_copy import RecipeCopy
+from outrider.compiler.recipe_drafters import NgramSection
+from outrider.plans.errors import RecipeError
+from outrider.plans.manifest import Tree
 
 TREE, CHAIN = Tree(top_k=3, depth=2, nodes=9), Tree(top_k=1, depth=4, nodes=6)
 WRITTEN = "tree: {top_k: 3, depth: 2, nodes: 9}"

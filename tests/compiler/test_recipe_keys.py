@@ -12,11 +12,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-import compiler.__main__
-from compiler.recipe import Recipe
-from compiler.recipe_keys import choose_keys, print_keys, recipe_keys, recipe_schema
-from compiler.recipe_section import Section
-from plans.errors import UsageError
+import outrider.compiler.__main__
+from outrider.compiler.recipe import Recipe
+from outrider.compiler.recipe_keys import choose_keys, print_keys, recipe_keys, recipe_schema
+from outrider.compiler.recipe_section import Section
+from outrider.plans.errors import UsageError
 from tests.conftest import REPOSITORY, TOY_RECIPE
 
 Captured = pytest.CaptureFixture[str]
@@ -82,18 +82,18 @@ def test_one_key_or_one_mapping_can_be_asked_for(capsys: Captured) -> None:
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"no key 'capcity'; did you mean capacity\?"):
         choose_keys("capcity")
-    assert compiler.__main__.main(["recipe", "nothing.like.it"]) == 2
+    assert outrider.compiler.__main__.main(["recipe", "nothing.like.it"]) == 2
     assert "leave it out to see all" in capsys.readouterr().err
-    assert compiler.__main__.main(["recipe", "capacity"]) == 0
+    assert outrider.compiler.__main__.main(["recipe", "capacity"]) == 0
     text = capsys.readouterr().out
     assert "prefill_chunk" in text
     assert "drafters" not in text
-    assert compiler.__main__.main(["recipe"]) == 0
+    assert outrider.compiler.__main__.main(["recipe"]) == 0
     assert "drafters[0].max_draft=4" in capsys.readouterr().out
 
 
 def test_the_json_schema_knows_what_recipes_have(capsys: Captured) -> None:
-    assert compiler.__main__.main(["recipe", "--json"]) == 0
+    assert outrider.compiler.__main__.main(["recipe", "--json"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == json.loads(json.dumps(recipe_schema()))
     assert set(schema["properties"]) == set(Recipe.model_fields)

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling, rope_tables
-from compiler.opening import read_config
-from plans.errors import CheckpointError
+from outrider.compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling, rope_tables
+from outrider.compiler.opening import read_config
+from outrider.plans.errors import CheckpointError
 
 POSITIONS, THETA = 4096, 500000.0
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}

@@ -15,22 +15,22 @@ import onnx_ir as ir
 import pytest
 from rich.console import Console
 
-from compiler.build import build
-from compiler.engines import kernel_architectures, tensorrt_library
-from compiler.engines.tensorrt_library import Gpu, TensorRtLibrary
-from compiler.engines.tensorrt_network import carry_bits
-from compiler.inspect import describe, print_description
-from compiler.recipe import load_recipe
-from compiler.recipe_backends import PACKAGES, TensorRtSection
-from plans import names
-from plans.errors import PlanError, RecipeError
-from plans.manifest import BackendPlan, Engine
-from plans.plan import Plan
-from plugins.cuda import compile as compiling
-from plugins.cuda.compile import CUBINS
-from plugins.schemas import SCHEMAS
-from runtime.backends import BACKENDS
-from runtime.backends import tensorrt as driver
+from outrider.compiler.build import build
+from outrider.compiler.engines import kernel_architectures, tensorrt_library
+from outrider.compiler.engines.tensorrt_library import Gpu, TensorRtLibrary
+from outrider.compiler.engines.tensorrt_network import carry_bits
+from outrider.compiler.inspect import describe, print_description
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.recipe_backends import PACKAGES, TensorRtSection
+from outrider.plans import names
+from outrider.plans.errors import PlanError, RecipeError
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plans.plan import Plan
+from outrider.plugins.cuda import compile as compiling
+from outrider.plugins.cuda.compile import CUBINS
+from outrider.plugins.schemas import SCHEMAS
+from outrider.runtime.backends import BACKENDS
+from outrider.runtime.backends import tensorrt as driver
 from tests.compiler.tensorrt_stand_in import VERSION, stand_in_tensorrt
 
 trt = pytest.importorskip("tensorrt_rtx")

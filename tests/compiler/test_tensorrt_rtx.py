@@ -15,25 +15,25 @@ import onnx_ir as ir
 import pytest
 import torch
 
-import compiler.__main__
-from compiler.build import build
-from compiler.checkpoint import load_decoder
-from compiler.engines import tensorrt, tensorrt_network
-from compiler.engines.onnx_file import describe_engine
-from compiler.engines.onnx_front import OnnxFront
-from compiler.engines.tensorrt_library import RtxLibrary
-from compiler.export import export_target
-from compiler.lowering import lower
-from compiler.opening import read_config
-from compiler.recipe import load_recipe
-from compiler.recipe_backends import TensorRtRtxSection
-from plans import names
-from plans.errors import PlanError, RecipeError
-from plans.manifest import Engine, Manifest, Profile, Range
-from plans.plan import open_plan
-from runtime import Runtime
-from runtime.backends import tensorrt as driver
-from runtime.backends.tensorrt_context import profile_for, shape_of
+import outrider.compiler.__main__
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.engines import tensorrt, tensorrt_network
+from outrider.compiler.engines.onnx_file import describe_engine
+from outrider.compiler.engines.onnx_front import OnnxFront
+from outrider.compiler.engines.tensorrt_library import RtxLibrary
+from outrider.compiler.export import export_target
+from outrider.compiler.lowering import lower
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.recipe_backends import TensorRtRtxSection
+from outrider.plans import names
+from outrider.plans.errors import PlanError, RecipeError
+from outrider.plans.manifest import Engine, Manifest, Profile, Range
+from outrider.plans.plan import open_plan
+from outrider.runtime.backends import tensorrt as driver
+from outrider.runtime.backends.tensorrt_context import profile_for, shape_of
 from tests.compiler.attention_forms import FORMS, Forms, export_forms
 from tests.conftest import REFERENCE_RECIPE
 from tests.integration.families import TOYS, write_toy
@@ -49,7 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """The plan of the command in the README."""
     out = tmp_path_factory.mktemp("rtx") / "plan"
     arguments = ["build", str(REFERENCE_RECIPE), "--backend", RTX, "--out", str(out)]
-    assert compiler.__main__.main(arguments) == 0
+    assert outrider.compiler.__main__.main(arguments) == 0
     return open_plan(out).manifest
 
 

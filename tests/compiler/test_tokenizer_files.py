@@ -12,9 +12,9 @@ import sentencepiece
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from compiler.checkpoint import checkpoint_hashes
-from compiler.text import read_vocabulary
-from plans.errors import CheckpointError
+from outrider.compiler.checkpoint import checkpoint_hashes
+from outrider.compiler.text import read_vocabulary
+from outrider.plans.errors import CheckpointError
 from tests import tokenizer_families as families
 from tests.compiler.checkpoint_texts import checkpoint, loaded, prompt_ids, read
 

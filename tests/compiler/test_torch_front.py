@@ -14,22 +14,22 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from compiler.build import build
-from compiler.checkpoint import defer_decoder, load_decoder
-from compiler.engines import tensorrt, torch_front, torch_tensorrt
-from compiler.engines.onnx_front import OnnxFront
-from compiler.engines.tensorrt_library import RtxLibrary
-from compiler.export import export_draft, export_target
-from compiler.inspect import describe
-from compiler.lowering import lower
-from compiler.models.drafting import DecoderDraft
-from compiler.models.eager import sequence_logits
-from compiler.recipe import load_recipe
-from compiler.recipe_backends import TensorRtRtxSection
-from plans import names
-from plans.errors import PlanError
-from plans.manifest import Tree
-from plugins.tensorrt.log import make_log
+from outrider.compiler.build import build
+from outrider.compiler.checkpoint import defer_decoder, load_decoder
+from outrider.compiler.engines import tensorrt, torch_front, torch_tensorrt
+from outrider.compiler.engines.onnx_front import OnnxFront
+from outrider.compiler.engines.tensorrt_library import RtxLibrary
+from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.inspect import describe
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.drafting import DecoderDraft
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.recipe_backends import TensorRtRtxSection
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import Tree
+from outrider.plugins.tensorrt.log import make_log
 from tests.compiler.network_numpy import Reading
 
 trt = pytest.importorskip("tensorrt_rtx")
@@ -185,7 +185,7 @@ def test_importing_it_leaves_nothing_changed() -> None:
 
 IMPORTING = """
 import logging, os, sys, torch
-from compiler.engines.torch_tensorrt import load_torch_tensorrt
+from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt
 def state():
     cuda = torch.cuda.get_device_capability, torch.cuda.current_device, hasattr(torch._C, "_CudaDeviceProperties")
     return os.path.isfile, cuda, logging.root.manager.disable, dict(os.environ), "tensorrt" in sys.modules

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from runtime.__main__ import main
+from outrider.runtime.__main__ import main
 
 PROMPTS = ("import os\nimport sys\n", "def main() -> None:\n    return", "def main(x): return", "x")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from compiler.build import build
-from compiler.recipe import load_recipe
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
 from tests.conftest import EVERYTHING, made_in, write_toy
 
 OVERRIDES = {"toy": [], "everything": EVERYTHING}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from compiler.held_out import read_text
+from outrider.compiler.held_out import read_text
 from tests.conftest import HELD_OUT
 
 CALIBRATION = HELD_OUT.with_name("calibration.jsonl.gz")

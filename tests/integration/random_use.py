@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from plans.errors import RequestError
-from runtime import Runtime
+from outrider import Runtime
+from outrider.plans.errors import RequestError
 from tests.conftest import REJECTING, TOY_DRAFTERS
 
 VOCAB, CONTEXT = 299, 160

@@ -18,9 +18,9 @@ from ray.cluster_utils import Cluster
 from ray.serve._private import api
 from ray.serve.handle import DeploymentHandle
 
-from runtime.ray_serve.application import build
-from runtime.ray_serve.replica import About
-from runtime.ray_serve.settings import Settings
+from outrider.runtime.ray_serve.application import build
+from outrider.runtime.ray_serve.replica import About
+from outrider.runtime.ray_serve.settings import Settings
 
 _NODE = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
 _ENVIRONMENT = {

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 import openai
 import uvicorn
 
-from runtime import Runtime
-from runtime.server.app import ServerConfig, make_app
-from runtime.server.command import bound_socket
-from runtime.server.connections import Limits, server_of
-from runtime.server.readiness import Readiness
+from outrider import Runtime
+from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.command import bound_socket
+from outrider.runtime.server.connections import Limits, server_of
+from outrider.runtime.server.readiness import Readiness
 
 if TYPE_CHECKING:  # which needs OpenTelemetry
-    from runtime.server.tracing import Tracing
+    from outrider.runtime.server.tracing import Tracing
 
 KEY = "a key"
 
@@ -97,9 +97,9 @@ def get(url: str, headers: dict[str, str] | None = None, data: bytes | None = No
 _SLOW_SERVE = """
 import os, sys, time
 from pathlib import Path
-from runtime import Runtime
-from runtime.engine import Engine
-from runtime.__main__ import main
+from outrider import Runtime
+from outrider.runtime.engine import Engine
+from outrider.runtime.__main__ import main
 
 step, load = Engine.step, Runtime.load
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.text.rules import LogitsRule
+from outrider.runtime.text.rules import LogitsRule
 
 
 class Shifting(LogitsRule):

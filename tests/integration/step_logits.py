@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import Runtime
+from outrider import Runtime
 from tests.instruction_sets import Results, with_instructions
 
 

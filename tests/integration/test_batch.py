@@ -18,22 +18,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from plans.chat_template import ChatTemplate
-from plans.errors import PlanError, RequestError
-from runtime import Runtime
-from runtime.__main__ import main
-from runtime.batch import OutriderPredictor
-from runtime.batch import answering as answering_module
-from runtime.batch.answering import Answering
-from runtime.batch.body import asked_of
-from runtime.batch.folder import block_bounds
-from runtime.batch.loading import load_for_batches
-from runtime.batch.predictor import _request, _rows
-from runtime.batch.reading import read_requests, rows_of_table
-from runtime.batch.requests import BatchRequest, id_order, parse, working_order
-from runtime.engine import Engine
-from runtime.server.asked import CompletionAsked
-from runtime.server.stamps import DerivedStamps
+from outrider import Runtime
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import PlanError, RequestError
+from outrider.runtime.__main__ import main
+from outrider.runtime.batch import OutriderPredictor
+from outrider.runtime.batch import answering as answering_module
+from outrider.runtime.batch.answering import Answering
+from outrider.runtime.batch.body import asked_of
+from outrider.runtime.batch.folder import block_bounds
+from outrider.runtime.batch.loading import load_for_batches
+from outrider.runtime.batch.predictor import _request, _rows
+from outrider.runtime.batch.reading import read_requests, rows_of_table
+from outrider.runtime.batch.requests import BatchRequest, id_order, parse, working_order
+from outrider.runtime.engine import Engine
+from outrider.runtime.server.asked import CompletionAsked
+from outrider.runtime.server.stamps import DerivedStamps
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 
@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_goes_on_and_gives_the_same_bytes(branch_plan: Path
     lines = write(tmp_path / "requests.jsonl", mixed(160))
     expected = run(branch_plan, lines, tmp_path / "whole", "--block-size", "8")
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "runtime", "batch", str(branch_plan), str(lines), "--out", str(out)]
+    command = [sys.executable, "-m", "outrider.runtime", "batch", str(branch_plan), str(lines), "--out", str(out)]
     command += ["--threads", "1", "--block-size", "8", "--max-running", "1", "--json"]
     kept: dict[Path, int] = {}
     for least in (2, 6):
@@ -160,7 +160,7 @@ def test_a_run_that_is_killed_goes_on_and_gives_the_same_bytes(branch_plan: Path
 @pytest.mark.usefixtures("interruptible")
 def test_a_run_that_is_interrupted_says_how_to_go_on(branch_plan: Path, tmp_path: Path) -> None:
     lines, out = write(tmp_path / "requests.jsonl", mixed(160)), tmp_path / "out"
-    command = [sys.executable, "-m", "runtime", "batch", str(branch_plan), str(lines), "--out", str(out)]
+    command = [sys.executable, "-m", "outrider.runtime", "batch", str(branch_plan), str(lines), "--out", str(out)]
     process = subprocess.Popen([*command, "--threads", "1", "--max-running", "1"], stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not list((out / "parts").glob("*.jsonl")):
@@ -178,7 +178,7 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
     branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "runtime", "batch", str(branch_plan), str(requests), "--out", str(out)]
+    command = [sys.executable, "-m", "outrider.runtime", "batch", str(branch_plan), str(requests), "--out", str(out)]
     command += ["--threads", "1", "--block-size", "4", "--quiet"]
     assert max(len(part) for part in results.splitlines()) * 4 < 8192 < len(results)
 
@@ -361,7 +361,7 @@ def test_settings_that_cannot_be_end_the_run(
 def test_one_run_at_a_time_writes_a_folder(
     branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runtime.file_lock import locked
+    from outrider.runtime.file_lock import locked
 
     (tmp_path / "out" / "parts").mkdir(parents=True)
     with locked(tmp_path / "out" / "lock"):
@@ -374,7 +374,7 @@ def test_a_plan_that_was_replaced_meanwhile_is_refused(
 ) -> None:  # fmt: skip
     """Replaced between the look at its manifest and its load."""
     monkeypatch.setattr(
-        "runtime.batch.loading.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
+        "outrider.runtime.batch.loading.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
     )
     assert "is another plan on" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--quiet")
     assert not list((tmp_path / "out" / "parts").iterdir())
@@ -497,7 +497,7 @@ class Missing:
         if name.partition(".")[0] in ("fastapi", "starlette", "prometheus_client", "uvicorn", "ray", "pyarrow"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-from runtime.__main__ import main
+from outrider.runtime.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
     command = [sys.executable, "-c", program, "batch", str(branch_plan)]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from plans.errors import PlanError, RequestError
-from runtime.batch.command import _on_ray
-from runtime.batch.folder import BatchFolder, BatchState, block_bounds
+from outrider.plans.errors import PlanError, RequestError
+from outrider.runtime.batch.command import _on_ray
+from outrider.runtime.batch.folder import BatchFolder, BatchState, block_bounds
 
 
 def a_state(**own: Any) -> BatchState:
@@ -23,7 +23,7 @@ def a_state(**own: Any) -> BatchState:
 def test_a_folder_whose_first_run_was_killed_early_is_begun_again(tmp_path: Path) -> None:
     folder = BatchFolder(tmp_path / "out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.batch.folder.locked", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("outrider.runtime.batch.folder.locked", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), folder.begun(a_state()):
             pass
     with folder.begun(a_state()) as state:

@@ -17,21 +17,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from plans.errors import PlanError, RequestError
-from plans.plan import open_plan
-from runtime.__main__ import main
-from runtime.batch.folder import BatchFolder, BatchState, block_bounds
-from runtime.batch.reading import read_requests
-from runtime.batch.requests import BatchRequest, digest, working_order
-from runtime.exactness import kernels_here
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.plan import open_plan
+from outrider.runtime.__main__ import main
+from outrider.runtime.batch.folder import BatchFolder, BatchState, block_bounds
+from outrider.runtime.batch.reading import read_requests
+from outrider.runtime.batch.requests import BatchRequest, digest, working_order
+from outrider.runtime.exactness import kernels_here
 from tests.integration.batches import mixed, run, write
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the system does not list processes in /proc")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from runtime.batch.ray_run import _BlockWriter, _dealt, run_on_ray  # noqa: E402
-from runtime.ray_cluster import cluster  # noqa: E402
+from outrider.runtime.batch.ray_run import _BlockWriter, _dealt, run_on_ray  # noqa: E402
+from outrider.runtime.ray_cluster import cluster  # noqa: E402
 
 STORE = 100 * 2**20
 
@@ -254,7 +254,7 @@ def test_a_cluster_that_is_not_there_or_too_small_is_told(
 def test_the_predictor_maps_batches_of_a_dataset(
     address: str, branch_plan: Path, requests: Path, results: bytes
 ) -> None:
-    from runtime.batch import OutriderPredictor
+    from outrider.runtime.batch import OutriderPredictor
 
     rows = [json.loads(line) for line in requests.read_text().splitlines()]
     expected = {json.loads(line)["custom_id"]: json.loads(line) for line in results.splitlines()}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from plans import names
-from runtime import Runtime
-from runtime.backends import BACKENDS, Driver, onnxruntime_cuda
-from runtime.request import Options
+from outrider import Runtime
+from outrider.plans import names
+from outrider.runtime.backends import BACKENDS, Driver, onnxruntime_cuda
+from outrider.runtime.request import Options
 from tests.integration.long_context import prompt
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-import runtime.__main__
-from compiler.design import symbol_limits
-from plans import names
-from plans.errors import BusyError, RequestError
-from runtime import BeamResult, FinishReason, Runtime
-from runtime.beam_search import EarlyStopping, beam_search
+import outrider.runtime.__main__
+from outrider import BeamResult, FinishReason, Runtime
+from outrider.compiler.design import symbol_limits
+from outrider.plans import names
+from outrider.plans.errors import BusyError, RequestError
+from outrider.runtime.beam_search import EarlyStopping, beam_search
 
 PROMPT = "def add(a, b):\n"
 NEW = 12
@@ -234,9 +234,9 @@ def test_a_session_that_generates_refuses_a_search(toy: Runtime) -> None:
 
 @pytest.fixture
 def generate(toy: Runtime, toy_plan: Path, monkeypatch: pytest.MonkeyPatch):
-    """`python -m runtime generate` on the toy plan, which is loaded already."""
+    """`python -m outrider.runtime generate` on the toy plan, which is loaded already."""
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
-    return lambda *arguments: runtime.__main__.main(
+    return lambda *arguments: outrider.runtime.__main__.main(
         ["generate", str(toy_plan), "--prompt", PROMPT, "--max-new-tokens", "16", *arguments]
     )
 

@@ -1,4 +1,4 @@
-"""`python -m runtime branches`: what it prints, and what it refuses."""
+"""`python -m outrider.runtime branches`: what it prints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runtime import Runtime
-from runtime.__main__ import main
-from runtime.cli import branches as branch_command
+from outrider import Runtime
+from outrider.runtime.__main__ import main
+from outrider.runtime.cli import branches as branch_command
 
 Captured = pytest.CaptureFixture[str]
 OPTIONS = ("--max-new-tokens", "9", "--ignore-eos", "--threads", "1", "--drafter", "head")

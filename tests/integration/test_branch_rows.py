@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plans import names
-from runtime import PrefixCacheConfig, Runtime
-from runtime.branch_request import MODES
-from runtime.engine import Engine
-from runtime.execution.program import Program
-from runtime.kv import cache as cache_module
-from runtime.kv.cache import KvCache
-from runtime.kv.slots import EMPTY, SHARED
-from runtime.stats import Stats
+from outrider import PrefixCacheConfig, Runtime
+from outrider.plans import names
+from outrider.runtime.branch_request import MODES
+from outrider.runtime.engine import Engine
+from outrider.runtime.execution.program import Program
+from outrider.runtime.kv import cache as cache_module
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.kv.slots import EMPTY, SHARED
+from outrider.runtime.stats import Stats
 from tests.integration.test_branches import BRANCH, DRAFTERS, alone
 
 
@@ -110,7 +110,7 @@ def rectangular(branching, monkeypatch):
 
             monkeypatch.setattr(program, "run", checked)
 
-    monkeypatch.setattr("runtime.engine_pool.Engine", Rectangular)
+    monkeypatch.setattr("outrider.runtime.engine_pool.Engine", Rectangular)
     runtime.engines.idle.clear()
     yield runtime
     assert any(rows > 1 and width > 1 for rows, width in shapes)

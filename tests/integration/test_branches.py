@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.errors import RequestError
-from runtime import Runtime
-from runtime.branch_request import MODES
-from runtime.engine import Engine
-from runtime.kv.cache import KvCache
-from runtime.text.grammar_rule import GrammarRule
+from outrider import Runtime
+from outrider.plans.errors import RequestError
+from outrider.runtime.branch_request import MODES
+from outrider.runtime.engine import Engine
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.text.grammar_rule import GrammarRule
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "block", "mixed"]
 TOKENS = st.lists(st.integers(1, 299), min_size=1, max_size=24)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.manifest import Buckets
-from runtime import Runtime
-from runtime.request import Options
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.manifest import Buckets
+from outrider.runtime.request import Options
 from tests.conftest import PARTIAL_KV, TOY_DRAFTERS
 from tests.plans.damage import edit
 

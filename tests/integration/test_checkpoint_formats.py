@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from compiler.build import build
-from compiler.drafters import read_sources
-from compiler.inspect import describe
-from compiler.opening import read_config
-from compiler.recipe import load_recipe
-from compiler.text import read_text
-from plans.errors import CheckpointError, RecipeError, RequestError
-from runtime import Runtime
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.drafters import read_sources
+from outrider.compiler.inspect import describe
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.text import read_text
+from outrider.plans.errors import CheckpointError, RecipeError, RequestError
+from outrider.tools.verify.oracle import load_oracle
+from outrider.tools.verify.verification import verify_plan
 from tests.compiler.formats.ggufs import write_model
 from tests.compiler.formats.models import TEXT, logits_of, random_model, tokenizer, write_tokenizer
 from tests.compiler.formats.packed import write_packed
 from tests.compiler.formats.test_packed_models import FORMATS
-from tools.verify.oracle import load_oracle
-from tools.verify.verification import verify_plan
 
 Q4_K_M = {"embed_tokens": "Q4_K", "lm_head": "Q6_K", "v_proj": "Q6_K", "down_proj": "Q5_K", "": "Q4_K"}
 ENDS = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}

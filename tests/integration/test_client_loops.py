@@ -10,8 +10,8 @@ from typing import Any, Literal
 import openai
 import pytest
 
-from plans.chat_template import ChatTemplate
-from runtime import Runtime
+from outrider import Runtime
+from outrider.plans.chat_template import ChatTemplate
 from tests.integration.served import KEY, listening
 from tests.integration.test_tools import HERMES
 

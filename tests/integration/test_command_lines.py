@@ -10,25 +10,25 @@ from importlib import import_module
 
 import pytest
 
-from commands.arguments import Parser
-from plans.errors import UsageError
+from outrider.commands.arguments import Parser
+from outrider.plans.errors import UsageError
 
-OF_SEVERAL = ("compiler", "runtime", "tools.bench", "tools.serving")
+OF_SEVERAL = ("outrider.compiler", "outrider.runtime", "outrider.tools.bench", "outrider.tools.serving")
 MODULES = {
     **{
         f"{package}.__main__": f"python -m {package}"
-        for package in (*OF_SEVERAL, "tools.peers", "tools.verify", "tools.tune")
+        for package in (*OF_SEVERAL, "outrider.tools.peers", "outrider.tools.verify", "outrider.tools.tune")
     },
-    "runtime.ray_serve.command": "python -m runtime.ray_serve",
-    "tools.modes": "python -m tools.modes",
-    "tools.context_quality.__main__": None,
-    "tools.proposals": None,
-    "tools.synthetic_pair": None,
-    "tools.train_reference": None,
-    "tools.gpu.measure": None,
-    "tools.gpu.prepare": None,
-    "tools.paired": None,
-    "tools.reference.pack": None,
+    "outrider.runtime.ray_serve.command": "python -m outrider.runtime.ray_serve",
+    "outrider.tools.modes": "python -m outrider.tools.modes",
+    "outrider.tools.context_quality.__main__": None,
+    "outrider.tools.proposals": None,
+    "outrider.tools.synthetic_pair": None,
+    "outrider.tools.train_reference": None,
+    "outrider.tools.gpu.measure": None,
+    "outrider.tools.gpu.prepare": None,
+    "outrider.tools.paired": None,
+    "outrider.tools.reference.pack": None,
 }
 NEGATIVE = {"--length-penalty", "--presence-penalty", "--frequency-penalty"}  # options that may be below 0
 
@@ -52,7 +52,12 @@ def is_number(action: argparse.Action, text: str) -> bool:
         return False
 
 
-WITHOUT_NUMBERS = ("compiler.__main__", "tools.reference.pack", "tools.gpu.prepare", "tools.gpu.measure")
+WITHOUT_NUMBERS = (
+    "outrider.compiler.__main__",
+    "outrider.tools.reference.pack",
+    "outrider.tools.gpu.prepare",
+    "outrider.tools.gpu.measure",
+)
 
 
 @pytest.mark.parametrize(("module", "called"), MODULES.items())
@@ -76,8 +81,9 @@ def test_every_number_is_refused_where_it_is_none_or_below_0(module: str, called
 
 @pytest.mark.parametrize(("module", "called"), MODULES.items())
 def test_help_is_printed_for_every_command_names_it_and_has_an_example(
-    module: str, called: str | None, capsys: pytest.CaptureFixture[str]
+    module: str, called: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # so that no line ends within an option
     for parser in parsers(module, called):
         with pytest.raises(SystemExit) as ended:
             parser.parse_args(["--help"])

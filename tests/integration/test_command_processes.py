@@ -18,14 +18,21 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TEXT = "print('café', 'naïve', 'café', 'na"  # what the toy's n-grams repeat
 MODULES = (
     "runtime", "compiler", "tools.bench", "tools.serving", "tools.modes", "tools.peers", "tools.context_quality",
-    "tools.proposals", "tools.synthetic_pair", "tools.train_reference", "tools.gpu.measure",
-    "tools.reference.pack",
+    "tools.proposals", "tools.synthetic_pair", "tools.train_reference", "tools.gpu.measure", "tools.reference.pack",
 )  # fmt: skip
 
 
 def run(arguments: Sequence[object], redirected: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m ARGUMENTS`, its streams as the shell has them `redirected`."""
-    command = ["sh", "-c", f'exec "$0" "$@" {redirected}', sys.executable, "-m", *map(str, arguments)]
+    """`python -m outrider.ARGUMENTS`, its streams as the shell has them `redirected`."""
+    command = [
+        "sh",
+        "-c",
+        f'exec "$0" "$@" {redirected}',
+        sys.executable,
+        "-m",
+        f"outrider.{arguments[0]}",
+        *map(str, arguments[1:]),
+    ]
     return subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True, encoding="utf-8",
         errors="surrogateescape", timeout=120,
@@ -106,7 +113,7 @@ def test_an_interrupt_while_importing_ends_the_command_quietly(module: str, tmp_
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_soak_ends_quietly(branch_plan: Path) -> None:
     command = [
-        "tools.serving",
+        "outrider.tools.serving",
         "soak",
         str(branch_plan),
         "--minutes",

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-import compiler.__main__
-import runtime.__main__
-import tools.verify.__main__
-from compiler.models.families import FAMILIES
-from plans.manifest import longest_draft
-from runtime import Runtime
+import outrider.compiler.__main__
+import outrider.runtime.__main__
+import outrider.tools.verify.__main__
+from outrider import Runtime
+from outrider.compiler.models.families import FAMILIES
+from outrider.plans.manifest import longest_draft
 from tests.conftest import REPOSITORY, TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
@@ -49,11 +49,11 @@ def run_json(capsys: Captured, main, *arguments: object) -> dict:
 
 
 def test_build_prints_a_line_and_the_same_as_json(toy_recipe: Path, toy_plan: Path, capsys: Captured) -> None:
-    assert compiler.__main__.main(["build", str(toy_recipe), "--out", str(toy_plan)]) == 0
+    assert outrider.compiler.__main__.main(["build", str(toy_recipe), "--out", str(toy_plan)]) == 0
     printed = capsys.readouterr()
     assert "reused: plan" in printed.out
     assert "unchanged" in printed.err
-    found = run_json(capsys, compiler.__main__.main, "build", toy_recipe, "--out", toy_plan, "--json")
+    found = run_json(capsys, outrider.compiler.__main__.main, "build", toy_recipe, "--out", toy_plan, "--json")
     assert set(found) == {"plan", "identity", "reused", "backends", "bytes", "seconds"}
     assert found["reused"] == ["plan"]
     assert found["identity"] == json.loads((toy_plan / "plan.json").read_text(encoding="utf-8"))["identity"]
@@ -65,7 +65,7 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toy_plan, tmp_path / "build" / "toy")  # its engines are taken over: this is about the command
     arguments = ("build", toy_recipe, "--set", "drafters[0].max_draft=3", "--set", "capacity.context=200", "--json")
-    found = run_json(capsys, compiler.__main__.main, *arguments)
+    found = run_json(capsys, outrider.compiler.__main__.main, *arguments)
     assert found["plan"] == str(Path("build") / "toy")
     assert found["reused"] == ["onnxruntime-cpu"]
     manifest = Runtime.load(tmp_path / "build" / "toy").manifest
@@ -73,9 +73,9 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
 
 
 def test_families_are_those_that_are_compiled(capsys: Captured) -> None:
-    assert compiler.__main__.main(["families"]) == 0
+    assert outrider.compiler.__main__.main(["families"]) == 0
     shown = capsys.readouterr().out
-    found = run_json(capsys, compiler.__main__.main, "families", "--json")["families"]
+    found = run_json(capsys, outrider.compiler.__main__.main, "families", "--json")["families"]
     assert [row["model_type"] for row in found] == list(FAMILIES)
     for row in found:
         assert row["model_type"] in shown
@@ -86,7 +86,7 @@ def test_families_are_those_that_are_compiled(capsys: Captured) -> None:
 
 
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
-    assert compiler.__main__.main(["inspect", str(toy_plan)]) == 0
+    assert outrider.compiler.__main__.main(["inspect", str(toy_plan)]) == 0
     text = capsys.readouterr().out
     for part in (
         "3 layers",
@@ -109,7 +109,7 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         "min_confidence 0.25, filler_top_k 3, below 2 tokens head drafts",
     ):
         assert cells in " ".join(text.split())
-    found = run_json(capsys, compiler.__main__.main, "inspect", toy_plan, "--json")
+    found = run_json(capsys, outrider.compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
         "name", "identity", "format_version", "models", "drafters", "backends", "tools", "build", "bytes",
         "files", "end_tokens",
@@ -131,8 +131,8 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     recipe = toy_plan.parent / "with_held_out.yaml"
     text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
     recipe.write_text(f"held_out: {held_out.name}\n{text}", encoding="utf-8")
-    assert "held_out" in refused(capsys, tools.verify.__main__.main(arguments))
-    found = run_json(capsys, tools.verify.__main__.main, *arguments, "--recipe", recipe, "--json")
+    assert "held_out" in refused(capsys, outrider.tools.verify.__main__.main(arguments))
+    found = run_json(capsys, outrider.tools.verify.__main__.main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
         "oracle", "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences",
         "drafters", "sampled", "partial_kv", "quantization", "exactness", "passed",
@@ -146,7 +146,7 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     assert 0 < found["max_logit_error"] < 1e-4
     assert found["tolerance"] == 2 * found["max_logit_error"]
     assert found["logit_bound"] == 1e-3
-    assert tools.verify.__main__.main([*arguments, "--prompts", str(held_out)]) == 0
+    assert outrider.tools.verify.__main__.main([*arguments, "--prompts", str(held_out)]) == 0
     text = capsys.readouterr().out
     assert "2 prompts, 24 tokens" in text
     assert "(at most 1e-03)" in text
@@ -170,11 +170,13 @@ def test_verify_refuses_numbers_it_cannot_run(
     text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
     text = text.replace("checkpoint: ", f"checkpoint: {toy_plan.parent}/")
     recipe.write_text(f"held_out: {toy_plan.parent / 'held_out.jsonl'}\n{text}", encoding="utf-8")
-    assert said in refused(capsys, tools.verify.__main__.main([str(toy_plan), "--recipe", str(recipe), *options]))
+    assert said in refused(
+        capsys, outrider.tools.verify.__main__.main([str(toy_plan), "--recipe", str(recipe), *options])
+    )
 
 
 def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: Path, capsys: Captured) -> None:
-    main = compiler.__main__.main
+    main = outrider.compiler.__main__.main
     missing = tmp_path / "none.yaml"
     assert str(missing) in refused(capsys, main(["build", str(missing)]))
     wrong = toy_recipe.parent / "wrong.yaml"
@@ -186,7 +188,7 @@ def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: 
     assert "capacity.context" in refused(capsys, main(["build", str(toy_recipe), "--set", "capacity.context=much"]))
     assert "no_such" in refused(capsys, main(["build", str(toy_recipe), "--set", "no_such=1"]))
     assert "is not a plan" in refused(capsys, main(["inspect", str(tmp_path)]))
-    assert "is not a plan" in refused(capsys, tools.verify.__main__.main([str(tmp_path)]))
+    assert "is not a plan" in refused(capsys, outrider.tools.verify.__main__.main([str(tmp_path)]))
 
 
 # generate
@@ -194,11 +196,13 @@ def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: 
 
 @pytest.fixture
 def generate(toy: Runtime, toy_plan: Path, monkeypatch: pytest.MonkeyPatch):
-    """`python -m runtime generate` on the toy plan, which is loaded already."""
+    """`python -m outrider.runtime generate` on the toy plan, which is loaded already."""
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
 
     def run(*arguments: str) -> int:
-        return runtime.__main__.main(["generate", str(toy_plan), "--max-new-tokens", "24", "--ignore-eos", *arguments])
+        return outrider.runtime.__main__.main(
+            ["generate", str(toy_plan), "--max-new-tokens", "24", "--ignore-eos", *arguments]
+        )
 
     return run
 
@@ -344,7 +348,7 @@ def test_a_form_is_asked_for_in_five_ways(
         (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
     ):
         command = ["generate", str(toy_plan), "--prompt", PROMPT, "--max-new-tokens", "9", *arguments]
-        assert runtime.__main__.main(command) == 0
+        assert outrider.runtime.__main__.main(command) == 0
         expected = toy.generate(PROMPT, max_new_tokens=9, structured_outputs=form)
         assert capsys.readouterr().out == expected.text + "\n"
 
@@ -371,7 +375,7 @@ def test_a_prompt_file_that_is_not_text_is_refused(generate, tmp_path: Path, cap
 def test_a_missing_plan_an_unknown_target_and_threads_below_0_are_refused(
     toy_plan: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    main = runtime.__main__.main
+    main = outrider.runtime.__main__.main
     for command in (["generate", "--prompt", "x"], ["chat"]):
         assert "is not a plan" in refused(capsys, main([command[0], str(tmp_path / "none"), *command[1:]]))
     arguments = ["generate", str(toy_plan), "--prompt", "x"]
@@ -389,11 +393,14 @@ def test_a_missing_plan_an_unknown_target_and_threads_below_0_are_refused(
 def test_a_command_line_that_is_none_is_refused_with_one_line_and_a_hint(
     arguments: list[str], capsys: Captured
 ) -> None:
-    sentence = refused(capsys, runtime.__main__.main(arguments))
-    assert sentence.endswith("; see python -m runtime --help") or "; see python -m runtime generate --help" in sentence
+    sentence = refused(capsys, outrider.runtime.__main__.main(arguments))
+    assert (
+        sentence.endswith("; see python -m outrider.runtime --help")
+        or "; see python -m outrider.runtime generate --help" in sentence
+    )
 
 
-@pytest.mark.parametrize("module", [compiler.__main__, runtime.__main__])
+@pytest.mark.parametrize("module", [outrider.compiler.__main__, outrider.runtime.__main__])
 def test_help_shows_an_example_that_parses(module, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as ended:
         module.main(["--help"])
@@ -408,7 +415,7 @@ def test_help_shows_an_example_that_parses(module, capsys: Captured) -> None:
 def chat(monkeypatch: pytest.MonkeyPatch, toy: Runtime, toy_plan: Path, lines: str, *arguments: str) -> int:
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    return runtime.__main__.main(["chat", str(toy_plan), "--max-new-tokens", "10", *arguments])
+    return outrider.runtime.__main__.main(["chat", str(toy_plan), "--max-new-tokens", "10", *arguments])
 
 
 def test_chat_answers_each_line_as_a_fresh_run_over_the_whole_conversation(
@@ -436,11 +443,19 @@ def test_chat_streams_text_and_leaves_at_the_end_of_input(
     assert chat(monkeypatch, toy, toy_plan, "so\n/reset\nhi\n", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["text"] == text
     one = run_json(
-        capsys, runtime.__main__.main, "generate", toy_plan, "--message", "hi", "--max-new-tokens", "10", "--json"
+        capsys,
+        outrider.runtime.__main__.main,
+        "generate",
+        toy_plan,
+        "--message",
+        "hi",
+        "--max-new-tokens",
+        "10",
+        "--json",
     )
     assert one["text"] == text
     assert "--message cannot go with --beams" in refused(
-        capsys, runtime.__main__.main(["generate", str(toy_plan), "--message", "hi", "--beams", "2"])
+        capsys, outrider.runtime.__main__.main(["generate", str(toy_plan), "--message", "hi", "--beams", "2"])
     )
 
 
@@ -500,7 +515,7 @@ def test_a_process_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
 
 def test_chat_as_a_process_answers_before_it_is_asked_again(toy_plan: Path) -> None:
     """A program on the other end of the pipe waits for the reply before it writes on."""
-    command = [sys.executable, "-m", "runtime", "chat", str(toy_plan), "--json", "--max-new-tokens", "5"]
+    command = [sys.executable, "-m", "outrider.runtime", "chat", str(toy_plan), "--json", "--max-new-tokens", "5"]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
     ) as talk:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.plan import Plan
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.plan import Plan
 from tests.conftest import EVERYTHING, TOY_DRAFTERS, made_once
 from tests.fake_cuda import DRIVER, LIBRARIES, Recorded
 from tests.fake_cuda.provider import CudaProvider, Ended
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cuda_provider
 
 SESSIONS = """
 import json, sys
-from runtime import Runtime
+from outrider import Runtime
 root, graphs, *drafters = sys.argv[1:]
 runtime = Runtime.load(root, backend="onnxruntime-cuda", cuda_graphs=graphs == "True")
 options = dict(max_new_tokens=24, ignore_eos=True, auto_disable=False, temperature=1.0, seed=3)
@@ -97,7 +97,7 @@ def test_our_kernels_run_in_the_order_of_the_engines(ended: Ended) -> None:
 
 PLACEMENT = """
 import json, sys
-from runtime import Runtime
+from outrider import Runtime
 runtime = Runtime.load(sys.argv[1], backend="onnxruntime-cuda")
 def placed(session):
     tensors = (*session.get_inputs(), *session.get_outputs())
@@ -121,7 +121,7 @@ def test_engines_read_and_write_the_tensors_on_the_device(
 
 TOGETHER = """
 import json, sys
-from runtime import PrefixCacheConfig, Runtime
+from outrider import PrefixCacheConfig, Runtime
 runtime = Runtime.load(
     sys.argv[1], backend="onnxruntime-cuda", cuda_graphs=sys.argv[2] == "True",
     prefix_cache=PrefixCacheConfig(max_cached_tokens=512),
@@ -247,8 +247,8 @@ def count(part: str, kernels: list[str]) -> int:
 NEEDED = [name for name in LIBRARIES if name != DRIVER]
 WITHOUT = """
 import json, sys
-from runtime import PlanError, Runtime
-from runtime.backends import onnxruntime_cuda
+from outrider import PlanError, Runtime
+from outrider.runtime.backends import onnxruntime_cuda
 if sys.argv[2] == "unnoticed":
     onnxruntime_cuda.missing_libraries = list
 try:

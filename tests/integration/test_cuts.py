@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 
-from runtime import FinishReason, Generation, Runtime, Session
-from runtime.request import Options
+from outrider import FinishReason, Generation, Runtime, Session
+from outrider.runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks

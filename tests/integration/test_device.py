@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plans import names
-from plans.errors import PlanError
-from plans.plan import Plan
-from runtime import Runtime
-from runtime.backends import BACKENDS, Driver, choose_backend, cuda_driver, onnxruntime_cuda
-from runtime.backends.cuda_driver import fitting_kernels, kernels_reason
-from runtime.backends.device_layout import LARGE, lay_out
-from runtime.engine import Engine
-from runtime.request import Options
+from outrider import Runtime
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import Plan
+from outrider.runtime.backends import BACKENDS, Driver, choose_backend, cuda_driver, onnxruntime_cuda
+from outrider.runtime.backends.cuda_driver import fitting_kernels, kernels_reason
+from outrider.runtime.backends.device_layout import LARGE, lay_out
+from outrider.runtime.engine import Engine
+from outrider.runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.cpu_session import cpu_session
 from tests.integration.shifting_rule import Shifting

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from plans.errors import RequestError
-from runtime import Runtime, SchedulerConfig
-from runtime.drafters.base import within
-from runtime.request import Options
-from runtime.trace import Round
+from outrider import Runtime, SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.drafters.base import within
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 

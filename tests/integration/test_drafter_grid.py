@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from compiler.build import build
-from compiler.held_out import read_prompts
-from compiler.recipe import Recipe, load_recipe
-from plans.tokenizer import Tokenizer
-from runtime import Runtime
-from runtime.request import Options
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.held_out import read_prompts
+from outrider.compiler.recipe import Recipe, load_recipe
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.request import Options
+from outrider.tools.verify.agreement import compare_drafters
+from outrider.tools.verify.verification import verify_plan
 from tests.conftest import HELD_OUT, REFERENCE_RECIPE
-from tools.verify.agreement import compare_drafters
-from tools.verify.verification import verify_plan
 
 pytestmark = pytest.mark.long
 
@@ -81,7 +81,7 @@ def grid_recipe() -> Recipe:
     if missing := sorted({"ngram", "model", "eagle3", "block"} - set(listed)):
         pytest.fail(
             f"{REFERENCE_RECIPE} has no drafter of kind {' and '.join(missing)}; train them with "
-            "`python -m tools.train_reference all` and list them there"
+            "`python -m outrider.tools.train_reference all` and list them there"
         )
     model = {key: listed["model"][key] for key in ("kind", "checkpoint")}
     drafters = [

@@ -12,22 +12,22 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from compiler.build import build
-from compiler.checkpoint import defer_decoder, load_decoder
-from compiler.inspect import describe
-from compiler.models.eager import sequence_logits
-from compiler.quantization.calibration import calibrate
-from compiler.quantization.weight_form import WeightForm
-from compiler.recipe import load_recipe
-from plans.errors import CheckpointError
-from plans.plan import open_plan
-from runtime import Runtime, SchedulerConfig
+from outrider import Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.checkpoint import defer_decoder, load_decoder
+from outrider.compiler.inspect import describe
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.quantization.calibration import calibrate
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import CheckpointError
+from outrider.plans.plan import open_plan
+from outrider.tools.verify.quantized import QUANTIZED_LOGIT_BOUND, PlanWeights
+from outrider.tools.verify.verification import verify_plan
 from tests.conftest import EVERYTHING, TOY_PROMPTS, made_once, write_toy
 from tests.integration.mapped import mapped
 from tests.integration.random_use import RandomUse
 from tests.integration.step_logits import expect_the_bits_of_plain_code, expect_the_same_bits
-from tools.verify.quantized import QUANTIZED_LOGIT_BOUND, PlanWeights
-from tools.verify.verification import verify_plan
 
 DRAFTERS = ("ngram", "chain", "bushy", "head")
 TYPES = ("float32", "int4")

@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.request import Options
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.runtime.request import Options
+from outrider.tools.verify.verification import verify_plan
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
 from tests.integration.random_use import RandomUse
-from tools.verify.verification import verify_plan
 
 PROMPT = [(41 * i) % 299 + 1 for i in range(80)]  # longer than every window
 NEW = 40

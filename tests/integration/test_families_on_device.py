@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import compiler.lowering as lowering
-from compiler.build import build
-from compiler.recipe import load_recipe
-from runtime import PrefixCacheConfig, Runtime
-from runtime.backends import BACKENDS, Driver
-from runtime.request import Options
+import outrider.compiler.lowering as lowering
+from outrider import PrefixCacheConfig, Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.runtime.backends import BACKENDS, Driver
+from outrider.runtime.request import Options
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
 from tests.integration.long_context import prompt

@@ -17,11 +17,11 @@ import numpy as np
 import openai
 import pytest
 
-from plans.errors import RequestError
-from runtime import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.branch_request import Mode
-from runtime.drafters.adaptive import AdaptiveSpeculation
-from runtime.request import Options
+from outrider import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.branch_request import Mode
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
+from outrider.runtime.request import Options
 from tests.conftest import TOY_DRAFTERS, forget_what_drafting_cost
 from tests.integration.long_context import prompt
 from tests.integration.served import client_of, listening
@@ -153,8 +153,8 @@ def test_adaptive_speculation(doors: Doors, way: str, monkeypatch: pytest.Monkey
     for runtime in (doors.rows, doors.row):
         forget_what_drafting_cost(runtime)
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
-    monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 4)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
     drafters = ["chain", "head", "ngram", "none"]
     expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none", max_new_tokens=60)] * 4)]
     found = doors.ask(way, [options(drafter=drafter, max_new_tokens=60) for drafter in drafters])

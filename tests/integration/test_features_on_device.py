@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.backends import BACKENDS, Driver
+from outrider.runtime.backends import BACKENDS, Driver
 from tests.integration.test_features import *  # noqa: F403  # the tests, and the fixture `doors`
 from tests.integration.test_features import Doors
 from tests.integration.test_onnxruntime_cuda import CUDA

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from plans.errors import PlanError
-from plans.plan import open_plan
-from runtime import Runtime
-from runtime.backends import reason_against
-from runtime.backends.cuda_driver import architecture
+from outrider import Runtime
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import open_plan
+from outrider.runtime.backends import reason_against
+from outrider.runtime.backends.cuda_driver import architecture
 from tests.conftest import made_once
 from tests.integration.gpu_plans import gpu_plan
 from tests.integration.test_features import *  # noqa: F403  # the tests, and the fixture `doors`

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import Runtime
+from outrider import Runtime
 from tests.conftest import REPOSITORY
 from tests.packages import skip_without_index
 
@@ -21,11 +21,11 @@ PROMPT = "import os\n"
 CONSTRAINTS = REPOSITORY / "tools" / "constraints.txt"
 PROGRAM = """
 import importlib.util, json, sys
-import runtime
-found = runtime.Runtime.load(sys.argv[1]).generate(sys.argv[2], max_new_tokens=24, temperature=0.9, seed=6)
+import outrider
+found = outrider.Runtime.load(sys.argv[1]).generate(sys.argv[2], max_new_tokens=24, temperature=0.9, seed=6)
 print(json.dumps({
     "tokens": found.token_ids,
-    "source": runtime.__file__,
+    "source": outrider.__file__,
     "there": [m for m in ("torch", "onnx", "onnxscript", "safetensors", "transformers") if importlib.util.find_spec(m)],
 }))
 """
@@ -68,16 +68,27 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     assert Path(found["source"]).is_relative_to(tmp_path / "venv")
     assert found["tokens"] == toy.generate(PROMPT, max_new_tokens=24, temperature=0.9, seed=6).token_ids
 
-    command = [python, "-m", "runtime", "generate", toy_plan, "--prompt", PROMPT, "--max-new-tokens", "8", "--json"]
+    command = [
+        python,
+        "-m",
+        "outrider.runtime",
+        "generate",
+        toy_plan,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "8",
+        "--json",
+    ]
     ended = run(command, outside)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["token_ids"] == toy.generate(PROMPT, max_new_tokens=8).token_ids
-    refused = run([python, "-m", "compiler", "build", toy_plan.parent / "model.yaml"], outside)
+    refused = run([python, "-m", "outrider.compiler", "build", toy_plan.parent / "model.yaml"], outside)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "Traceback" not in refused.stderr
     assert "pip install '.[compiler]'" in refused.stderr
 
-    # The console command, among modules of the user's with our names.
+    # Among modules of the user's with our folders' names, the console command too.
     for name in ("commands", "compiler", "plans", "plugins", "runtime", "tools"):
         (outside / f"{name}.py").write_text("raise SystemExit('the user's')", encoding="utf-8")
     outrider = tmp_path / "venv" / "bin" / "outrider"

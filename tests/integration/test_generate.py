@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from runtime import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime
-from runtime.engine import Engine
-from runtime.request import Options
+from outrider import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime
+from outrider.runtime.engine import Engine
+from outrider.runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
@@ -310,8 +310,10 @@ def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
 ) -> None:
     """A head that was disabled has more to compute again than a step takes."""
     cancel, rests = threading.Event(), [True]
-    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.disabled", property(lambda _: rests[0]))
-    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.drafting", property(lambda _: not rests[0]))
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.AdaptiveSpeculation.disabled", property(lambda _: rests[0]))
+    monkeypatch.setattr(
+        "outrider.runtime.drafters.adaptive.AdaptiveSpeculation.drafting", property(lambda _: not rests[0])
+    )
     switch = Engine._switch
     monkeypatch.setattr(Engine, "_switch", lambda self, *asked: (cancel.set(), switch(self, *asked))[1])
     session, found = toy.session(), list[int]()
@@ -347,7 +349,7 @@ def test_a_cancellation_taken_back_during_prefill_still_ends_the_generation(toy:
 def test_streams_that_are_never_read_hold_nothing(toy_plan, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(toy_plan)
     made: list[object] = []
-    monkeypatch.setattr("runtime.engine_pool.Engine", lambda *parts: made.append(1) or Engine(*parts))
+    monkeypatch.setattr("outrider.runtime.engine_pool.Engine", lambda *parts: made.append(1) or Engine(*parts))
     for _ in range(3):
         runtime.stream("x").close()
         runtime.stream("x")
@@ -373,7 +375,7 @@ def test_a_failed_stream_says_so_and_the_session_goes_on(toy: Runtime, monkeypat
     stream = session.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
     seen = list(next(stream).token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr("runtime.kv.slots.SlotTable.commit", lambda *_, **__: 1 / 0)
+        patch.setattr("outrider.runtime.kv.slots.SlotTable.commit", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(stream)
     with pytest.raises(RuntimeError, match="failed"):

@@ -10,14 +10,14 @@ from typing import get_args
 
 import pytest
 
-from compiler.recipe_backends import RtxCapability
-from plans.errors import PlanError
-from runtime import Runtime
-from runtime.backends.cuda_driver import architecture, call
-from runtime.request import Options
+from outrider import Runtime
+from outrider.compiler.recipe_backends import RtxCapability
+from outrider.plans.errors import PlanError
+from outrider.runtime.backends.cuda_driver import architecture, call
+from outrider.runtime.request import Options
+from outrider.tools.verify.agreement import find_parting
 from tests.conftest import TOY_DRAFTERS, made_once
 from tests.integration.gpu_plans import gpu_plan
-from tools.verify.agreement import find_parting
 
 pytestmark = pytest.mark.gpu
 

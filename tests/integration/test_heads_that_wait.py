@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from plans import names
-from runtime import Runtime
-from runtime.drafters.engine import EngineDrafter
-from runtime.request import Options
-from runtime.trace import Node, Round
+from outrider import Runtime
+from outrider.plans import names
+from outrider.runtime.drafters.engine import EngineDrafter
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Node, Round
 from tests.integration.long_context import prompt
 
 OPTIONS = Options(max_new_tokens=90, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
@@ -46,7 +46,7 @@ def test_it_drafts_as_if_it_had_seen_each_round(toy: Runtime, monkeypatch: pytes
 
 def test_where_there_is_no_room_it_takes_them_in(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, waited, runs = drafts(toy, "mixed")
-    monkeypatch.setattr("runtime.drafters.kept_features.KeptFeatures.keep", lambda self, rows: None)
+    monkeypatch.setattr("outrider.runtime.drafters.kept_features.KeptFeatures.keep", lambda self, rows: None)
     without, same, often = drafts(toy, "mixed")
     assert (tokens, waited) == (without, same)
     assert runs < often

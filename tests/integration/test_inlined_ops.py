@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import yaml
 
-import compiler.build
-from compiler.engines import EngineFolder
-from compiler.recipe import load_recipe
-from compiler.recipe_backends import BackendBuild
-from plans import names
-from plans.errors import PlanError
-from plans.manifest import StageKind
-from plans.plan import Plan
-from runtime import PrefixCacheConfig, Runtime
-from runtime.backends import BACKENDS, Driver
-from runtime.drafters.drafting import Drafting
-from runtime.request import Options
-from runtime.trace import Round
+import outrider.compiler.build
+from outrider import PrefixCacheConfig, Runtime
+from outrider.compiler.engines import EngineFolder
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.recipe_backends import BackendBuild
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import StageKind
+from outrider.plans.plan import Plan
+from outrider.runtime.backends import BACKENDS, Driver
+from outrider.runtime.drafters.drafting import Drafting
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
 from tests.integration.shifting_rule import Shifting
 from tests.plugins.emulator import Emulator
@@ -54,7 +54,7 @@ def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, *overrides: str, **options: bool) -> Plan:
     recipe = load_recipe(toy_recipe, [f"backends=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}", *overrides])
-    open_folder = compiler.build.open_folder
+    open_folder = outrider.compiler.build.open_folder
 
     def opened(target: BackendBuild, folder: Path, *others: Any) -> EngineFolder:
         if target.kind != TENSORRT:
@@ -62,10 +62,12 @@ def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, *ove
         return GraphsInPlaceOfEngines(folder, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler.build, "open_folder", opened)
-        patch.setattr(compiler.build, "facts_of_machine", lambda target: {"gpu": "none"})
-        patch.setattr(compiler.build, "kernel_architectures", lambda t: ("sm_90",) if t.kind == TENSORRT else ())
-        return compiler.build.build(recipe, toy_recipe, out).plan
+        patch.setattr(outrider.compiler.build, "open_folder", opened)
+        patch.setattr(outrider.compiler.build, "facts_of_machine", lambda target: {"gpu": "none"})
+        patch.setattr(
+            outrider.compiler.build, "kernel_architectures", lambda t: ("sm_90",) if t.kind == TENSORRT else ()
+        )
+        return outrider.compiler.build.build(recipe, toy_recipe, out).plan
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plans import names
-from runtime import Runtime, Session
-from runtime.drafters.engine import EngineDrafter
-from runtime.request import Options
-from runtime.trace import Round
+from outrider import Runtime, Session
+from outrider.plans import names
+from outrider.runtime.drafters.engine import EngineDrafter
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Round
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
 SAMPLINGS = (Options(), Options(temperature=1.0, seed=3))

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from compiler.build import build
-from compiler.design import design_plan
-from compiler.inspect import describe
-from compiler.recipe import load_recipe
-from plans.errors import PlanError, RecipeError
-from plans.plan import open_plan
-from plugins.cuda.engine_kernels import ENGINE_KERNELS
-from plugins.cuda.resources import kernel_resources
-from runtime import PrefixCacheConfig, Runtime
-from runtime.backends import BACKENDS, Driver
-from runtime.request import Options
+from outrider import PrefixCacheConfig, Runtime
+from outrider.compiler.build import build
+from outrider.compiler.design import design_plan
+from outrider.compiler.inspect import describe
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import PlanError, RecipeError
+from outrider.plans.plan import open_plan
+from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS
+from outrider.plugins.cuda.resources import kernel_resources
+from outrider.runtime.backends import BACKENDS, Driver
+from outrider.runtime.request import Options
 from tests.conftest import made_once, write_toy
 from tests.fake_cuda.provider import CudaProvider
 from tests.integration.test_features import PREFIX, Doors
@@ -169,7 +169,7 @@ def test_a_step_is_one_recorded_launch(quantised_plan: Path, emulated: EmulatedD
 
 ALONE = """
 import json, sys
-from runtime import Runtime
+from outrider import Runtime
 root, *drafters = sys.argv[1:]
 runtime = Runtime.load(root, backend="cuda")
 options = dict(max_new_tokens=8, ignore_eos=True, auto_disable=False, temperature=0.9, seed=5)

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compiler.build import build
-from compiler.inspect import describe
-from compiler.recipe import load_recipe
-from plans import names
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.inspect import describe
+from outrider.compiler.recipe import load_recipe
+from outrider.plans import names
+from outrider.tools.verify.verification import KV_LOGIT_BOUND, verify_plan
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
 from tests.integration.step_logits import expect_the_same_bits
-from tools.verify.verification import KV_LOGIT_BOUND, verify_plan
 
 TYPES = ("float16", "int8")
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]

@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import PlanError
-from plans.plan import Plan
-from runtime import PrefixCacheConfig, Runtime, Session
-from runtime.backends import BACKENDS, Driver
-from runtime.backends.device import DeviceBuffers
-from runtime.engine import Engine
-from runtime.launched_rounds import Launch
-from runtime.request import Options, check_request
-from runtime.sequence import Sequence
+from outrider import PrefixCacheConfig, Runtime, Session
+from outrider.plans import names
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import Plan
+from outrider.runtime.backends import BACKENDS, Driver
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.engine import Engine
+from outrider.runtime.launched_rounds import Launch
+from outrider.runtime.request import Options, check_request
+from outrider.runtime.sequence import Sequence
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA

@@ -18,10 +18,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from plans.errors import RequestError
-from runtime import Runtime, SchedulerConfig
-from runtime.request import Options
-from runtime.text.bad_words import token_sequences
+from outrider import Runtime, SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.request import Options
+from outrider.runtime.text.bad_words import token_sequences
 from tests.conftest import TOY_DRAFTERS
 
 Row = NDArray[np.float32]

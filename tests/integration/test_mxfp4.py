@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from runtime import Runtime
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.tools.verify.verification import verify_plan
 from tests.compiler.formats.mxfp4 import pack_experts
 from tests.integration.families import DRAFTERS, write_toy
-from tools.verify.verification import verify_plan
 
 
 @pytest.mark.parametrize("kind", ["float32", pytest.param("int4", marks=pytest.mark.long)])

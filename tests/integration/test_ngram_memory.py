@@ -9,14 +9,14 @@ from typing import Any
 import openai
 import pytest
 
-import compiler.__main__
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plugins.native import NgramMemory
-from runtime import FinishReason, Runtime, SchedulerConfig
-from runtime.drafters.drafting import Drafting
-from runtime.execution.program import Program
-from runtime.request import Options
+import outrider.compiler.__main__
+from outrider import FinishReason, Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plugins.native import NgramMemory
+from outrider.runtime.drafters.drafting import Drafting
+from outrider.runtime.execution.program import Program
+from outrider.runtime.request import Options
 from tests.conftest import PARTIAL_KV, made_once
 from tests.integration.served import client_of, listening
 
@@ -209,7 +209,7 @@ def test_the_server_takes_remember_and_leaves_what_it_forbids(runtime: Runtime) 
 
 
 def test_inspect_shows_it(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compiler.__main__.main(["inspect", str(plan)])
+    outrider.compiler.__main__.main(["inspect", str(plan)])
     shown = " ".join(capsys.readouterr().out.split())
     assert "filler_top_k 3, memory 1024 tokens, below 2 tokens head drafts" in shown
 

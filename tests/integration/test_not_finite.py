@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.errors import PlanError
-from runtime import Runtime, SchedulerConfig, engine
-from runtime.branch_request import MODES
-from runtime.drafters.base import Draft
-from runtime.drafters.drafting import Drafting
-from runtime.request import Options
-from runtime.sampling import TokenLogprob, logprobs
+from outrider import Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import PlanError
+from outrider.runtime import engine
+from outrider.runtime.branch_request import MODES
+from outrider.runtime.drafters.base import Draft
+from outrider.runtime.drafters.drafting import Drafting
+from outrider.runtime.request import Options
+from outrider.runtime.sampling import TokenLogprob, logprobs
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, Toy, write_toy
 from tests.integration.test_families_on_device import CACHE, by_graphs, by_kernels

@@ -11,21 +11,21 @@ from pathlib import Path
 import onnx
 import pytest
 
-import compiler.design
-import compiler.lowering as lowering
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.errors import PlanError
-from plans.plan import Plan
-from plugins.cuda import LAUNCHES
-from runtime import Runtime
-from runtime.backends import BACKENDS
-from runtime.backends.onnxruntime_cuda import DeviceEngine
-from runtime.request import Options
+import outrider.compiler.design
+import outrider.compiler.lowering as lowering
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import Plan
+from outrider.plugins.cuda import LAUNCHES
+from outrider.runtime.backends import BACKENDS
+from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
+from outrider.runtime.request import Options
+from outrider.tools.verify.agreement import compare_drafters
 from tests.compiler.grouped_attention import in_float32, norms_outside
 from tests.conftest import TOY_DRAFTERS
 from tests.cpu_session import cpu_session
-from tools.verify.agreement import compare_drafters
 
 pytest.importorskip("cuda.core")
 
@@ -108,7 +108,7 @@ def test_with_grouped_attention_branches_of_one_row_have_the_tokens_that_they_ha
 ) -> None:
     """Trees grow from several tips in one pass; each branch sees its own slots among the others'. (No plan for CUDA
     serves branches yet: their programs are there, and run here.)"""
-    monkeypatch.setattr(compiler.design, "_check_served", lambda recipe: None)
+    monkeypatch.setattr(outrider.compiler.design, "_check_served", lambda recipe: None)
     runtime = build_grouped(toy_recipe, tmp_path / "plan", "{context: 160, prefill_chunk: 16, branches: 4}")
     prefix = [(37 * i) % 299 + 1 for i in range(30)]
     for drafter in ("none", "chain", "bushy", "head"):

@@ -10,22 +10,22 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-import compiler.build
-from compiler.build import build
-from compiler.deferred import deferred
-from compiler.eagle3_checkpoint import defer_eagle3
-from compiler.inspect import describe
-from compiler.opening import read_config
-from compiler.recipe import Recipe, load_recipe
-from plans.errors import RecipeError
-from plugins.quant_layout import QuantLayout, unpack
-from plugins.reference import dequantize
-from runtime import Runtime
-from runtime.request import Options
+import outrider.compiler.build
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.deferred import deferred
+from outrider.compiler.eagle3_checkpoint import defer_eagle3
+from outrider.compiler.inspect import describe
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import Recipe, load_recipe
+from outrider.plans.errors import RecipeError
+from outrider.plugins.quant_layout import QuantLayout, unpack
+from outrider.plugins.reference import dequantize
+from outrider.runtime.request import Options
+from outrider.tools.verify.agreement import compare_drafters
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.compiler.packed_heads import pack_head
 from tests.conftest import made_once
-from tools.verify.agreement import compare_drafters
 
 CPU = "onnxruntime-cpu"
 BITS = (4, 8)
@@ -121,7 +121,7 @@ def test_tensorrt_builds_an_engine_of_it(
 ) -> None:
     """Of floats: it compiles no drafts that dequantise."""
     pytest.importorskip("tensorrt_rtx")
-    monkeypatch.setattr(compiler.build, "_compile_kernels", lambda *_: {})  # those of ops beside the engines
+    monkeypatch.setattr(outrider.compiler.build, "_compile_kernels", lambda *_: {})  # those of ops beside the engines
     recipe = recipe_of(toy_recipe, head, "backends=[{kind: tensorrt-rtx, compute_capabilities: [sm_80]}]")
     plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends["tensorrt-rtx"]
     assert "DEQUANTIZE" not in plan.engines["head"].layers

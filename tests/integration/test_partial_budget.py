@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime import Runtime
-from runtime.request import check_options
+from outrider import Runtime
+from outrider.runtime.request import check_options
 from tests.integration.long_context import prompt
 
 pytestmark = pytest.mark.usefixtures("run_ahead")

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from plans import names
-from plans.errors import PlanError, RequestError
-from plugins.reference import block_select, block_summary, partial_kv_gather
-from runtime import PrefixCacheConfig, Runtime
-from runtime.session import Session
+from outrider import PrefixCacheConfig, Runtime
+from outrider.plans import names
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plugins.reference import block_select, block_summary, partial_kv_gather
+from outrider.runtime.session import Session
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
 
@@ -265,9 +265,9 @@ def test_a_resting_drafter_does_not_keep_a_session_from_running_ahead(
     long: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # what is ahead is up to the policy
-    monkeypatch.setattr("runtime.kv.partial_policy.Interval._tokens_per_ms", lambda _, length: 1e9 * length)
-    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.disabled", True)
-    monkeypatch.setattr("runtime.drafters.adaptive.AdaptiveSpeculation.drafting", False)
+    monkeypatch.setattr("outrider.runtime.kv.partial_policy.Interval._tokens_per_ms", lambda _, length: 1e9 * length)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.AdaptiveSpeculation.disabled", True)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.AdaptiveSpeculation.drafting", False)
     stats = long.session().generate(prompt(1, 60), max_new_tokens=60, drafter="chain", ignore_eos=True).stats
     assert stats.partial_rounds > 10
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from plans.errors import RequestError
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.branch_request import BranchPrompt
-from runtime.request import Options
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.branch_request import BranchPrompt
+from outrider.runtime.request import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
 

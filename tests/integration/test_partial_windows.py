@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import tools.bench.__main__ as bench
-from compiler.build import build
-from compiler.inspect import describe, print_description
-from compiler.recipe import load_recipe
-from plans import names
-from plans.errors import RecipeError, RequestError
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.request import check_options
-from runtime.session import Session
+import outrider.tools.bench.__main__ as bench
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.inspect import describe, print_description
+from outrider.compiler.recipe import load_recipe
+from outrider.plans import names
+from outrider.plans.errors import RecipeError, RequestError
+from outrider.runtime.request import check_options
+from outrider.runtime.session import Session
+from outrider.tools.verify.partial_check import check_partial
 from tests.conftest import HELD_OUT, PARTIAL_KV, made_once
 from tests.integration.families import DRAFTERS, write_toy
 from tests.integration.long_context import prompt
 from tests.integration.random_use import RandomUse
-from tools.verify.partial_check import check_partial
 
 WINDOW = 17  # with two window blocks of 4 tokens, two of the three blocks that are retrieved are in its reach
 OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps behind the gap, 20 tokens

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from runtime import Runtime
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
 from tests.conftest import PARTIAL_KV, made_once
 from tests.integration.families import DRAFTERS
 from tests.integration.long_context import prompt

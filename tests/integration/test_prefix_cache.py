@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import RequestError
-from runtime import PrefixCacheConfig, Runtime, Session
-from runtime.drafters import adaptive
+from outrider import PrefixCacheConfig, Runtime, Session
+from outrider.plans import names
+from outrider.plans.errors import RequestError
+from outrider.runtime.drafters import adaptive
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed", "sure"]
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]

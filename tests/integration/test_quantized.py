@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from compiler.build import build
-from compiler.inspect import describe
-from compiler.recipe import load_recipe
-from runtime import Runtime, SchedulerConfig
+from outrider import Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.inspect import describe
+from outrider.compiler.recipe import load_recipe
+from outrider.tools.verify.verification import verify_plan
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.integration.mapped import mapped
 from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
 from tests.integration.step_logits import expect_the_bits_of_plain_code, expect_the_same_bits
-from tools.verify.verification import verify_plan
 
 TYPES = ("int4", "int8")
 INT4_RECIPE = REFERENCE_RECIPE.with_name("reference-int4.yaml")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from tests.integration.random_use import RandomUse
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("run_ahead")]

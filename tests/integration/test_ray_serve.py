@@ -20,18 +20,18 @@ import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 
-from plans.plan import open_plan
-from runtime import Runtime, SchedulerConfig
-from runtime.ray_serve.application import REPLICA, build
-from runtime.ray_serve.remote_runtime import RemoteRuntime
-from runtime.ray_serve.settings import Routing, Settings
-from runtime.ray_serve.streams import sender
+from outrider import Runtime, SchedulerConfig
+from outrider.plans.plan import open_plan
+from outrider.runtime.ray_serve.application import REPLICA, build
+from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
+from outrider.runtime.ray_serve.settings import Routing, Settings
+from outrider.runtime.ray_serve.streams import sender
+from outrider.tools.serving.routing import Talk, measure_way
 from tests.integration.ray_cluster import Deployed, deployed, two_nodes
 from tests.integration.served import KEY, client_of, get, listening
 from tests.integration.test_server_tracing import collector
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 from tests.plans.damage import TEMPLATE, list_again
-from tools.serving.routing import Talk, measure_way
 
 PROMPT = "def main(x): return"
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5}

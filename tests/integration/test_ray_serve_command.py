@@ -1,4 +1,4 @@
-"""`python -m runtime.ray_serve` and the Serve config file that is shipped: from start to end."""
+"""`python -m outrider.runtime.ray_serve` and the Serve config file that is shipped: from start to end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pydantic import ValidationError
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-from runtime import Runtime
-from runtime.ray_cluster import _sigterm_blocked
-from runtime.ray_serve.application import build
-from runtime.ray_serve.command import main
-from runtime.ray_serve.settings import Settings
+from outrider import Runtime
+from outrider.runtime.ray_cluster import _sigterm_blocked
+from outrider.runtime.ray_serve.application import build
+from outrider.runtime.ray_serve.command import main
+from outrider.runtime.ray_serve.settings import Settings
 from tests.integration.ray_cluster import free_port
 from tests.integration.served import client_of, get
 
@@ -83,7 +83,16 @@ def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path, tell: Cal
     manager tells all of its processes."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "runtime.ray_serve", str(branch_plan), "--replicas", "2", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.runtime.ray_serve",
+        str(branch_plan),
+        "--replicas",
+        "2",
+        "--port",
+        str(port),
+    ]
     command += ["--cache-bytes", str(2**24), "--drain-seconds", "20", "--replica-cpus", "0.5"]
     own: dict[str, Any] = {"temperature": 0.8, "seed": 3}
     expected = Runtime.load(branch_plan, threads=1).generate("x = ", max_new_tokens=100, ignore_eos=True, **own)

@@ -19,9 +19,9 @@ from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from runtime import Runtime
-from runtime.ray_serve.application import REPLICA
-from runtime.ray_serve.settings import Settings
+from outrider import Runtime
+from outrider.runtime.ray_serve.application import REPLICA
+from outrider.runtime.ray_serve.settings import Settings
 from tests.integration.ray_cluster import Deployed, deployed, processes, two_nodes
 from tests.integration.served import client_of
 
@@ -103,7 +103,7 @@ def test_a_replica_is_told_to_stop(cluster: tuple[Cluster, str], branch_plan: Pa
         application = {
             "name": "fewer",
             "route_prefix": "/fewer",
-            "import_path": "runtime.ray_serve.application:build",
+            "import_path": "outrider.runtime.ray_serve.application:build",
             "args": settings,
             "deployments": [{"name": REPLICA, "num_replicas": replicas}],
         }

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from plans.errors import PlanError
-from plans.pass_prices import Price
-from plans.plan import Plan
-from runtime import Runtime
-from runtime.backends import BACKENDS, Driver, onnxruntime_cuda
-from runtime.backends.device import DeviceBuffers
-from runtime.backends.one_thread import OneThread
-from runtime.backends.recorder import Recorder
-from runtime.drafters.adaptive import AdaptiveSpeculation, AdaptiveSpeculations
-from runtime.drafters.verify_length import PriceCurve
-from runtime.engine import Engine
-from runtime.request import Options
-from runtime.trace import Round
+from outrider import Runtime
+from outrider.plans.errors import PlanError
+from outrider.plans.pass_prices import Price
+from outrider.plans.plan import Plan
+from outrider.runtime.backends import BACKENDS, Driver, onnxruntime_cuda
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.one_thread import OneThread
+from outrider.runtime.backends.recorder import Recorder
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculation, AdaptiveSpeculations
+from outrider.runtime.drafters.verify_length import PriceCurve
+from outrider.runtime.engine import Engine
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -166,7 +166,7 @@ def test_the_price_of_a_pass_cuts_no_tree_that_is_drafted_and_verified_in_one_la
 ) -> None:
     """A chain that is drafted token by token is cut."""
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 2.0)
-    monkeypatch.setattr("runtime.drafters.verify_length._FEWEST", 1)
+    monkeypatch.setattr("outrider.runtime.drafters.verify_length._FEWEST", 1)
     steep = PriceCurve([Price(rows=1, ms=1.0), Price(rows=9, ms=8001.0)])
     options = Options(max_new_tokens=60, ignore_eos=True, drafter=drafter)
     with recorded.session() as session:

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 from transformers import Qwen3ForCausalLM
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.errors import RecipeError
-from runtime import PrefixCacheConfig, Runtime
-from runtime.branch_request import MODES, BranchPrompt, Mode
-from runtime.cli.debug import RoundPrinter
-from runtime.drafters.adaptive import AdaptiveSpeculation
-from runtime.request import Options, check_request
-from runtime.sequence import Sequence
-from runtime.trace import Round
+from outrider import PrefixCacheConfig, Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import RecipeError
+from outrider.runtime.branch_request import MODES, BranchPrompt, Mode
+from outrider.runtime.cli.debug import RoundPrinter
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
+from outrider.runtime.request import Options, check_request
+from outrider.runtime.sequence import Sequence
+from outrider.runtime.trace import Round
 from tests.conftest import REJECTING
 from tests.plugins.drawn_pairs import one_in_a_thousand
 
@@ -219,8 +219,8 @@ def test_a_nucleus_of_one_token_is_greedy(everything: Runtime, drafter: str) -> 
 def test_tokens_do_not_depend_on_the_clock(everything: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
-    monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("runtime.drafters.adaptive.BURST", 2)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 4)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
     for drafter in REJECTING:
         kept, free = (everything.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from compiler.place import Place
-from plans.errors import PlanError
-from runtime import PrefixCacheConfig, Runtime
-from runtime.beam_search import beam_search
-from runtime.engine_pool import EnginePool
-from runtime.mapped_files import MappedFiles
-from runtime.runtime import Plan
+from outrider import PrefixCacheConfig, Runtime
+from outrider.compiler.place import Place
+from outrider.plans.errors import PlanError
+from outrider.runtime.beam_search import beam_search
+from outrider.runtime.engine_pool import EnginePool
+from outrider.runtime.mapped_files import MappedFiles
+from outrider.runtime.runtime import Plan
+from outrider.tools.faults.successor import copy_plan, write_over, write_successor
 from tests.integration.served import client_of, get, listening
 from tests.plans.damage import WEIGHTS
-from tools.faults.successor import copy_plan, write_over, write_successor
 
 PROMPT = "import os\n"
 WRITTEN = "weights.bin was written to while the plan is in use.* Load the plan again; and to replace one, build or copy"

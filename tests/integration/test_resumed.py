@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from plans.errors import RequestError
-from runtime import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.generation import FinishReason, Span
+from outrider import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.generation import FinishReason, Span
 
 PROMPT = "def main(x): return"
 REGEX = {"regex": r"[a-z ]{4,40}=[0-9]{1,8};"}

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plans import names
-from plans.errors import RequestError
-from runtime import Runtime, SchedulerConfig
-from runtime.generation import Span
-from runtime.request import Options
-from runtime.text.rules import LogitsRule
+from outrider import Runtime, SchedulerConfig
+from outrider.plans import names
+from outrider.plans.errors import RequestError
+from outrider.runtime.generation import Span
+from outrider.runtime.request import Options
+from outrider.runtime.text.rules import LogitsRule
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plans.errors import BusyError, RequestError
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.branch_request import MODES
-from runtime.engine import Engine
-from runtime.text.grammar_rule import GrammarRule
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans.errors import BusyError, RequestError
+from outrider.runtime.branch_request import MODES
+from outrider.runtime.engine import Engine
+from outrider.runtime.text.grammar_rule import GrammarRule
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 KEEP = PrefixCacheConfig(max_cached_tokens=4096, min_prefix_length=1)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from plans.errors import BusyError, PlanError, RequestError
-from runtime import Runtime, SchedulerConfig
-from runtime.engine import Engine
-from runtime.execution.program import Program
+from outrider import Runtime, SchedulerConfig
+from outrider.plans.errors import BusyError, PlanError, RequestError
+from outrider.runtime.engine import Engine
+from outrider.runtime.execution.program import Program
 from tests.integration.test_scheduler import KEEP, assert_nothing_is_left
 
 
@@ -168,7 +168,7 @@ def test_a_round_that_fails_fails_those_in_it_alone(
 
 
 def test_its_thread_ends_when_there_is_nothing_to_do(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.scheduler._IDLE", 0.05)
+    monkeypatch.setattr("outrider.runtime.scheduler._IDLE", 0.05)
     runtime = Runtime.load(branch_plan, threads=1)
     for _ in range(3):
         expected = runtime.generate([5, 6], max_new_tokens=3).token_ids
@@ -182,7 +182,7 @@ def test_its_thread_ends_when_there_is_nothing_to_do(branch_plan: Path, monkeypa
 @pytest.mark.parametrize("new", [2, 140])
 def test_a_program_may_end_while_requests_run(branch_plan: Path, new: int) -> None:
     program = (
-        "import sys; from runtime import Runtime; runtime = Runtime.load(sys.argv[1], threads=1)\n"
+        "import sys; from outrider import Runtime; runtime = Runtime.load(sys.argv[1], threads=1)\n"
         f"handle = runtime.submit([5], max_new_tokens={new}, drafter='none', ignore_eos=True)\n"
         "print(len(next(iter(handle)).token_ids))"
     )

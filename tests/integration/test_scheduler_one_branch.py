@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from runtime import BusyError, PlanError, PrefixCacheConfig, RequestError, Runtime, SchedulerConfig
-from runtime.engine import Engine
-from runtime.execution.program import Program
-from runtime.text.grammar_rule import GrammarRule
+from outrider import BusyError, PlanError, PrefixCacheConfig, RequestError, Runtime, SchedulerConfig
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.runtime.engine import Engine
+from outrider.runtime.execution.program import Program
+from outrider.runtime.text.grammar_rule import GrammarRule
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # four chunks
@@ -173,7 +173,7 @@ def test_a_deadline_ends_a_request_in_the_queue_in_a_prompt_and_in_flight(
     serving: Runtime, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("runtime.scheduler.monotonic", lambda: now[0])
+    monkeypatch.setattr("outrider.runtime.scheduler.monotonic", lambda: now[0])
     running = serving.submit(PROMPT, deadline=10.0, ignore_eos=True)
     assert gate.reached.wait(60)
     queued = serving.submit([5], deadline=5.0)

@@ -15,10 +15,10 @@ from typing import Any
 import openai
 import pytest
 
-from plans.tokenizer import Tokenizer
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.drafters.adaptive import AdaptiveSpeculation
-from runtime.engine import Engine
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
+from outrider.runtime.engine import Engine
 from tests.integration.served import KEY, client_of, get, listening, settle
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message
 
-from runtime import Runtime
-from runtime.server.app import ServerConfig, make_app
-from runtime.server.submitting import Submitter
+from outrider import Runtime
+from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.submitting import Submitter
 from tests.integration.served import KEY, settle
 
 BUDGET = 2000

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from plans.errors import PlanError, RequestError
-from runtime import PrefixCacheConfig, Runtime
-from runtime.__main__ import main
-from runtime.server.command import bound_socket
-from runtime.server.service import recall
+from outrider import PrefixCacheConfig, Runtime
+from outrider.plans.errors import PlanError, RequestError
+from outrider.runtime.__main__ import main
+from outrider.runtime.server.command import bound_socket
+from outrider.runtime.server.service import recall
 from tests.integration.served import client_of, get
 
 
@@ -36,7 +36,7 @@ def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     kept = tmp_path / "kept"
-    command = [sys.executable, "-m", "runtime", "serve", str(request.getfixturevalue(plan))]
+    command = [sys.executable, "-m", "outrider.runtime", "serve", str(request.getfixturevalue(plan))]
     command += ["--port", str(port), "--threads", "1"]
     command += ["--cache-file", str(kept), "--cache-tokens", "4096", "--model-name", "toy", "--drain-seconds", "2"]
     for start in range(2):

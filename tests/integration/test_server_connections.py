@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime import Runtime
-from runtime.server.command import bound_socket
-from runtime.server.connections import Limits
+from outrider import Runtime
+from outrider.runtime.server.command import bound_socket
+from outrider.runtime.server.connections import Limits
 from tests.integration.served import KEY, get, listening, serving
 
 
@@ -150,7 +150,7 @@ def test_a_client_that_reads_slowly_has_all_of_its_answer(branch_plan: Path) -> 
 
 def test_more_connections_than_open_files(branch_plan: Path) -> None:
     """Two hundred open files, and three hundred clients that say nothing: those that are too many are closed."""
-    command = [sys.executable, "-m", "runtime", "serve", str(branch_plan), "--threads", "1", "--port", "0"]
+    command = [sys.executable, "-m", "outrider.runtime", "serve", str(branch_plan), "--threads", "1", "--port", "0"]
     limited = ["bash", "-c", 'ulimit -n 200 && exec "$@"', "bash", *command, "--head-seconds", "2"]
     with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.engine import Engine
-from runtime.server.readiness import warm_up
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.runtime.engine import Engine
+from outrider.runtime.server.readiness import warm_up
 from tests.integration.served import client_of, get, listening, settle, wait_until
 
 METRICS = Path(__file__).resolve().parents[2] / "runtime" / "server" / "metrics.md"

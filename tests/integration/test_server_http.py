@@ -12,9 +12,9 @@ from typing import Any
 import openai
 import pytest
 
-from plans.errors import RequestError
-from runtime import PrefixCacheConfig, Runtime
-from runtime.server.app import ServerConfig
+from outrider import PrefixCacheConfig, Runtime
+from outrider.plans.errors import RequestError
+from outrider.runtime.server.app import ServerConfig
 from tests.integration.served import KEY, client_of, get, listening, settle
 
 

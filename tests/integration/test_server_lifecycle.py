@@ -18,13 +18,13 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from plans.errors import ClosedError
-from runtime import Runtime
-from runtime.__main__ import main
-from runtime.scheduler_stats import SchedulerStats
-from runtime.server.app import ServerConfig, make_app
-from runtime.server.readiness import Phase, Readiness
-from runtime.server.served import Served
+from outrider import Runtime
+from outrider.plans.errors import ClosedError
+from outrider.runtime.__main__ import main
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.readiness import Phase, Readiness
+from outrider.runtime.server.served import Served
 from tests.integration.served import ServerProcess, client_of, get, server_process, wait_until
 
 LONG: dict[str, Any] = {

@@ -12,11 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from plans.errors import RequestError
-from runtime import Runtime
-from runtime.__main__ import main
-from runtime.server.app import ServerConfig
-from runtime.server.connections import Limits
+from outrider import Runtime
+from outrider.plans.errors import RequestError
+from outrider.runtime.__main__ import main
+from outrider.runtime.server.app import ServerConfig
+from outrider.runtime.server.connections import Limits
 from tests.integration.served import KEY, client_of, listening, settle, wait_until
 
 OURS: dict[str, Any] = {"ignore_eos": True}

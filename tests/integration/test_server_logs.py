@@ -13,12 +13,12 @@ from typing import Any
 import openai
 import pytest
 
-from plans.errors import PlanError
-from runtime import Runtime
-from runtime.engine import Engine
-from runtime.server import request_log
-from runtime.server.connections import Limits
-from runtime.server.submitting import Submitter
+from outrider import Runtime
+from outrider.plans.errors import PlanError
+from outrider.runtime.engine import Engine
+from outrider.runtime.server import request_log
+from outrider.runtime.server.connections import Limits
+from outrider.runtime.server.submitting import Submitter
 from tests.integration.served import KEY, client_of, get, listening, settle, wait_until
 
 SECRET = "wombat"

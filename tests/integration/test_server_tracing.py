@@ -23,9 +23,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from runtime import Runtime
-from runtime.__main__ import main
-from runtime.server.tracing import Tracing
+from outrider import Runtime
+from outrider.runtime.__main__ import main
+from outrider.runtime.server.tracing import Tracing
 from tests.integration.served import client_of, get, listening, server_process, wait_until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -211,7 +211,9 @@ def test_a_server_process_sends_its_spans_to_the_collector_that_the_environment_
 def test_without_the_extra_it_is_said_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("opentelemetry") or name == "runtime.server.tracing"]:
+    for name in [
+        name for name in sys.modules if name.startswith("opentelemetry") or name == "outrider.runtime.server.tracing"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert main(["serve", str(tmp_path / "none"), "--telemetry", "--port", "0"]) == 2

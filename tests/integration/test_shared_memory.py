@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.errors import PlanError
-from runtime import Runtime
-from runtime.backends.shared_engines import SharedEngines
-from runtime.cache_folder import cache_folder
-from runtime.exactness import kernels_here
-from runtime.kv.memory import zeros
-from runtime.mapped_files import MappedFiles
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import PlanError
+from outrider.runtime.backends.shared_engines import SharedEngines
+from outrider.runtime.cache_folder import cache_folder
+from outrider.runtime.exactness import kernels_here
+from outrider.runtime.kv.memory import zeros
+from outrider.runtime.mapped_files import MappedFiles
 from tests.conftest import TOY_DRAFTERS, TOY_PROMPTS, made_once
 
 MAPS = Path("/proc/self/maps")

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from plans.errors import RequestError
-from plans.skeleton import Skeleton as Settings
-from runtime import Runtime
-from runtime.__main__ import main
-from runtime.cli import skeleton as skeleton_command
-from runtime.skeleton import skeleton as skeleton_module
-from runtime.skeleton.outline import END, outline_grammar, parse_outline
-from runtime.skeleton.skeleton import Said, Skeleton, titles
+from outrider import Runtime
+from outrider.plans.errors import RequestError
+from outrider.plans.skeleton import Skeleton as Settings
+from outrider.runtime.__main__ import main
+from outrider.runtime.cli import skeleton as skeleton_command
+from outrider.runtime.skeleton import skeleton as skeleton_module
+from outrider.runtime.skeleton.outline import END, outline_grammar, parse_outline
+from outrider.runtime.skeleton.skeleton import Said, Skeleton, titles
 
 QUESTION = "a module that reads files"
 BRANCH = "{point}: {outline}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from runtime import Runtime
-from runtime.request import Options
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.runtime.request import Options
 
 HEAD = "drafters=[{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 16, depth: 1, nodes: 64}}]"
 

@@ -6,10 +6,10 @@ import tracemalloc
 
 import pytest
 
-from plans.errors import RequestError
-from runtime import Runtime
-from runtime.backends import onnxruntime_cpu
-from runtime.request import Options
+from outrider import Runtime
+from outrider.plans.errors import RequestError
+from outrider.runtime.backends import onnxruntime_cpu
+from outrider.runtime.request import Options
 
 PROMPT = list(range(100, 1100))  # a view of over 1,000 keys: its mask alone is 4.6 kB, its logits 16 kB
 SMALL = 4096  # bytes: Python's own objects of a step stay below, any array of the step would not

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from plans.errors import RequestError
-from runtime import Runtime
-from runtime.request import Options
-from runtime.skeleton.outline import END, outline_grammar, parse_outline
+from outrider import Runtime
+from outrider.plans.errors import RequestError
+from outrider.runtime.request import Options
+from outrider.runtime.skeleton.outline import END, outline_grammar, parse_outline
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.json_schemas import draw_schema
 

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from plans import names
-from runtime import Runtime
-from runtime.session import Session
+from outrider import Runtime
+from outrider.plans import names
+from outrider.runtime.session import Session
 from tests.integration.long_context import prompt
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
@@ -112,9 +112,9 @@ def test_a_drafter_that_is_disabled_at_times_changes_no_token(
     long: Runtime, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bursts and plain rounds come in the middle of what waits as well."""
-    monkeypatch.setattr("runtime.drafters.adaptive.WINDOW", 3)
-    monkeypatch.setattr("runtime.drafters.adaptive.DISABLED_ROUNDS", 4)
-    monkeypatch.setattr("runtime.drafters.adaptive.MOST_DISABLED_ROUNDS", 8)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 3)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.DISABLED_ROUNDS", 4)
+    monkeypatch.setattr("outrider.runtime.drafters.adaptive.MOST_DISABLED_ROUNDS", 8)
     for seed in range(4):
         session = long.session()
         for _ in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from runtime import Runtime
+from outrider import Runtime
 
 
 def test_sessions_in_several_threads_say_what_each_says_alone(toy_plan: Path) -> None:

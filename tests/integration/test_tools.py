@@ -13,9 +13,9 @@ from jsonschema import Draft202012Validator
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 
-from plans.chat_template import ChatTemplate
-from plans.errors import RequestError
-from runtime import Runtime
+from outrider import Runtime
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import RequestError
 from tests.integration.served import client_of, listening
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]

@@ -15,22 +15,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import compiler.__main__
-import compiler.identity
-import compiler.models.config
-import compiler.probes.choice
-import tools.verify.__main__
-import tools.verify.exactness
-import tools.verify.oracle
-from compiler.build import build
-from compiler.models.rope import RopeScaling
-from compiler.probes.choice import ProbedOp
-from compiler.recipe import load_recipe
+import outrider.compiler.__main__
+import outrider.compiler.identity
+import outrider.compiler.models.config
+import outrider.compiler.probes.choice
+import outrider.tools.verify.__main__
+import outrider.tools.verify.exactness
+import outrider.tools.verify.oracle
+from outrider.compiler.build import build
+from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.probes.choice import ProbedOp
+from outrider.compiler.recipe import load_recipe
+from outrider.tools.verify.partial_check import PartialCheck
+from outrider.tools.verify.verification import LOGIT_BOUND, Divergence, Verification
 from tests.conftest import PARTIAL_KV, made_once
 from tests.inexact import INEXACT_OPS, make_target_inexact
 from tests.plans.damage import list_again
-from tools.verify.partial_check import PartialCheck
-from tools.verify.verification import LOGIT_BOUND, Divergence, Verification
 
 WEIGHTS = Path("engines") / "onnxruntime-cpu" / "weights.bin"
 
@@ -61,12 +61,12 @@ def workplace(written: Path, tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> int:
-    return compiler.__main__.main([str(a) for a in arguments])
+    return outrider.compiler.__main__.main([str(a) for a in arguments])
 
 
 def verify(workplace: Path, *options: object) -> int:
     arguments = (workplace / "plan", "--count", 2, "--new-tokens", 12, *options)
-    return tools.verify.__main__.main([str(a) for a in arguments])
+    return outrider.tools.verify.__main__.main([str(a) for a in arguments])
 
 
 def put_weights(plan: Path, values: np.ndarray) -> None:
@@ -103,7 +103,7 @@ def test_a_key_of_the_checkpoint_that_the_build_misread_shows(
     config["rope_parameters"] = YARN | {"rope_theta": 10000.0}
     (plain_toy / "target" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with monkeypatch.context() as misread:
-        misread.setattr(compiler.models.config_layers, "_scaling", lambda *_: RopeScaling())
+        misread.setattr(outrider.compiler.models.config_layers, "_scaling", lambda *_: RopeScaling())
         assert run("build", plain_toy / "model.yaml", "--out", plain_toy / "plan") == 0
         assert verify(plain_toy, "--oracle", "decoder") == 0
     capsys.readouterr()
@@ -157,7 +157,7 @@ def test_without_transformers_our_own_decoder_serves_and_that_is_said(
             raise PackageNotFoundError
         return installed
 
-    monkeypatch.setattr(tools.verify.oracle, "version", installed_version)
+    monkeypatch.setattr(outrider.tools.verify.oracle, "version", installed_version)
     assert verify(workplace) == 0
     assert f"against Outrider's own decoder in PyTorch {torch.__version__} ({said}" in capsys.readouterr().out
     assert verify(workplace, "--oracle", "transformers") == 2
@@ -241,7 +241,9 @@ def test_a_target_whose_logits_depend_on_the_chunk_fails(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     make_target_inexact(workplace / "plan")
-    monkeypatch.setitem(compiler.probes.choice._APART, "", {*compiler.probes.choice._APART[""], *INEXACT_OPS})
+    monkeypatch.setitem(
+        outrider.compiler.probes.choice._APART, "", {*outrider.compiler.probes.choice._APART[""], *INEXACT_OPS}
+    )
     assert verify(workplace, "--json") == 1
     found = json.loads(capsys.readouterr().out)["exactness"]
     assert (found["passed"], found["inexact_ops"]) == (False, [])
@@ -257,7 +259,9 @@ def test_an_op_that_is_not_exact_fails_where_tokens_depend_on_it(
     across = ir.node("Softmax", [ir.Value(name="x")], {"axis": 1})
     op = ProbedOp(engine, across, 8, ("Softmax",), 0, "[8]")
     monkeypatch.setattr(
-        tools.verify.exactness, "probed_ops", lambda engines: [*compiler.probes.choice.probed_ops(engines), op]
+        outrider.tools.verify.exactness,
+        "probed_ops",
+        lambda engines: [*outrider.compiler.probes.choice.probed_ops(engines), op],
     )
     assert verify(workplace, "--json") == (1 if decides else 0)
     found = json.loads(capsys.readouterr().out)["exactness"]
@@ -294,7 +298,7 @@ def test_a_checkpoint_that_was_trained_on_is_noticed(workplace: Path, capsys: Ca
 def test_a_compiler_that_changed_since_the_build_is_no_reason_to_refuse(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler.identity, "_source_digest", lambda: "another")
+    monkeypatch.setattr(outrider.compiler.identity, "_source_digest", lambda: "another")
     assert verify(workplace) == 0
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from plans.pass_prices import PassPrices, Price, write_pass_prices
-from plans.plan import open_plan
-from runtime import Runtime, SchedulerConfig
-from runtime.drafters.adaptive import AdaptiveSpeculation
-from runtime.drafters.verify_length import VerifyLength
-from runtime.pass_prices import conditions_here
-from runtime.request import Options
-from runtime.trace import Round
+from outrider import Runtime, SchedulerConfig
+from outrider.plans.pass_prices import PassPrices, Price, write_pass_prices
+from outrider.plans.plan import open_plan
+from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
+from outrider.runtime.drafters.verify_length import VerifyLength
+from outrider.runtime.pass_prices import conditions_here
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Round
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
@@ -52,7 +52,7 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> Priced:
 def _by_price_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clock says, drafters draft; and a rate is known as soon as a round is."""
     monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 2.0)
-    monkeypatch.setattr("runtime.drafters.verify_length._FEWEST", 1)
+    monkeypatch.setattr("outrider.runtime.drafters.verify_length._FEWEST", 1)
 
 
 def options(**more: Any) -> Options:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from plans.errors import PlanError
-from plans.plan import file_sha256, manifest_json
-from runtime import Runtime
+from outrider import Runtime
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import file_sha256, manifest_json
 
 Edit = Callable[[dict[str, Any]], object]
 BACKEND = "onnxruntime-cpu"

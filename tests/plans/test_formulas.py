@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.kernels.sizes import largest, product, quotient, size
-from plans.formulas import formula
+from outrider.compiler.kernels.sizes import largest, product, quotient, size
+from outrider.plans.formulas import formula
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from plans import names
-from plans.kernel_engine import KernelEngine, Parameters, problems
+from outrider.plans import names
+from outrider.plans.kernel_engine import KernelEngine, Parameters, problems
 
 LIMITS = dict.fromkeys(names.SYMBOLS, 64)
 KERNELS = {

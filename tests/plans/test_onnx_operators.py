@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
-from plans.errors import PlanError
-from plans.onnx_operators import check_operators, operators
+from outrider.plans.errors import PlanError
+from outrider.plans.onnx_operators import check_operators, operators
 from tests.plans.damage import ENGINE, list_again, refused
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.partial_kv import PartialKv
-from plugins.reference.partial_kv import blocks_in_reach, candidate_blocks
+from outrider.plans.partial_kv import PartialKv
+from outrider.plugins.reference.partial_kv import blocks_in_reach, candidate_blocks
 from tests.plans.damage import BACKEND, Edit, edit, refused
 from tests.properties import cheap
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from plans.errors import PlanError
-from plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
-from plans.plan import open_plan
-from runtime import Runtime
-from runtime.pass_prices import conditions_here
+from outrider import Runtime
+from outrider.plans.errors import PlanError
+from outrider.plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
+from outrider.plans.plan import open_plan
+from outrider.runtime.pass_prices import conditions_here
 
 TABLE = PassPrices(
     identity="0" * 64,

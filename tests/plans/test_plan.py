@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plans.errors import PlanError
-from plans.plan import open_plan
-from runtime import Runtime
+from outrider import Runtime
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import open_plan
 from tests.plans.damage import BACKEND, ENGINE, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused, sign_again
 
 # Files.

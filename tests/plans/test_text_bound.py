@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from plans.errors import RequestError
-from plans.text_bound import _NORMAL_FORM
-from plans.tokenizer import Tokenizer
-from runtime import Runtime
+from outrider import Runtime
+from outrider.plans.errors import RequestError
+from outrider.plans.text_bound import _NORMAL_FORM
+from outrider.plans.tokenizer import Tokenizer
 from tests.plans.test_tokenizer import byte_level, pieces
 
 

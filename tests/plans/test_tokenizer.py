@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from plans.chat_template import ChatTemplate
-from plans.errors import PlanError, RequestError
-from plans.tokenizer import Tokenizer
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.tokenizer import Tokenizer
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from plugins import native
-from plugins.reference import SamplingSlots
+from outrider.plugins import native
+from outrider.plugins.reference import SamplingSlots
 
 POISON = -77
 

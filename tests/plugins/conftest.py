@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from plugins.reference import SamplingSlots
+from outrider.plugins.reference import SamplingSlots
 from tests.conftest import made_once
 from tests.plugins.emulator import KERNELS, OF_ENGINES, Emulator
 from tests.plugins.gpu import Gpu

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
-from plugins.reference.tree_expand import chosen_log_probs
+from outrider.plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
+from outrider.plugins.reference.tree_expand import chosen_log_probs
 
 Tensors = dict[str, NDArray[Any]]
 

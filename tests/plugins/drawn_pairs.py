@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference import SamplingSlots
-from plugins.reference.choice import filtered_weights
+from outrider.plugins.reference import SamplingSlots
+from outrider.plugins.reference.choice import filtered_weights
 
 DRAWS = 20_000
 TIP = 0

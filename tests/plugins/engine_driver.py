@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.formulas import formula
-from plugins.cuda.engine_kernels import ENGINE_KERNELS
+from outrider.plans.formulas import formula
+from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu
 

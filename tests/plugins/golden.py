@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS
+from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS
+from outrider.tools.gpu.stages import Array, Golden, Tensors, widened
 from tests.plugins import test_engine_kernels
 from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.gpu import Gpu
-from tools.gpu.stages import Array, Golden, Tensors, widened
 
 SETS_OF_TEST, MOST_BYTES = 6, 600_000  # sets of parameters; bytes of a launch's tensors
 MORE = {  # sets of parameters beside those that are drawn

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plans.errors import PlanError
-from plugins.cuda import DeviceOp
-from plugins.cuda.compile import compile_kernels
-from plugins.cuda.launches import STATUS
-from runtime.backends.cuda_driver import CudaDevice, architecture
-from tools.gpu.stages import launch
+from outrider.plans.errors import PlanError
+from outrider.plugins.cuda import DeviceOp
+from outrider.plugins.cuda.compile import compile_kernels
+from outrider.plugins.cuda.launches import STATUS
+from outrider.runtime.backends.cuda_driver import CudaDevice, architecture
+from outrider.tools.gpu.stages import launch
 
 
 @dataclass(frozen=True)

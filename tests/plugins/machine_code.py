@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from plugins.cuda.resources import sections
+from outrider.plugins.cuda.resources import sections
 
 LDG, IMMA, HMMA, BAR, DEPBAR, BRA = 0x981, 0x237, 0x23C, 0xB1D, 0x91A, 0x947
 NAMES = {LDG: "LDG", IMMA: "IMMA", HMMA: "HMMA", BAR: "BAR", DEPBAR: "DEPBAR", BRA: "BRA"}

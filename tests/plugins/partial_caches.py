@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from plugins import native
-from plugins.reference import to_slots
-from plugins.reference.partial_kv import candidate_blocks
-from plugins.schemas import SCHEMAS
+from outrider.plugins import native
+from outrider.plugins.reference import to_slots
+from outrider.plugins.reference.partial_kv import candidate_blocks
+from outrider.plugins.schemas import SCHEMAS
 
 
 class PartialCaches:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.schema import Purpose, TensorSpec
-from plugins.tensorrt import DISTINCT, Plugin
-from plugins.tensorrt.registration import register
-from plugins.tensorrt.source import shells
+from outrider.plugins.schema import Purpose, TensorSpec
+from outrider.plugins.tensorrt import DISTINCT, Plugin
+from outrider.plugins.tensorrt.registration import register
+from outrider.plugins.tensorrt.source import shells
 from tests.plugins.emulator import Emulator, compile_emulator
 
 SIZES = {

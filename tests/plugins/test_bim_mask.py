@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import bim_mask
+from outrider.plugins import native
+from outrider.plugins.reference import bim_mask
 from tests.properties import cheap
 
 LOWEST = np.finfo(np.float32).min

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from plugins.reference import branch_attention
+from outrider.plugins.reference import branch_attention
 
 HEADS, KV_HEADS, DIM, CAPACITY, VIEW = 4, 2, 8, 24, 16
 PAST, NEW = np.array([5, 0, 9]), np.array([3, 1, 4])

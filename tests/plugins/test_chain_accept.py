@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import RaceKey, Sampling, chain_accept, race, sample, tree_accept, uniform
-from plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
-from plugins.reference.choice import filtered_weights
-from plugins.schema import Purpose
+from outrider.plugins import native
+from outrider.plugins.reference import RaceKey, Sampling, chain_accept, race, sample, tree_accept, uniform
+from outrider.plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
+from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.schema import Purpose
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import (
     DRAFTERS,

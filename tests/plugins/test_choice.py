@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import RaceKey, Sampling, choice, exponential, fixed_weights, noise_words, shared_exp
-from plugins.reference.choice import filtered_weights
-from plugins.schema import FilterOrder
+from outrider.plugins import native
+from outrider.plugins.reference import RaceKey, Sampling, choice, exponential, fixed_weights, noise_words, shared_exp
+from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.schema import FilterOrder
 from tests.properties import cheap
 
 KEYS = st.builds(RaceKey, st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 2**31), st.just(0))

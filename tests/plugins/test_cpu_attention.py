@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from plans.buffers import DType
-from plans.kv_slots import slot_size
-from plugins.reference import attend as attend_to_the_bit
-from plugins.reference import branch_attention, from_slots, to_slots, window_bias
-from plugins.schema import CPU_DOMAIN
+from outrider.plans.buffers import DType
+from outrider.plans.kv_slots import slot_size
+from outrider.plugins.reference import attend as attend_to_the_bit
+from outrider.plugins.reference import branch_attention, from_slots, to_slots, window_bias
+from outrider.plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
 
 LOWEST = np.finfo(np.float32).min

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from plugins.schema import CPU_DOMAIN
+from outrider.plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
 
 ACTIVATIONS = ("silu", "gelu_tanh")

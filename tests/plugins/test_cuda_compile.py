@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from plans.errors import PlanError
-from plugins.cuda import LAUNCHES
-from plugins.cuda.compile import CUBINS, compile_kernels
+from outrider.plans.errors import PlanError
+from outrider.plugins.cuda import LAUNCHES
+from outrider.plugins.cuda.compile import CUBINS, compile_kernels
 
 pytest.importorskip("cuda.core")
 

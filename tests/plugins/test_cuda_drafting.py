@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.reference import tree_expand
+from outrider.plugins.reference import tree_expand
 from tests.plugins.drafting import (
     BRANCHES,
     DOUBT,

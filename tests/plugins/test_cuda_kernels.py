@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.cuda import LAUNCHES
-from plugins.schema import Purpose
-from plugins.schemas import SCHEMAS
+from outrider.plugins import native
+from outrider.plugins.cuda import LAUNCHES
+from outrider.plugins.schema import Purpose
+from outrider.plugins.schemas import SCHEMAS
 from tests.plugins.accept_step import depth_of, equal_slots, fault_on_the_cpu, forest, fork, spoiled
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.cuda.launches import ELEMENTS
+from outrider.plugins import native
+from outrider.plugins.cuda.launches import ELEMENTS
 from tests.plugins.partial_caches import PartialCaches
 from tests.plugins.test_cuda_kernels import FEW
 from tests.plugins.test_partial_kv import caches

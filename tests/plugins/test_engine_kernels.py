@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from compiler.kernels.code import MOST_KEPT, MOST_STACK, Nodes, Word, write
-from compiler.kernels.sizes import size
-from plugins.cuda.compile import SOURCES, compile_kernels
-from plugins.cuda.engine_kernels import (
+from outrider.compiler.kernels.code import MOST_KEPT, MOST_STACK, Nodes, Word, write
+from outrider.compiler.kernels.sizes import size
+from outrider.plugins.cuda.compile import SOURCES, compile_kernels
+from outrider.plugins.cuda.engine_kernels import (
     CHUNK,
     ENGINE_KERNELS,
     FORMS,
@@ -25,11 +25,11 @@ from plugins.cuda.engine_kernels import (
     half_bytes,
     quant_bytes,
 )
-from plugins.cuda.launches import ELEMENTS
-from plugins.quant_layout import QuantLayout, pack
-from plugins.reference import lanes_attention
-from plugins.reference.lanes import gated_unit, ordered_matmul
-from plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
+from outrider.plugins.cuda.launches import ELEMENTS
+from outrider.plugins.quant_layout import QuantLayout, pack
+from outrider.plugins.reference import lanes_attention
+from outrider.plugins.reference.lanes import gated_unit, ordered_matmul
+from outrider.plugins.reference.quant_matmul import dequantize, quant_matmul, quantize_rows
 from tests.plugins.emulator import Emulator
 from tests.plugins.engine_driver import launch, real
 from tests.plugins.gpu import Gpu

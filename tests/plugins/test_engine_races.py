@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from plugins.cuda.compile import SOURCES
-from plugins.cuda.engine_kernels import FORMS, half_bytes, quant_bytes
+from outrider.plugins.cuda.compile import SOURCES
+from outrider.plugins.cuda.engine_kernels import FORMS, half_bytes, quant_bytes
 from tests.plugins.emulator import Emulator
 from tests.plugins.engine_driver import launch, real
 from tests.plugins.test_engine_kernels import attend, poisoned, quantized

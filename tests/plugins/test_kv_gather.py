@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import kv_gather
+from outrider.plugins import native
+from outrider.plugins.reference import kv_gather
 from tests.properties import cheap
 
 CAPACITY = 32

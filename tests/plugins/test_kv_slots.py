@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from plans.buffers import DType
-from plans.kv_slots import SCALE_BYTES, slot_size
-from plugins.reference import from_slots, to_slots
+from outrider.plans.buffers import DType
+from outrider.plans.kv_slots import SCALE_BYTES, slot_size
+from outrider.plugins.reference import from_slots, to_slots
 from tests.properties import cheap
 
 NUMBERS = arrays.arrays(np.float32, (5, 24), elements=st.floats(-(2.0**60), 2.0**60, width=32))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plugins.cuda.compile import compile_kernels
+from outrider.plugins.cuda.compile import compile_kernels
 from tests.plugins.machine_code import DEPBAR, HMMA, IMMA, LDG, NAMES, instructions, loops_with
 
 pytest.importorskip("cuda.core")

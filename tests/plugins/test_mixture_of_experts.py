@@ -17,10 +17,10 @@ from ml_dtypes import int4
 from numpy.typing import NDArray
 from onnx import TensorProto, checker, helper, numpy_helper
 
-from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.panel_layout import pack_panels
-from plugins.quant_layout import QuantLayout, fits_half, pack
-from plugins.reference import (
+from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
+from outrider.plugins.panel_layout import pack_panels
+from outrider.plugins.quant_layout import QuantLayout, fits_half, pack
+from outrider.plugins.reference import (
     Expert,
     clamped_unit,
     dequantize,
@@ -30,7 +30,7 @@ from plugins.reference import (
     quant_matmul,
     route,
 )
-from plugins.schema import CPU_DOMAIN
+from outrider.plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
 from tests.instruction_sets import Results
 

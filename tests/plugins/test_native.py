@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import plugins
-from plugins import native, onnxruntime_ops
-from plugins.schema import ANY_KV
-from plugins.schemas import SCHEMAS
+from outrider import plugins
+from outrider.plugins import native, onnxruntime_ops
+from outrider.plugins.schema import ANY_KV
+from outrider.plugins.schemas import SCHEMAS
 
 CAPACITIES = {"N": 6, "T": 40, "M": 5, "V": 11, "B": 2, "trees": 3, "capacity": 32, "planes": 2, "heads": 2}
 CAPACITIES |= {"head_dim": 4, "slot_size": 4, "R": 3, "E": 4, "S": 6}
@@ -227,12 +227,15 @@ def test_threads_choose_independently_while_the_lock_is_released():
 def test_a_missing_extension_says_what_to_do(tmp_path):
     """A copy of the sources without the extension, as in a checkout that was never installed."""
     source = Path(plugins.__file__).parent
-    (tmp_path / "plugins").mkdir()
+    copied = tmp_path / "outrider" / "plugins"
+    copied.mkdir(parents=True)
+    (tmp_path / "outrider" / "__init__.py").touch()
+    (tmp_path / "outrider" / "plans").symlink_to(source.parent / "plans")
     for name in ("__init__.py", "native.py", "schema.py", "schemas.py", "kv_schemas.py", "expert_schemas.py"):
-        (tmp_path / "plugins" / name).write_text((source / name).read_text())
+        (copied / name).write_text((source / name).read_text())
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if isinstance(f, type)]; "  # no editable install
-        f"sys.path[:0] = [{str(tmp_path)!r}, {str(source.parent)!r}]; import plugins.native"
+        f"sys.path[:0] = [{str(tmp_path)!r}]; import outrider.plugins.native"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 1

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.panel_layout import pack_panels
-from plugins.reference import quant_matmul, to_slots
+from outrider.plugins.panel_layout import pack_panels
+from outrider.plugins.reference import quant_matmul, to_slots
 from tests.plugins.kernel_driver import Case, Driver, arm64_drivers, has_avx512, native_driver, product
 from tests.plugins.test_quant_matmul import drawn, packed_weights, rows
 

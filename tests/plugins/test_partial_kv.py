@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import block_select, block_summary, partial_kv_gather
-from plugins.reference.partial_kv import blocks_in_reach
+from outrider.plugins import native
+from outrider.plugins.reference import block_select, block_summary, partial_kv_gather
+from outrider.plugins.reference.partial_kv import blocks_in_reach
 from tests.plugins.partial_caches import PartialCaches
 from tests.properties import cheap
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import philox4x32, uniform
-from plugins.schema import Purpose
+from outrider.plugins import native
+from outrider.plugins.reference import philox4x32, uniform
+from outrider.plugins.schema import Purpose
 
 ALL = 0xFFFFFFFF
 

@@ -18,10 +18,10 @@ from ml_dtypes import int4, uint4
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.quant_layout import QuantLayout, fits_half, pack, unpack
-from plugins.reference import dequantize, quant_matmul
-from plugins.schema import CPU_DOMAIN
+from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
+from outrider.plugins.quant_layout import QuantLayout, fits_half, pack, unpack
+from outrider.plugins.reference import dequantize, quant_matmul
+from outrider.plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
 from tests.instruction_sets import BETTER_THAN_PLAIN
 

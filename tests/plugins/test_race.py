@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import RaceKey, exponential, fixed_weights, noise_words, race
+from outrider.plugins import native
+from outrider.plugins.reference import RaceKey, exponential, fixed_weights, noise_words, race
 
 WORDS = np.unique(
     np.concatenate(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import race_noise
-from plugins.schema import Purpose
+from outrider.plugins import native
+from outrider.plugins.reference import race_noise
+from outrider.plugins.schema import Purpose
 from tests.plugins.test_sample import one_slot, sample_rows
 
 POISON = -1.0

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import SamplingSlots, sample
-from plugins.schema import Purpose
+from outrider.plugins import native
+from outrider.plugins.reference import SamplingSlots, sample
+from outrider.plugins.schema import Purpose
 
 POISON = -77
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans import names
-from plugins import native
-from plugins.cuda import LAUNCHES
-from plugins.cuda.launches import SHARE
-from plugins.reference import SamplingSlots, sample
-from plugins.reference.choice import fixed_weights
-from plugins.schema import FilterOrder
+from outrider.plans import names
+from outrider.plugins import native
+from outrider.plugins.cuda import LAUNCHES
+from outrider.plugins.cuda.launches import SHARE
+from outrider.plugins.reference import SamplingSlots, sample
+from outrider.plugins.reference.choice import fixed_weights
+from outrider.plugins.schema import FilterOrder
 from tests.plugins.accept_step import equal_slots, fault_on_the_cpu
 from tests.plugins.emulator import ORDERS, Emulator
 from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, compare, step_of

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import SamplingSlots
-from plugins.schema import Purpose
-from plugins.schemas import SCHEMAS
-from plugins.tensorrt import DISTINCT, PLUGINS
+from outrider.plugins import native
+from outrider.plugins.reference import SamplingSlots
+from outrider.plugins.schema import Purpose
+from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt import DISTINCT, PLUGINS
 from tests.plugins.accept_step import equal_slots, fault_on_the_cpu, fork, spoiled
 from tests.plugins.drafting import (
     BRANCHES,

@@ -11,15 +11,15 @@ import sys
 import numpy as np
 import pytest
 
-from plans import names
-from plugins.cuda import LAUNCHES, DeviceOp
-from plugins.schema import EXPERT_OPS, QUANT_OPS
-from plugins.schemas import SCHEMAS
-from plugins.tensorrt import DISTINCT, PLUGINS, Declined, compile_plugin, register_plugins
-from plugins.tensorrt import compile as compiling
-from plugins.tensorrt.expressions import INTEGERS, Size
-from plugins.tensorrt.plugin import SAME_SIZE, carried_as
-from plugins.tensorrt.source import parameters
+from outrider.plans import names
+from outrider.plugins.cuda import LAUNCHES, DeviceOp
+from outrider.plugins.schema import EXPERT_OPS, QUANT_OPS
+from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt import DISTINCT, PLUGINS, Declined, compile_plugin, register_plugins
+from outrider.plugins.tensorrt import compile as compiling
+from outrider.plugins.tensorrt.expressions import INTEGERS, Size
+from outrider.plugins.tensorrt.plugin import SAME_SIZE, carried_as
+from outrider.plugins.tensorrt.source import parameters
 from tests.plugins.emulator import Memory
 from tests.plugins.tensorrt_stand_in import SIZES, StandIn, attributes_of, tensors_of
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugins import native
-from plugins.reference import sample, tree_accept
+from outrider.plugins import native
+from outrider.plugins.reference import sample, tree_accept
 from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
 from tests.plugins.drawn_pairs import DRAFTERS, DRAWS, FILTERS, TABLE, chi_squares, decode_two, one_in_a_thousand
 from tests.plugins.test_race_noise import noise_inputs, noise_outputs

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from compiler.lowering.unbranched import unbranch
-from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
-from plugins.reference.tree_expand import chosen_log_probs
-from plugins.schema import CPU_DOMAIN
+from outrider.compiler.lowering.unbranched import unbranch
+from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
+from outrider.plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
+from outrider.plugins.reference.tree_expand import chosen_log_probs
+from outrider.plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
 from tests.plugins.drafting import DOUBT, Tensors, apart, noise_of, settings_of
 from tests.properties import cheap

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.cuda.compile import compile_kernels
+from outrider.plugins.cuda.compile import compile_kernels
 from tests.conftest import made_once
 from tests.fake_cuda.provider import CudaProvider
 from tests.plugins.emulator import Emulator, compile_emulator
@@ -32,7 +32,7 @@ Kernels = Emulator | Gpu
 ON_A_DEVICE = """
 import ctypes, json
 from pathlib import Path
-from runtime.backends.cuda_driver import CudaDevice
+from outrider.runtime.backends.cuda_driver import CudaDevice
 cubin = Path("any.cubin")
 cubin.write_bytes(b"\\x7fELF")
 device = CudaDevice()

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from compiler.export.tracing import trace
-from plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
-from plugins.reference import bim_mask, window_bias
+from outrider.compiler.export.tracing import trace
+from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
+from outrider.plugins.reference import bim_mask, window_bias
 
 LOWEST = np.finfo(np.float32).min
 

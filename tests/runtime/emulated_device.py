@@ -20,16 +20,16 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import DTypeLike, NDArray
 
-from plans.manifest import BackendPlan, Engine
-from runtime.backends.base import BoundEngine, LoadedEngine
-from runtime.backends.cuda_driver import Box, Pinned
-from runtime.backends.device import DeviceBuffers
-from runtime.backends.device_kv import DeviceKv
-from runtime.backends.kernel_engines import KernelEngines
-from runtime.backends.one_thread import OneThread
-from runtime.backends.onnxruntime_cuda import DeviceEngine
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.runtime.backends.base import BoundEngine, LoadedEngine
+from outrider.runtime.backends.cuda_driver import Box, Pinned
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.kernel_engines import KernelEngines
+from outrider.runtime.backends.one_thread import OneThread
+from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory
 from tests.plugins.emulator import ANY_THREADS, Emulator
 
 

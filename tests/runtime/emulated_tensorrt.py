@@ -19,17 +19,17 @@ from numpy.typing import DTypeLike, NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
-from compiler.engines.tensorrt_network import carry_bits
-from plans.buffers import Tensor
-from plans.manifest import BackendPlan, Engine
-from plugins.tensorrt import DISTINCT
-from runtime.backends.base import BoundEngine, LoadedEngine
-from runtime.backends.device import DeviceBuffers
-from runtime.backends.device_kv import DeviceKv
-from runtime.backends.tensorrt_context import shape_of
-from runtime.execution.buffers import Buffers
-from runtime.kv.memory import KvMemory
+from outrider.compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
+from outrider.compiler.engines.tensorrt_network import carry_bits
+from outrider.plans.buffers import Tensor
+from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plugins.tensorrt import DISTINCT
+from outrider.runtime.backends.base import BoundEngine, LoadedEngine
+from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.tensorrt_context import shape_of
+from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.kv.memory import KvMemory
 from tests.plugins.tensorrt_stand_in import StandIn
 from tests.runtime.emulated_device import EmulatedDevice
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import numpy as np
 from hypothesis import strategies as st
 
-from plugins.reference import RaceKey, exponential, noise_words
-from plugins.schema import Purpose
-from runtime.drafters import HostDrafter
-from runtime.sampling import SamplingParams
+from outrider.plugins.reference import RaceKey, exponential, noise_words
+from outrider.plugins.schema import Purpose
+from outrider.runtime.drafters import HostDrafter
+from outrider.runtime.sampling import SamplingParams
 
 GREEDY = SamplingParams()
 SAMPLINGS = st.one_of(

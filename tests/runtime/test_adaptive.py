@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from runtime.drafters.adaptive import (
+from outrider.runtime.drafters.adaptive import (
     BURST,
     DISABLED_ROUNDS,
     LONGEST_WINDOW,

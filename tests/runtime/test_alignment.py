@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.kv.alignment import AlignmentState
+from outrider.runtime.kv.alignment import AlignmentState
 
 
 def test_accepted_lengths_of_three_one_and_two() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from plans.chat_template import ChatTemplate
-from plans.errors import RequestError
-from runtime.request import check_options
-from runtime.scheduler import check_place_in_queue
-from runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import RequestError
+from outrider.runtime.request import check_options
+from outrider.runtime.scheduler import check_place_in_queue
+from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 
 HI = [{"role": "user", "content": "hi"}]
 

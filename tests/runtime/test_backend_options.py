@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from plans import names
-from plans.buffers import DType, Tensor
-from plans.manifest import Engine
-from plugins.onnxruntime_ops import THREADS
-from runtime.backends.base import Settings
-from runtime.backends.onnxruntime_cpu import CACHED_BYTES, OnnxRuntimeCpu
+from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.manifest import Engine
+from outrider.plugins.onnxruntime_ops import THREADS
+from outrider.runtime.backends.base import Settings
+from outrider.runtime.backends.onnxruntime_cpu import CACHED_BYTES, OnnxRuntimeCpu
 
 
 @dataclass(frozen=True)

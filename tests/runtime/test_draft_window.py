@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans import names
-from plans.manifest import Geometry
-from runtime.kv.memory import HostKv
-from runtime.kv.slots import FIRST, SlotTable
-from runtime.kv.window import WindowedRow
+from outrider.plans import names
+from outrider.plans.manifest import Geometry
+from outrider.runtime.kv.memory import HostKv
+from outrider.runtime.kv.slots import FIRST, SlotTable
+from outrider.runtime.kv.window import WindowedRow
 
 SINK, WINDOW, MODEL = 3, 5, "drafter"
 ROOM = SINK + 2 * WINDOW

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from plans.manifest import EntropyGamma, GraphDrafter
-from runtime import Runtime
-from runtime.drafters.entropy import ChainLength
-from runtime.trace import Node, Round
+from outrider import Runtime
+from outrider.plans.manifest import EntropyGamma, GraphDrafter
+from outrider.runtime.drafters.entropy import ChainLength
+from outrider.runtime.trace import Node, Round
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(30)]
 

@@ -11,12 +11,13 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-import runtime.__main__
-from plans import names
-from plans.errors import RequestError
-from plans.plan import open_plan
-from runtime import Runtime, exactness
-from runtime.exactness import EVERY, ROWS, SHORT, Probed, differing
+import outrider.runtime.__main__
+from outrider import Runtime
+from outrider.plans import names
+from outrider.plans.errors import RequestError
+from outrider.plans.plan import open_plan
+from outrider.runtime import exactness
+from outrider.runtime.exactness import EVERY, ROWS, SHORT, Probed, differing
 from tests.inexact import make_probe_inexact, probe_of_a_product
 from tests.plans.damage import BACKEND, list_again, refused
 
@@ -114,9 +115,9 @@ def test_a_probe_that_cannot_be_run_is_refused(plan: Path, cache: Path) -> None:
 def test_the_command_says_that_it_probed(toy_plan: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", str(toy_plan), "--prompt", "import", "--max-new-tokens", "2", "--threads", "1"]
     said = "have the same bits alone and among up to 32"
-    assert runtime.__main__.main(command) == 0
+    assert outrider.runtime.__main__.main(command) == 0
     assert said in capsys.readouterr().err
-    assert runtime.__main__.main(command) == 0
+    assert outrider.runtime.__main__.main(command) == 0
     assert said not in capsys.readouterr().err
 
 
@@ -125,9 +126,9 @@ def test_the_command_refuses_an_inexact_plan_until_it_is_told_not_to(
 ) -> None:
     make_probe_inexact(plan, OP)
     command = ["generate", str(plan), "--prompt", "import", "--max-new-tokens", "2", "--threads", "1"]
-    assert runtime.__main__.main(command) == 2
+    assert outrider.runtime.__main__.main(command) == 2
     assert OP in capsys.readouterr().err
-    assert runtime.__main__.main([*command, "--exactness", "unchecked"]) == 0
+    assert outrider.runtime.__main__.main([*command, "--exactness", "unchecked"]) == 0
 
 
 # Running a probe.

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
-from runtime import Runtime, SchedulerConfig
-from runtime.generation import FinishReason, Generation, Span
-from runtime.handle import Handle
-from runtime.ray_serve.callers import Callers
-from runtime.ray_serve.following import Failover, LostError, Message
-from runtime.ray_serve.remote_runtime import RemoteRuntime
-from runtime.ray_serve.replica import _messages, joined
-from runtime.ray_serve.sent import Sent, Taken
-from runtime.scheduler_stats import SchedulerStats
+from outrider import Runtime, SchedulerConfig
+from outrider.plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
+from outrider.runtime.generation import FinishReason, Generation, Span
+from outrider.runtime.handle import Handle
+from outrider.runtime.ray_serve.callers import Callers
+from outrider.runtime.ray_serve.following import Failover, LostError, Message
+from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
+from outrider.runtime.ray_serve.replica import _messages, joined
+from outrider.runtime.ray_serve.sent import Sent, Taken
+from outrider.runtime.scheduler_stats import SchedulerStats
 
 PROMPT = "def main(x): return"
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from plans.errors import RequestError
-from runtime.text.grammar_depth import MOST_LEVELS, check_depth
-from runtime.text.grammar_text import to_grammar
+from outrider.plans.errors import RequestError
+from outrider.runtime.text.grammar_depth import MOST_LEVELS, check_depth
+from outrider.runtime.text.grammar_text import to_grammar
 
 
 def check(form: dict[str, Any]) -> None:
@@ -88,10 +88,10 @@ def test_llguidance_takes_the_deepest_that_is_not_refused() -> None:
 import threading
 from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
-from runtime.text.grammar_compiler import compile_grammar
-from runtime.text.grammar_depth import MOST_LEVELS, check_depth
+from outrider.runtime.text.grammar_compiler import compile_grammar
+from outrider.runtime.text.grammar_depth import MOST_LEVELS, check_depth
 from tests.runtime.test_grammar_depth import row_of_definitions, row_of_rules
-from runtime.text.grammar_text import to_grammar
+from outrider.runtime.text.grammar_text import to_grammar
 tokenizer = LLTokenizer("byte")
 threading.stack_size(4 << 20)  # half of a thread's
 def run():

@@ -14,12 +14,12 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from plans.errors import RequestError
-from plans.tokenizer import Tokenizer
-from runtime.text import grammar_compiler, grammar_rule
-from runtime.text.grammar_rule import GrammarRule
-from runtime.text.grammar_text import MOST_CHOICES, to_grammar
-from runtime.text.grammars import Grammars
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text import grammar_compiler, grammar_rule
+from outrider.runtime.text.grammar_rule import GrammarRule
+from outrider.runtime.text.grammar_text import MOST_CHOICES, to_grammar
+from outrider.runtime.text.grammars import Grammars
 
 WORDS = ["import os", "import sys", "return", "naïve", "日本", "日本語", '{"a": 1}', "a  b", "</s>", "[END]"]
 

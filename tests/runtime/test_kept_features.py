@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.drafters.kept_features import KeptFeatures
+from outrider.runtime.drafters.kept_features import KeptFeatures
 
 STEP, KEPT = 12, 6
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.backends import kept_kernels
-from runtime.backends.kept_kernels import KeptKernels, kernel_file
+from outrider.runtime.backends import kept_kernels
+from outrider.runtime.backends.kept_kernels import KeptKernels, kernel_file
 
 CONDITIONS = {"library": "tensorrt_rtx 1.7.1", "gpu": "a GPU", "architecture": "sm_89", "driver": "13.0"}
 
@@ -77,7 +77,7 @@ def test_a_write_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monke
     def full(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("runtime.whole_file.os.fsync", full)
+    monkeypatch.setattr("outrider.runtime.whole_file.os.fsync", full)
     cache = Cache()
     kept = KeptKernels(cache, file)
     cache.kernels.append("b")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.backends.device_kv import DeviceKv, KvShape
-from runtime.kv.memory import HostKv, KvMemory, host_kv
+from outrider.runtime.backends.device_kv import DeviceKv, KvShape
+from outrider.runtime.kv.memory import HostKv, KvMemory, host_kv
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.errors import PlanError
-from plans.manifest import NgramDrafter as NgramSettings
-from runtime.drafters import make_host_drafter
-from runtime.drafters.ngram import NgramDrafter
-from runtime.sampling import SamplingParams
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import NgramDrafter as NgramSettings
+from outrider.runtime.drafters import make_host_drafter
+from outrider.runtime.drafters.ngram import NgramDrafter
+from outrider.runtime.sampling import SamplingParams
 from tests.properties import cheap
 from tests.runtime.ngram_oracle import (
     GREEDY,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.errors import PlanError
-from plans.manifest import NgramDrafter as NgramSettings
-from plugins.native import NgramMemory
-from runtime.drafters import make_memories
-from runtime.drafters.ngram import NgramDrafter
-from runtime.sampling import SamplingParams
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import NgramDrafter as NgramSettings
+from outrider.plugins.native import NgramMemory
+from outrider.runtime.drafters import make_memories
+from outrider.runtime.drafters.ngram import NgramDrafter
+from outrider.runtime.sampling import SamplingParams
 from tests.properties import cheap
 from tests.runtime.ngram_oracle import (
     SAMPLINGS,

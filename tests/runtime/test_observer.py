@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from runtime.server.observer import Endings, Listener, Observer
-from runtime.server.request_log import log_fault, log_request
-from runtime.server.tracing import Tracing
+from outrider.runtime.server.observer import Endings, Listener, Observer
+from outrider.runtime.server.request_log import log_fault, log_request
+from outrider.runtime.server.tracing import Tracing
 
 
 async def nothing() -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from runtime.skeleton.outline import OutlineError, outline_grammar, parse_outline
+from outrider.runtime.skeleton.outline import OutlineError, outline_grammar, parse_outline
 
 BYTES = LLTokenizer("byte")
 

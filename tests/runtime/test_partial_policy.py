@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.kv.partial_policy import Budget, Interval
+from outrider.runtime.kv.partial_policy import Budget, Interval
 
 
 def settled(agreement: float, small_ms: float, fixed_ms: float, each_ms: float, most: int = 128) -> int:

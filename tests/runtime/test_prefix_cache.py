@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plans.errors import PlanError, RequestError
-from runtime.kv.memory import HostKv, KvMemory
-from runtime.kv.token_kv import TokenKv
-from runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
-from runtime.prefix_cache.page_pool import PAGE, PagePool, TokenShape
+from outrider.plans.errors import PlanError, RequestError
+from outrider.runtime.kv.memory import HostKv, KvMemory
+from outrider.runtime.kv.token_kv import TokenKv
+from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
+from outrider.runtime.prefix_cache.page_pool import PAGE, PagePool, TokenShape
 
 SHAPES = {"target": TokenShape(2, 1, 3, np.float32), "head": TokenShape(2, 1, 2, np.float32)}
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.errors import PlanError, RequestError
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
-from runtime.prefix_cache.page_pool import PAGE
+from outrider.plans.errors import PlanError, RequestError
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
+from outrider.runtime.prefix_cache.page_pool import PAGE
 from tests.runtime.test_prefix_cache import cache, check_rows, insert
 
 BOUND = {"plan": "abc", "processor": "one"}

@@ -9,7 +9,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.ray_serve.prefixes import Balance, PrefixIndex, blocks_of, choose
+from outrider.runtime.ray_serve.prefixes import Balance, PrefixIndex, blocks_of, choose
 from tests.properties import cheap
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
@@ -86,7 +86,7 @@ def test_blocks_are_told_from_one_index_to_another() -> None:
 
 
 def test_a_block_has_the_same_hash_in_every_process() -> None:
-    program = "from runtime.ray_serve.prefixes import blocks_of; print(blocks_of(list(range(40)), 16))"
+    program = "from outrider.runtime.ray_serve.prefixes import blocks_of; print(blocks_of(list(range(40)), 16))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert found.strip() == str(blocks_of(list(range(40)), 16))
 

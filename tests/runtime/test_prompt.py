@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import tokenizers
 
-from plans.chat_template import ChatTemplate
-from plans.errors import RequestError
-from plans.manifest import Geometry
-from plans.tokenizer import Tokenizer
-from runtime.text.prompt import choose_prompt, prepare_prompt
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Geometry
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text.prompt import choose_prompt, prepare_prompt
 from tests import tokenizer_families as families
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% if mood %}{{ mood }}{% endif %}{% endfor %}"

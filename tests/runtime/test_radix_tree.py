@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.prefix_cache.radix_tree import Match, Node, RadixTree, common_length
+from outrider.runtime.prefix_cache.radix_tree import Match, Node, RadixTree, common_length
 from tests.properties import cheap
 
 OWNERS = st.sampled_from(["", "a"])

@@ -1,4 +1,4 @@
-"""`python -m runtime.ray_serve` up to the cluster."""
+"""`python -m outrider.runtime.ray_serve` up to the cluster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from ray import serve
 
-from runtime.ray_serve.command import _delete
+from outrider.runtime.ray_serve.command import _delete
 
 WITHOUT = """
 import sys
 sys.modules.update(dict.fromkeys(("ray", "starlette", "fastapi", "uvicorn", "h11", "prometheus_client")))
-from runtime.ray_serve.command import main
+from outrider.runtime.ray_serve.command import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from plans.errors import ClosedError, PlanError
-from plans.plan import open_plan
-from runtime.ray_serve.prefixes import KERNELS
-from runtime.ray_serve.replica import Replica
-from runtime.ray_serve.router import _may_go_on
-from runtime.ray_serve.sent import Sent, Taken
-from runtime.ray_serve.settings import Settings
+from outrider.plans.errors import ClosedError, PlanError
+from outrider.plans.plan import open_plan
+from outrider.runtime.ray_serve.prefixes import KERNELS
+from outrider.runtime.ray_serve.replica import Replica
+from outrider.runtime.ray_serve.router import _may_go_on
+from outrider.runtime.ray_serve.sent import Sent, Taken
+from outrider.runtime.ray_serve.settings import Settings
 
 
 def test_a_replica_is_warm_and_ends_where_its_plan_is_written_over(branch_plan: Path, tmp_path: Path) -> None:

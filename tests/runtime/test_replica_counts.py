@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime.ray_serve import ingress
-from runtime.ray_serve.counts import Counts
-from runtime.ray_serve.replica import About
-from runtime.scheduler_stats import SchedulerStats
-from runtime.server.readiness import Readiness
+from outrider.runtime.ray_serve import ingress
+from outrider.runtime.ray_serve.counts import Counts
+from outrider.runtime.ray_serve.replica import About
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.runtime.server.readiness import Readiness
 
 
 def counted(tokens: int, running: int = 0) -> SchedulerStats:

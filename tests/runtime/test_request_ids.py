@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.server.request_ids import id_of
+from outrider.runtime.server.request_ids import id_of
 
 
 @pytest.mark.parametrize("given", ["a", "req_1", "6f1e-4a", "trace/7:9+a=b@c.d", "x" * 128])

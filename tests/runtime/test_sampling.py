@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.errors import PlanError, RequestError
-from plugins import native
-from runtime.sampling import SamplingParams, likeliest, logprobs
+from outrider.plans.errors import PlanError, RequestError
+from outrider.plugins import native
+from outrider.runtime.sampling import SamplingParams, likeliest, logprobs
 from tests.properties import cheap
 
 
@@ -107,7 +107,7 @@ def test_logits_that_are_no_distribution_are_a_plan_error(bad: list[float]) -> N
 
 _BITS = """
 import numpy as np
-from runtime.sampling import logprobs
+from outrider.runtime.sampling import logprobs
 rows = np.random.default_rng(0).normal(0, 6, (40, 1003)).astype(np.float32)
 rows[::3, ::7] = -np.inf
 print(b"".join(np.float64(logprobs(row, 1).logprob).tobytes() for row in rows).hex())

@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from runtime.text.structured_outputs import guided
+from outrider.runtime.text.structured_outputs import guided
 
 BYTES = LLTokenizer("byte")
 NULL, SMALL = {"type": "null"}, {"type": "integer", "minimum": 0, "maximum": 9}

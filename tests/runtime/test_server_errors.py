@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plans.errors import BusyError, ClosedError, OutriderError, UnavailableError
-from runtime.server.errors import as_api_error
+from outrider.plans.errors import BusyError, ClosedError, OutriderError, UnavailableError
+from outrider.runtime.server.errors import as_api_error
 
 
 @pytest.mark.parametrize(

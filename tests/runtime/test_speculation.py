@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from runtime import Runtime
-from runtime.server.speculation import longest_path, speculation
-from runtime.stats import Stats
+from outrider import Runtime
+from outrider.runtime.server.speculation import longest_path, speculation
+from outrider.runtime.stats import Stats
 
 
 def stats(*by_accepted: int, drafted: int) -> Stats:

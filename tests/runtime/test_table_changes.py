@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
+from outrider.runtime.backends.table_changes import LIST_BYTES, TableChanges, TableRow
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from plans.buffers import DType, Tensor
-from plans.errors import PlanError
-from plans.manifest import Engine, Profile, Range
-from runtime.backends.kept_kernels import KeptKernels
-from runtime.backends.tensorrt_context import BoundEngine, ContextMaker
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.errors import PlanError
+from outrider.plans.manifest import Engine, Profile, Range
+from outrider.runtime.backends.kept_kernels import KeptKernels
+from outrider.runtime.backends.tensorrt_context import BoundEngine, ContextMaker
 
 ENGINE = Engine(
     file="engines/tensorrt/target.engine",

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from plans.tokenizer import Tokenizer
-from runtime.text.grammars import Grammars
-from runtime.text.stream import TextStream
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text.grammars import Grammars
+from outrider.runtime.text.stream import TextStream
 from tests.tokenizer_families import FAMILIES, TEXTS
 
 AWKWARD = "👩‍👧🏳️‍🌈é日\u0301".encode() + b"\xed\xa0\xff\xc0 e"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from plans.errors import RequestError
-from plans.tokenizer import Tokenizer
-from runtime.text.stream import TextStream
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text.stream import TextStream
 from tests.plans.test_tokenizer import byte_level as trained
 from tests.properties import cheap
 

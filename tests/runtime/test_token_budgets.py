@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runtime.server.errors import ApiError
-from runtime.server.token_budgets import Reservation, TokenBudgets, _duration
+from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.token_budgets import Reservation, TokenBudgets, _duration
 
 
 class Clock:

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from plans.tokenizer import Tokenizer
-from runtime.text.token_texts import TokenTexts
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text.token_texts import TokenTexts
 
 SMILE = "\N{SMILING FACE WITH SMILING EYES}".encode()
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from plans.chat_template import ChatTemplate
-from plans.errors import RequestError
-from runtime.server.tool_calling import ToolCalling, joined
-from runtime.server.tool_formats import HERMES, LLAMA, PLAIN, ToolFormat, format_of
-from runtime.text.structured_outputs import guided
+from outrider.plans.chat_template import ChatTemplate
+from outrider.plans.errors import RequestError
+from outrider.runtime.server.tool_calling import ToolCalling, joined
+from outrider.runtime.server.tool_formats import HERMES, LLAMA, PLAIN, ToolFormat, format_of
+from outrider.runtime.text.structured_outputs import guided
 
 BYTES = LLTokenizer("byte")
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

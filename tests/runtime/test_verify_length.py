@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans.pass_prices import Price
-from runtime.drafters.calibration import Calibration
-from runtime.drafters.verify_length import PriceCurve, VerifyLength, common_rate, worth_verifying
+from outrider.plans.pass_prices import Price
+from outrider.runtime.drafters.calibration import Calibration
+from outrider.runtime.drafters.verify_length import PriceCurve, VerifyLength, common_rate, worth_verifying
 from tests.properties import cheap
 
 CHANCE = st.floats(0.0, 1.0)

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.rope import RopeScaling
-from tools.reference.corpus import SourceFile, read_standard_library
-from tools.reference.data import train_tokenizer
-from tools.reference.export import write_decoder, write_json, write_lists
-from tools.reference.loop import Run
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.rope import RopeScaling
+from outrider.tools.reference.corpus import SourceFile, read_standard_library
+from outrider.tools.reference.data import train_tokenizer
+from outrider.tools.reference.export import write_decoder, write_json, write_lists
+from outrider.tools.reference.loop import Run
 
 NAMES = (
     "bisect.py",

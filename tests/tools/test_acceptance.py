@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import Tensor
 
+from outrider.tools.reference.acceptance import Acceptance, Continuation, by_depth, mean_by_depth, measure
+from outrider.tools.reference.generate import generate
+from outrider.tools.reference.teacher import Reading, Teacher
 from tests.tools.drafter_lessons import tiny_target
-from tools.reference.acceptance import Acceptance, Continuation, by_depth, mean_by_depth, measure
-from tools.reference.generate import generate
-from tools.reference.teacher import Reading, Teacher
 
 VOCAB, DEPTHS, PROMPT = 40, 3, 4
 

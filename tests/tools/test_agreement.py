@@ -11,13 +11,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from plugins.reference import RaceKey, Sampling, choice
-from plugins.reference.choice import filtered_weights
-from plugins.schema import FilterOrder, Purpose
-from runtime import Generation, Runtime
-from runtime.request import Options
+from outrider import Generation, Runtime
+from outrider.plugins.reference import RaceKey, Sampling, choice
+from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.schema import FilterOrder, Purpose
+from outrider.runtime.request import Options
+from outrider.tools.verify.agreement import DrafterCheck, Parting, compare_drafters, margin
 from tests.conftest import TOY_DRAFTERS
-from tools.verify.agreement import DrafterCheck, Parting, compare_drafters, margin
 
 LOGITS = st.lists(st.integers(-400, 400).map(lambda hundredths: hundredths / 100), min_size=5, max_size=5, unique=True)
 SAMPLINGS = st.builds(

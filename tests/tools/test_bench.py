@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plans.errors import OutriderError, RequestError
-from runtime import Runtime, Stats
-from runtime.request import Options
+from outrider import Runtime, Stats
+from outrider.plans.errors import OutriderError, RequestError
+from outrider.runtime.request import Options
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench.alternating import divergences
+from outrider.tools.bench.columns import COLUMNS
+from outrider.tools.bench.embedded import _Process
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
+from outrider.tools.bench.shapes import Variant
+from outrider.tools.bench.tables import print_table
 from tests.conftest import TOY_DRAFTERS
-from tools.bench import __main__ as bench
-from tools.bench.alternating import divergences
-from tools.bench.columns import COLUMNS
-from tools.bench.embedded import _Process
-from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
-from tools.bench.shapes import Variant
-from tools.bench.tables import print_table
 
 Captured = pytest.CaptureFixture[str]
 
@@ -53,7 +53,7 @@ def test_prompts_are_those_of_the_recipe_wherever_they_lie(workplace: Path, tmp_
 
 @pytest.fixture
 def latency(workplace: Path, capsys: Captured):
-    """`python -m tools.bench latency` on the toy plan, a few tokens."""
+    """`python -m outrider.tools.bench latency` on the toy plan, a few tokens."""
 
     def run(*arguments: str) -> int:
         prompts = str(workplace / "held_out.jsonl")

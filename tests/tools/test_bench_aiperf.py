@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plans.errors import OutriderError
-from runtime import Generation, Stats
-from runtime.generation import FinishReason
-from runtime.sampling import SamplingParams
-from tools.bench.aiperf import metrics, write_exports
-from tools.bench.rows import Mode, Run
-from tools.bench.shapes import PLAIN_DECODING, Variant
+from outrider import Generation, Stats
+from outrider.plans.errors import OutriderError
+from outrider.runtime.generation import FinishReason
+from outrider.runtime.sampling import SamplingParams
+from outrider.tools.bench.aiperf import metrics, write_exports
+from outrider.tools.bench.rows import Mode, Run
+from outrider.tools.bench.shapes import PLAIN_DECODING, Variant
 
 TREE = Variant("head.1", "head", "eagle3", "2/1/4", 4, 2, "coupled")
 

@@ -14,15 +14,15 @@ from unittest.mock import Mock
 import onnx
 import pytest
 
-from plans.errors import RequestError
-from plans.plan import read_manifest
-from plans.tokenizer import Tokenizer
+from outrider.plans.errors import RequestError
+from outrider.plans.plan import read_manifest
+from outrider.plans.tokenizer import Tokenizer
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench import latency, threads, variants
+from outrider.tools.bench.prompts import Prompts, choose_prompts, encode_prompts
+from outrider.tools.bench.threads import threads_used
+from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
 from tests.cpu_session import cpu_session
-from tools.bench import __main__ as bench
-from tools.bench import latency, threads, variants
-from tools.bench.prompts import Prompts, choose_prompts, encode_prompts
-from tools.bench.threads import threads_used
-from tools.bench.time_left import Step, TimeLeft, guess_work
 
 Captured = pytest.CaptureFixture[str]
 CONTEXT = 160  # the toy's

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import tools.bench.__main__ as bench
-from plans import names
-from runtime.execution.program import Program
+import outrider.tools.bench.__main__ as bench
+from outrider.plans import names
+from outrider.runtime.execution.program import Program
 from tests.conftest import HELD_OUT
 
 Captured = pytest.CaptureFixture[str]

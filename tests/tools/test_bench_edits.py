@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from compiler.held_out import Prompt, read_tasks
-from plans.errors import RequestError
-from plans.tokenizer import Tokenizer
+from outrider.compiler.held_out import Prompt, read_tasks
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import Tokenizer
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench.edits import CHARACTERS, make_edits
+from outrider.tools.bench.prompts import choose_prompts
 from tests.conftest import HELD_OUT
-from tools.bench import __main__ as bench
-from tools.bench.edits import CHARACTERS, make_edits
-from tools.bench.prompts import choose_prompts
 
 Captured = pytest.CaptureFixture[str]
 SOURCE = """\

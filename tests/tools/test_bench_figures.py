@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from runtime import Generation, Stats
-from runtime.generation import FinishReason
-from runtime.request import Options
-from runtime.sampling import SamplingParams
-from tools.bench import alternating
-from tools.bench.alternating import alternate, compare
-from tools.bench.columns import COLUMNS, flat_rows, to_csv
-from tools.bench.latency import mode_of
-from tools.bench.prompts import Prompts
-from tools.bench.rows import Mode, Run, speedup, summary, variant_columns
-from tools.bench.shapes import PLAIN_DECODING, Variant
-from tools.bench.tables import main_cells, same
-from tools.bench.tasks import by_task
+from outrider import Generation, Stats
+from outrider.runtime.generation import FinishReason
+from outrider.runtime.request import Options
+from outrider.runtime.sampling import SamplingParams
+from outrider.tools.bench import alternating
+from outrider.tools.bench.alternating import alternate, compare
+from outrider.tools.bench.columns import COLUMNS, flat_rows, to_csv
+from outrider.tools.bench.latency import mode_of
+from outrider.tools.bench.prompts import Prompts
+from outrider.tools.bench.rows import Mode, Run, speedup, summary, variant_columns
+from outrider.tools.bench.shapes import PLAIN_DECODING, Variant
+from outrider.tools.bench.tables import main_cells, same
+from outrider.tools.bench.tasks import by_task
 
 DRAFTER = Variant("ngram.1", "ngram", "ngram", None, 7, 6, "coupled")
 TOKENS = list(range(11))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.reference import dequantize
-from tools.bench import __main__ as bench
-from tools.bench.matmul.measure import OURS, figures, load
-from tools.bench.matmul.shapes import SHAPES, ModelShape, Product
-from tools.bench.matmul.weights import draw_weight, of_layer
+from outrider.plugins.reference import dequantize
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench.matmul.measure import OURS, figures, load
+from outrider.tools.bench.matmul.shapes import SHAPES, ModelShape, Product
+from outrider.tools.bench.matmul.weights import draw_weight, of_layer
 
 Captured = pytest.CaptureFixture[str]
 SMALL = ModelShape(hidden=128, layers=3, intermediate=96, heads=2, kv_heads=1, vocab=160)

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools import output
-from tools.bench import __main__ as bench
-from tools.bench.columns import COLUMNS
-from tools.bench.plots import draw
-from tools.bench.report import render
+from outrider.tools import output
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench.columns import COLUMNS
+from outrider.tools.bench.plots import draw
+from outrider.tools.bench.report import render
 
 Captured = pytest.CaptureFixture[str]
 
@@ -54,7 +54,7 @@ def test_the_page_stands_alone(page: tuple[str, dict[str, Any]]) -> None:
         assert "xlink:href" in svg  # of its own parts alone
         assert not re.search(r'xlink:href="(?!#)', svg)
     assert f"plan {report['rows'][0]['identity'][:12]}" in html
-    assert "python -m tools.bench sweep" in html
+    assert "python -m outrider.tools.bench sweep" in html
     assert "Synthetic" not in html
 
 
@@ -75,7 +75,7 @@ def test_the_page_says_at_its_head_what_was_measured_where_and_when(page: tuple[
     assert list(head) == ["machine", "date", "command", "plan"]
     assert report["machine"]["processor"] in head["machine"]
     assert head["date"] == report["time"]
-    assert head["command"].startswith("python -m tools.bench sweep ")
+    assert head["command"].startswith("python -m outrider.tools.bench sweep ")
     assert report["plan"] in head["plan"]
     assert html.index('class="head"') < html.index('class="second"')
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from compiler.recipe_drafters import NgramSection, reshaped
-from plans.errors import RequestError
-from plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
-from plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
-from plans.plan import read_manifest
-from runtime.sampling import SamplingParams
+from outrider.compiler.recipe_drafters import NgramSection, reshaped
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
+from outrider.plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
+from outrider.plans.plan import read_manifest
+from outrider.runtime.sampling import SamplingParams
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench import variants
+from outrider.tools.bench.sampling import GREEDY, name_sampling, read_sampling
+from outrider.tools.bench.shapes import Shape, choose_drafters, choose_shapes, read_depths, read_trees, within_block
+from outrider.tools.bench.variants import plan_to_measure
 from tests.conftest import TOY_DRAFTERS
-from tools.bench import __main__ as bench
-from tools.bench import variants
-from tools.bench.sampling import GREEDY, name_sampling, read_sampling
-from tools.bench.shapes import Shape, choose_drafters, choose_shapes, read_depths, read_trees, within_block
-from tools.bench.variants import plan_to_measure
 
 Captured = pytest.CaptureFixture[str]
 
@@ -129,7 +129,7 @@ def test_sampling_is_named_as_it_is_written() -> None:
 
 @pytest.fixture
 def measured(toy_plan: Path, capsys: Captured) -> Any:
-    """`python -m tools.bench` on the toy plan, a few tokens: the rows."""
+    """`python -m outrider.tools.bench` on the toy plan, a few tokens: the rows."""
 
     def run(command: str, *arguments: str) -> list[dict[str, Any]]:
         prompts = str(toy_plan.parent / "held_out.jsonl")
@@ -221,8 +221,8 @@ def test_prices_that_hold_for_no_plan_stay_behind(
 
 def test_tokens_of_a_block_are_read_without_pytorch(toy_recipe: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from compiler.recipe import load_recipe; "
-        "from tools.bench.variants import tokens_of_block; recipe = load_recipe(Path(sys.argv[1])); "
+        "import sys; from pathlib import Path; from outrider.compiler.recipe import load_recipe; "
+        "from outrider.tools.bench.variants import tokens_of_block; recipe = load_recipe(Path(sys.argv[1])); "
         "section = next(d for d in recipe.drafters if d.kind == 'block'); "
         "print(tokens_of_block(recipe, section), 'torch' in sys.modules)"
     )

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from plans.errors import RequestError
-from runtime import Runtime
+from outrider import Runtime
+from outrider.plans.errors import RequestError
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench import suite
+from outrider.tools.bench.columns import COLUMNS
+from outrider.tools.bench.conversation import Conversation
+from outrider.tools.bench.questions import Question, read_questions
 from tests.conftest import TOY_DRAFTERS
-from tools.bench import __main__ as bench
-from tools.bench import suite
-from tools.bench.columns import COLUMNS
-from tools.bench.conversation import Conversation
-from tools.bench.questions import Question, read_questions
 
 Captured = pytest.CaptureFixture[str]
 SPEC_BENCH = [
@@ -42,7 +42,7 @@ def questions(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(toy_plan: Path, questions: Path):
-    """`python -m tools.bench suite` on the toy plan, a few tokens."""
+    """`python -m outrider.tools.bench suite` on the toy plan, a few tokens."""
 
     def run(*arguments: str, plan: Path = toy_plan) -> int:
         return bench.main(["suite", str(plan), str(questions), "--new", str(NEW), *arguments])
@@ -257,7 +257,7 @@ def test_the_page_has_a_table_of_categories(run, tmp_path: Path, capsys: Capture
     cells = [line for line in html.splitlines() if line.startswith('<tr class="category">')]
     assert len(cells) == 6
     assert cells[1].startswith('<tr class="category"><td>writing</td><td>chain</td>')
-    assert "python -m tools.bench suite" in html
+    assert "python -m outrider.tools.bench suite" in html
 
 
 def test_a_plan_without_a_template_is_asked_in_raw_text(
@@ -283,7 +283,7 @@ def test_every_drafter_has_its_own_export_for_aiperf(run, tmp_path: Path, capsys
         found, row = json.loads(path.read_text()), rows[path.parent.name]
         assert found["schema_version"] == "1.5"
         assert found["run_info"]["run_label"] == path.parent.name
-        assert found["run_info"]["cli_command"].startswith("python -m tools.bench suite ")
+        assert found["run_info"]["cli_command"].startswith("python -m outrider.tools.bench suite ")
         assert found["start_time"] <= found["end_time"]
         assert found["request_count"] == {"unit": "requests", "avg": 6}
         assert found["request_latency"]["p50"] == pytest.approx(row["e2e_ms"])

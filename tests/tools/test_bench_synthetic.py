@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans.errors import RequestError
-from runtime import Runtime, Session
-from runtime.request import Options
-from runtime.trace import Round
+from outrider import Runtime, Session
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import RequestError
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Round
+from outrider.tools.bench import __main__ as bench
+from outrider.tools.bench.synthetic import forced_session
 from tests.conftest import TOY_DRAFTERS
-from tools.bench import __main__ as bench
-from tools.bench.synthetic import forced_session
 
 Captured = pytest.CaptureFixture[str]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,24 +13,21 @@ from pathlib import Path
 
 import pytest
 
-import outrider_command
-from compiler.__main__ import _parser as compiler_parser
-from runtime.__main__ import _parser as runtime_parser
+from outrider import Runtime
+from outrider.compiler.__main__ import _parser as compiler_parser
+from outrider.runtime.__main__ import _parser as runtime_parser
+from outrider.tools import command
+from outrider.tools.command import COMMANDS, COMPILER, GROUPS, RUNTIME
 from tests.conftest import REPOSITORY
-from tools import command
-from tools.command import COMMANDS, COMPILER, GROUPS, RUNTIME
 
 Captured = pytest.CaptureFixture[str]
 
-# What a wheel leaves in site-packages, without the finder of an editable installation: `sys.path` as Python makes it
-# of PYTHONPATH, our packages behind everything else.
-INSTALLED = """
-import os, sys
-before = os.environ["PYTHONPATH"].split(os.pathsep)
-standard = [entry for entry in sys.path if entry and entry not in before]
-sys.path[:] = [*map(os.path.abspath, before), *standard, *sys.argv.pop(1).split(":")]
-from outrider_command import main
-sys.exit(main())
+PROGRAM = """
+import sys
+import runtime, tools, compiler  # the user's
+from outrider import Runtime
+assert {runtime.OWN, tools.OWN, compiler.OWN} == {True}
+print(Runtime.load(sys.argv[1], threads=1).generate("a", max_new_tokens=3).token_ids)
 """
 
 
@@ -60,7 +56,7 @@ def test_every_command_is_there_and_calls_itself_as_it_was_called(name: str, cap
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(f"usage: outrider {name} ")
-    assert "python -m" not in text.replace("`python -m tools.", "")
+    assert "python -m" not in text.replace("`python -m outrider.tools.", "")
     assert command.main([name, "--no-such-option"]) == 2
     assert capsys.readouterr().err.rstrip().endswith(f"ee outrider {name} --help")
 
@@ -92,56 +88,55 @@ def test_a_package_that_a_command_lacks_is_named_with_what_to_do(
 
 
 def test_the_command_starts_without_what_it_does_not_need() -> None:
-    program = "import json, sys\nfrom tools import command\ncommand.main(['--help'])\nprint(json.dumps([*sys.modules]))"
+    program = (
+        "import json, sys; from outrider.tools.command import main; main(['--help']); print(json.dumps([*sys.modules]))"
+    )
     ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in json.loads(ended.stdout.splitlines()[-1])}
+    loaded = {name.removeprefix("outrider.").partition(".")[0] for name in json.loads(ended.stdout.splitlines()[-1])}
     assert loaded & {"torch", "numpy", "onnx", "onnxruntime", "pydantic", "compiler", "runtime"} == set()
 
 
 @pytest.fixture
-def users_folder(tmp_path: Path) -> Path:
-    """A project of the user's whose modules are called as ours are, and say so."""
-    said = "raise SystemExit(f'{__name__} of the user')\n"
-    for name in outrider_command.OURS - {"plans"}:
+def project(tmp_path: Path) -> Path:
+    """A user's project with modules that are called as our folders are."""
+    for name in ("commands", "compiler", "plugins", "runtime", "tools"):
         (tmp_path / "project" / name).mkdir(parents=True)
-        (tmp_path / "project" / name / "__init__.py").write_text(said, encoding="utf-8")
-    (tmp_path / "project" / "plans.py").write_text(said, encoding="utf-8")
+        (tmp_path / "project" / name / "__init__.py").write_text("OWN = True\n", encoding="utf-8")
+    (tmp_path / "project" / "plans.py").write_text("OWN = True\n", encoding="utf-8")
     return tmp_path / "project"
 
 
-@pytest.mark.parametrize("path", [None, "", ".", f".{os.pathsep}", "ABSOLUTE"])
-def test_a_users_modules_with_our_names_change_nothing(toy_plan: Path, users_folder: Path, path: str | None) -> None:
+def run_in(project: Path, *command: str | Path) -> str:
+    ended = subprocess.run(
+        command, cwd=project, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout
+
+
+def test_a_project_may_have_folders_of_the_same_names(toy: Runtime, toy_plan: Path, project: Path) -> None:
     (script,) = entry_points(group="console_scripts", name="outrider")
-    assert script.value == "outrider_command:main"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if path is not None:
-        environment["PYTHONPATH"] = str(users_folder) if path == "ABSOLUTE" else path
+    assert script.value == "outrider.__main__:main"
+    shown = run_in(project, Path(sysconfig.get_path("scripts")) / "outrider", "inspect", toy_plan)
+    assert shown.startswith("toy ")
+    assert run_in(project, sys.executable, "-m", "outrider", "inspect", toy_plan) == shown
+    assert run_in(project, sys.executable, "-m", "outrider.compiler", "inspect", toy_plan) == shown
+    expected = toy.generate("a", max_new_tokens=3).token_ids
+    assert run_in(project, sys.executable, "-c", PROGRAM, toy_plan) == f"{expected}\n"
+
+
+@pytest.mark.long
+def test_a_users_type_checker_sees_the_options(project: Path) -> None:
+    (project / "own.py").write_text(
+        "from outrider import Runtime, __version__\n"
+        "def answer(runtime: Runtime) -> str:\n"
+        "    return __version__ + runtime.generate('a', max_new_tokens=3, temperature=0.5).text\n"
+        "def wrong(runtime: Runtime) -> None:\n"
+        "    runtime.generate('a', max_new_tokens='3')\n",
+        encoding="utf-8",
+    )
     ended = subprocess.run(
-        [Path(sysconfig.get_path("scripts")) / "outrider", "inspect", toy_plan],
-        cwd=users_folder, env=environment, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", project / "cache", "own.py"],
+        cwd=project, env=os.environ | {"MYPYPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith("toy ")
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """Our packages as a wheel installs them."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    shutil.copy(REPOSITORY / "tools" / "outrider_command.py", folder)
-    for name in outrider_command.OURS:
-        (folder / name).symlink_to(REPOSITORY / name)
-    return folder
-
-
-@pytest.mark.parametrize("path", ["", "."])
-def test_nor_do_they_for_a_wheel(toy_plan: Path, users_folder: Path, site: Path, path: str) -> None:
-    """Without the finder of an editable installation, ours are found behind the user's by their place alone."""
-    places = f"{site}:{sysconfig.get_path('purelib')}"
-    ended = subprocess.run(
-        [sys.executable, "-S", "-c", INSTALLED, places, "inspect", toy_plan],
-        cwd=users_folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith("toy ")
+    assert [line.partition(" error:")[0] for line in ended.stdout.splitlines()[:-1]] == ["own.py:5:"], ended.stdout

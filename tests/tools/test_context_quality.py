@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3ForCausalLM
 
-from compiler.checkpoint import load_decoder
-from compiler.models.config import DecoderConfig
-from compiler.opening import read_config
-from compiler.recipe import load_recipe
-from plans.errors import RequestError
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import RequestError
+from outrider.tools.context_quality.__main__ import main
+from outrider.tools.context_quality.figures import Answers, Row, best_shares, judge, loss_row, retrieval_row
+from outrider.tools.context_quality.held_out import Lines, documents, held_out_files
+from outrider.tools.context_quality.questions import Context, Contexts, Question
+from outrider.tools.context_quality.reading import answers, short_losses, token_losses
+from outrider.tools.reference.corpus import SourceFile, read_standard_library, write_file_list
 from tests.conftest import REPOSITORY
-from tools.context_quality.__main__ import main
-from tools.context_quality.figures import Answers, Row, best_shares, judge, loss_row, retrieval_row
-from tools.context_quality.held_out import Lines, documents, held_out_files
-from tools.context_quality.questions import Context, Contexts, Question
-from tools.context_quality.reading import answers, short_losses, token_losses
-from tools.reference.corpus import SourceFile, read_standard_library, write_file_list
 
 RECIPE = """\
 name: toy-long

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import tools.doctor
-from tools.doctor import examine, main
+import outrider.tools.doctor
+from outrider.tools.doctor import examine, main
 
 
 def test_a_plans_backends_and_the_extras_are_told(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_what_an_extra_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "numpy>=1; extra == 'serve'",
         "outrider[serve]; extra == 'x'",
     ]
-    monkeypatch.setattr(tools.doctor, "requires", lambda _: needed)
+    monkeypatch.setattr(outrider.tools.doctor, "requires", lambda _: needed)
     found = examine(None)
     assert found["extra serve"] == "lacks nothing-so-named"
     assert "extra x" not in found

@@ -13,28 +13,28 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from compiler.block_checkpoint import load_block
-from compiler.checkpoint import load_decoder
-from compiler.eagle3_checkpoint import load_eagle3
-from compiler.held_out import read_text
-from compiler.models.block import BlockHead
-from compiler.models.decoder import Decoder
-from compiler.models.drafting import BlockDraft
-from compiler.models.eager import sequence_logits
-from compiler.models.eagle3 import Eagle3Head
-from plans.errors import CheckpointError
+from outrider.compiler.block_checkpoint import load_block
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.held_out import read_text
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.plans.errors import CheckpointError
+from outrider.tools import train_reference
+from outrider.tools.reference import drafter, drafter_text, export_drafters
+from outrider.tools.reference.acceptance import continue_prompts
+from outrider.tools.reference.corpus import write_text
+from outrider.tools.reference.draft_model import ModelGeometry, distillation_loss, train_model
+from outrider.tools.reference.drafter import Lessons, prepare
+from outrider.tools.reference.dspark import BlockGeometry, block_drafts, block_loss, train_dspark
+from outrider.tools.reference.eagle3 import HeadGeometry, go_on, head_drafts, train_eagle3, unrolled_loss
+from outrider.tools.reference.export_drafters import check_size, write_block, write_eagle3
+from outrider.tools.reference.loop import Batch, Training
+from outrider.tools.reference.target import initialise, matrices
 from tests.tools.drafter_lessons import source_files, tiny_run, tiny_target, write_target
-from tools import train_reference
-from tools.reference import drafter, drafter_text, export_drafters
-from tools.reference.acceptance import continue_prompts
-from tools.reference.corpus import write_text
-from tools.reference.draft_model import ModelGeometry, distillation_loss, train_model
-from tools.reference.drafter import Lessons, prepare
-from tools.reference.dspark import BlockGeometry, block_drafts, block_loss, train_dspark
-from tools.reference.eagle3 import HeadGeometry, go_on, head_drafts, train_eagle3, unrolled_loss
-from tools.reference.export_drafters import check_size, write_block, write_eagle3
-from tools.reference.loop import Batch, Training
-from tools.reference.target import initialise, matrices
 
 HEAD = HeadGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8, draft_vocab=100)
 BLOCK = BlockGeometry(layers=1, intermediate=20, heads=2, kv_heads=1, head_dim=8, markov_rank=4, block_size=3)

@@ -15,16 +15,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import Tensor
 
-from compiler.models.block import BlockHead
-from compiler.models.block_config import MarkovKind
-from compiler.models.drafting import BlockDraft
-from plans.errors import UsageError
-from tests.compiler.block_heads import KeptContext
-from tests.tools.drafter_lessons import tiny_target
-from tools.reference.acceptance import Continuation, measure
-from tools.reference.blocks import run_blocks
-from tools.reference.confidence import calibrate
-from tools.reference.dspark import (
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.block_config import MarkovKind
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.plans.errors import UsageError
+from outrider.tools.reference.acceptance import Continuation, measure
+from outrider.tools.reference.blocks import run_blocks
+from outrider.tools.reference.confidence import calibrate
+from outrider.tools.reference.dspark import (
     STRIDE,
     BlockGeometry,
     block_confidences,
@@ -34,7 +32,9 @@ from tools.reference.dspark import (
     random_anchors,
     slot_logits,
 )
-from tools.reference.teacher import Reading, Teacher
+from outrider.tools.reference.teacher import Reading, Teacher
+from tests.compiler.block_heads import KeptContext
+from tests.tools.drafter_lessons import tiny_target
 
 VOCAB, BATCH, LENGTH, MASK = 50, 2, 17, 49
 SIZES = BlockGeometry(layers=2, intermediate=20, heads=4, kv_heads=2, head_dim=8, markov_rank=5, block_size=3)

@@ -18,22 +18,29 @@ from typing import Any
 
 import pytest
 
-from plans.plan import open_plan
-from plans.tokenizer import Tokenizer
-from runtime import PrefixCacheConfig, Runtime
+from outrider import PrefixCacheConfig, Runtime
+from outrider.plans.plan import open_plan
+from outrider.plans.tokenizer import Tokenizer
+from outrider.tools.exactness import __main__ as exactness
+from outrider.tools.exactness import measure
+from outrider.tools.exactness.asked import Asked
+from outrider.tools.exactness.conditions import (
+    INSTRUCTION_SETS,
+    REFERENCE,
+    Condition,
+    Process,
+    processes,
+    usable_drafters,
+)
+from outrider.tools.exactness.outcome import Logprob, Outcome, compare, divergence
+from outrider.tools.exactness.process import environment, run_process
+from outrider.tools.exactness.requests import plan_requests
+from outrider.tools.exactness.server import Server
+from outrider.tools.exactness.ways import outcome_of
+from outrider.tools.exactness.worker import run_job
 from tests.conftest import HELD_OUT, REPOSITORY
 from tests.inexact import make_target_inexact
 from tests.integration.served import listening
-from tools.exactness import __main__ as exactness
-from tools.exactness import measure
-from tools.exactness.asked import Asked
-from tools.exactness.conditions import INSTRUCTION_SETS, REFERENCE, Condition, Process, processes, usable_drafters
-from tools.exactness.outcome import Logprob, Outcome, compare, divergence
-from tools.exactness.process import environment, run_process
-from tools.exactness.requests import plan_requests
-from tools.exactness.server import Server
-from tools.exactness.ways import outcome_of
-from tools.exactness.worker import run_job
 
 PROMPTS = ("--prompts", str(HELD_OUT))
 FAKE = Path(__file__).with_name("fake_server.py")

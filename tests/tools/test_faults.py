@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from outrider.tools.faults import __main__ as faults
+from outrider.tools.faults.answers import Answer
+from outrider.tools.faults.crowd import Ways, judge
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.questions import Oracle, Question, make_questions
+from outrider.tools.faults.scenarios import SCENARIOS
 from tests.conftest import HELD_OUT
 from tests.integration.test_tools import HERMES
 from tests.plans.damage import TEMPLATE, list_again
-from tools.faults import __main__ as faults
-from tools.faults.answers import Answer
-from tools.faults.crowd import Ways, judge
-from tools.faults.figures import Figures
-from tools.faults.questions import Oracle, Question, make_questions
-from tools.faults.scenarios import SCENARIOS
 
 MINUTES = {
     "disconnects": 0.05,
@@ -118,7 +118,7 @@ def test_a_failure_is_told(plan: Path, capsys: pytest.CaptureFixture[str], monke
         figures.sent = 1
         figures.differ("Other tokens.")
 
-    monkeypatch.setattr("tools.faults.disconnects.run", run)
+    monkeypatch.setattr("outrider.tools.faults.disconnects.run", run)
     own = ["--prompts", str(HELD_OUT), "--questions", "1", "--new", "4"]
     assert faults.main([str(plan), "--only", "disconnects", *own]) == 1
     printed = capsys.readouterr().out

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from plans.errors import RequestError
-from tools.faults.answers import Answer
-from tools.faults.figures import Figures
-from tools.faults.malformed import Lucky, judge_lucky
+from outrider.plans.errors import RequestError
+from outrider.tools.faults.answers import Answer
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.malformed import Lucky, judge_lucky
 
 PATH = "/v1/completions"
 ASKED: dict[str, Any] = {"prompt": [5], "temperature": 0}

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from compiler.models.eager import sequence_logits
+from outrider.compiler.models.eager import sequence_logits
+from outrider.tools.reference.drafter_text import DrafterText, GeneratedText, frequent_tokens
+from outrider.tools.reference.generate import draw, generate
+from outrider.tools.reference.teacher import Teacher
 from tests.tools.drafter_lessons import tiny_target
-from tools.reference.drafter_text import DrafterText, GeneratedText, frequent_tokens
-from tools.reference.generate import draw, generate
-from tools.reference.teacher import Teacher
 
 VOCAB, WINDOW = 40, 24
 

@@ -15,26 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
-from plans import names
-from plans.errors import OutriderError
-from plans.formulas import formula
-from plans.kernel_costs import launch_costs
-from plugins.cuda import compile as compiling
-from plugins.cuda.compile import CUBINS, compile_kernels
-from plugins.cuda.engine_kernels import ENGINE_KERNELS, quant_bytes
-from plugins.cuda.resources import Resources
-from runtime import Runtime
-from runtime.file_lock import locked
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.plans import names
+from outrider.plans.errors import OutriderError
+from outrider.plans.formulas import formula
+from outrider.plans.kernel_costs import launch_costs
+from outrider.plugins.cuda import compile as compiling
+from outrider.plugins.cuda.compile import CUBINS, compile_kernels
+from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS, quant_bytes
+from outrider.plugins.cuda.resources import Resources
+from outrider.runtime.file_lock import locked
+from outrider.tools import kernel_costs
+from outrider.tools.gpu import measure, prepare
+from outrider.tools.gpu.models import model_of
+from outrider.tools.gpu.stages import Golden, compare, random_words
+from outrider.tools.synthetic_llama import LlamaShape
 from tests.conftest import REPOSITORY
 from tests.plugins import golden
 from tests.plugins.emulator import Emulator
-from tools import kernel_costs
-from tools.gpu import measure, prepare
-from tools.gpu.models import model_of
-from tools.gpu.stages import Golden, compare, random_words
-from tools.synthetic_llama import LlamaShape
 
 pytest.importorskip("cuda.core")
 
@@ -103,7 +103,16 @@ def driver(fake_cuda: Path, engine_emulator: Emulator, tmp_path: Path, monkeypat
 
 
 def run(prepared: Path, out: Path, *options: str) -> tuple[int, list[str], dict[str, list[dict[str, Any]]]]:
-    command = [sys.executable, "-m", "tools.gpu.measure", "--prepared", str(prepared), "--out", str(out), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.tools.gpu.measure",
+        "--prepared",
+        str(prepared),
+        "--out",
+        str(out),
+        *options,
+    ]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1500)
     assert ended.stderr == ""
     stages = {path.stem: measure.read_rows(path) for path in out.glob("*.jsonl")}

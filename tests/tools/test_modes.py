@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from compiler.build import build
-from compiler.recipe import load_recipe
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.tools import modes
 from tests.conftest import HELD_OUT
-from tools import modes
 
 PLAN = [
     "drafters=[{name: ngram, kind: ngram, max_draft: 4}, {name: chain, kind: model, checkpoint: drafter, gamma: 3}]",

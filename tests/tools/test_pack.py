@@ -14,22 +14,22 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compiler.block_checkpoint import load_block, stored_block_name
-from compiler.eagle3_checkpoint import load_eagle3
-from compiler.models.block import BlockHead
-from compiler.models.block_config import Markov
-from compiler.models.eagle3 import Eagle3Head
-from compiler.slots import slots
-from plans.errors import CheckpointError
-from plugins.quant_layout import fits_half
+from outrider.compiler.block_checkpoint import load_block, stored_block_name
+from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.block_config import Markov
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.slots import slots
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.quant_layout import fits_half
+from outrider.tools.reference import export_drafters, pack
+from outrider.tools.reference.compressed import FLOAT, compress, stored_size
+from outrider.tools.reference.dspark import BlockGeometry
+from outrider.tools.reference.eagle3 import HeadGeometry
+from outrider.tools.reference.export_drafters import check_size, write_block, write_eagle3
 from tests.compiler.block_heads import write_block as write_random_block
 from tests.compiler.eagle3_heads import WIDE, target_config
 from tests.compiler.eagle3_heads import write_eagle3 as write_random_eagle3
-from tools.reference import export_drafters, pack
-from tools.reference.compressed import FLOAT, compress, stored_size
-from tools.reference.dspark import BlockGeometry
-from tools.reference.eagle3 import HeadGeometry
-from tools.reference.export_drafters import check_size, write_block, write_eagle3
 
 TARGET = target_config(hidden=32)
 Captured = pytest.CaptureFixture[str]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HELD_OUT
-from tools import paired
+from outrider.tools import paired
+from tests.conftest import HELD_OUT, REPOSITORY
 
 SIZES = (
     "--starts",
@@ -25,14 +25,13 @@ SIZES = (
     "--threads",
     "1",
 )
-ROOT = Path(paired.__file__).parents[1]
 
 
 @pytest.fixture
 def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout of this version, which stands for this one too: with a `.venv`, wherever the tests' own is."""
-    for package in ("commands", "plans", "plugins", "runtime", "tools"):
-        (tmp_path / package).symlink_to(ROOT / package)
+    for name in ("outrider", "tools"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')

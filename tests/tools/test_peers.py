@@ -13,18 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from compiler.recipe import source_recipe
-from plans.errors import OutriderError, PlanError
-from plans.plan import read_manifest
-from runtime import Runtime
+from outrider import Runtime
+from outrider.compiler.recipe import source_recipe
+from outrider.plans.errors import OutriderError, PlanError
+from outrider.plans.plan import read_manifest
+from outrider.tools.peers import __main__ as peers
+from outrider.tools.peers import measure, process
+from outrider.tools.peers.conversion import convert
+from outrider.tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Clock, Generated, Settings
+from outrider.tools.peers.figures import Generation, Mode, report
+from outrider.tools.peers.plan import build_plan, check_plan
+from outrider.tools.peers.process import LostEngineError, WorkerError, rest
 from tests.conftest import TOY_DRAFTERS
-from tools.peers import __main__ as peers
-from tools.peers import measure, process
-from tools.peers.conversion import convert
-from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Clock, Generated, Settings
-from tools.peers.figures import Generation, Mode, report
-from tools.peers.plan import build_plan, check_plan
-from tools.peers.process import LostEngineError, WorkerError, rest
 
 Captured = pytest.CaptureFixture[str]
 

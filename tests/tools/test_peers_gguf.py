@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from plans.errors import OutriderError
+from outrider.plans.errors import OutriderError
 
 gguf = pytest.importorskip("gguf")
 
-from tools.peers.gguf_file import write_gguf  # noqa: E402  (imports gguf)
+from outrider.tools.peers.gguf_file import write_gguf  # noqa: E402  (imports gguf)
 
 SIZES = {
     "vocab_size": 300,

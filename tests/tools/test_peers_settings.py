@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compiler import __main__ as compiler
-from runtime import Runtime
+from outrider import Runtime
+from outrider.compiler import __main__ as compiler
+from outrider.tools.peers import __main__ as peers
+from outrider.tools.peers import measure, process
+from outrider.tools.peers.end_token import choose_end_token
+from outrider.tools.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings
+from outrider.tools.peers.process import Worker, WorkerError
 from tests.conftest import TOY_DRAFTERS
-from tools.peers import __main__ as peers
-from tools.peers import measure, process
-from tools.peers.end_token import choose_end_token
-from tools.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings
-from tools.peers.process import Worker, WorkerError
 
 Captured = pytest.CaptureFixture[str]
 
@@ -140,7 +140,7 @@ def tell(*arguments: Any, **options: Any) -> None:
 
 
 def test_every_engine_hands_its_threads_to_its_library(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools.peers import with_outrider, with_transformers
+    from outrider.tools.peers import with_outrider, with_transformers
 
     settings = Settings(str(workplace / "target"), "plan", None, 3, 8, converted="away")
     monkeypatch.setattr(with_outrider.Runtime, "load", tell)
@@ -155,7 +155,7 @@ def test_every_engine_hands_its_threads_to_its_library(workplace: Path, monkeypa
 
 def test_onnxruntime_genai_is_given_threads_and_the_end_token(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime_genai")
-    from tools.peers import with_genai
+    from outrider.tools.peers import with_genai
 
     overlays: list[dict[str, Any]] = []
 

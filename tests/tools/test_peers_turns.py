@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tools.peers import measure, process, turns
-from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Generated
-from tools.peers.figures import report
-from tools.peers.process import LostEngineError, WorkerError
-from tools.peers.turns import Missing, Turns
+from outrider.tools.peers import measure, process, turns
+from outrider.tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Generated
+from outrider.tools.peers.figures import report
+from outrider.tools.peers.process import LostEngineError, WorkerError
+from outrider.tools.peers.turns import Missing, Turns
 
 Calls = list[tuple[str, str, int]]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from plugins.reference import DraftSettings
-from plugins.reference.tree_expand import chosen_log_probs
-from tools.proposals import CHILDREN, DOUBT, Places, rows
+from outrider.plugins.reference import DraftSettings
+from outrider.plugins.reference.tree_expand import chosen_log_probs
+from outrider.tools.proposals import CHILDREN, DOUBT, Places, rows
 
 TARGET = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).repeat(20_000, 3)
 TARGET = torch.cat([TARGET[:, :4], torch.zeros(20_000, 8, dtype=torch.float64)], 1)

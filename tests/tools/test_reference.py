@@ -17,15 +17,15 @@ import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoConfig, AutoTokenizer
 
-from compiler.checkpoint import load_decoder
-from compiler.held_out import read_text
-from runtime import Runtime
+from outrider import Runtime
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.held_out import read_text
+from outrider.tools import train_reference
+from outrider.tools.reference.corpus import DIGITS, SourceFile, read_file_list, read_standard_library
+from outrider.tools.reference.export import write_tokenizer
+from outrider.tools.reference.prompts import TASKS, read_completions
+from outrider.tools.reference.tasks import outline_examples, retrieval_example
 from tests.conftest import REPOSITORY
-from tools import train_reference
-from tools.reference.corpus import DIGITS, SourceFile, read_file_list, read_standard_library
-from tools.reference.export import write_tokenizer
-from tools.reference.prompts import TASKS, read_completions
-from tools.reference.tasks import outline_examples, retrieval_example
 
 REFERENCE = REPOSITORY / "plans" / "reference"
 POINT = re.compile(r"^(\d+)\.<(\d+)><(\w+)>\[-\](.+)$")  # FEATURES row 10

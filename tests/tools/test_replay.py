@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from plans.manifest import Tree
+from outrider.plans.manifest import Tree
+from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from tests.compiler.test_draft_graph import grow
-from tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 
 VOCABULARY = 9
 Nodes = list[tuple[int, int, int, float, int]]  # token, parent node, depth, score, row

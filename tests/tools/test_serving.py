@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.tools.serving import __main__ as serving
 from tests.conftest import HELD_OUT
-from tools.serving import __main__ as serving
 
 PROMPTS = ("--prompts", str(HELD_OUT), "--threads", "1")
 
@@ -73,7 +73,7 @@ def test_load_of_a_plan_that_serves_one_at_a_time(toy_plan: Path, capsys: pytest
 
 
 def test_soak(branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.serving.soak.SECONDS", 2.0)
+    monkeypatch.setattr("outrider.tools.serving.soak.SECONDS", 2.0)
     sizes = ("--minutes", "1", "--clients", "6", "--length", "60", "--new", "12", "--every", "0.2")
     found = report(capsys, "soak", str(branch_plan), *sizes)
     assert found["failed"] == found["differing"] == found["references_left"] == 0

@@ -10,13 +10,13 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from compiler.checkpoint import load_decoder
-from compiler.held_out import read_prompts
-from compiler.recipe import load_recipe
-from plans.errors import OutriderError
-from tools import synthetic_llama, synthetic_pair
-from tools.synthetic_llama import LlamaShape
-from tools.synthetic_pair import Shape, commits, loops, repeated, write_pair
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.held_out import read_prompts
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import OutriderError
+from outrider.tools import synthetic_llama, synthetic_pair
+from outrider.tools.synthetic_llama import LlamaShape
+from outrider.tools.synthetic_pair import Shape, commits, loops, repeated, write_pair
 
 Captured = pytest.CaptureFixture[str]
 

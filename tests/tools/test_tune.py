@@ -13,20 +13,20 @@ import pytest
 from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import tools.tune.__main__
-from compiler.build import build
-from compiler.recipe import load_recipe
-from compiler.recipe_drafters import BlockSection, ModelSection, NgramSection
-from plans import names
-from plans.manifest import Tree
-from plans.pass_prices import read_pass_prices
-from runtime import Runtime
-from runtime.trace import Node, Round
-from tools.tune import prices
-from tools.tune import search as tune
-from tools.tune.replay import tokens_per_verify
-from tools.tune.search import Search
-from tools.tune.table import Estimate, Timed, Tuning, draw_tuning, print_tuning
+import outrider.tools.tune.__main__
+from outrider import Runtime
+from outrider.compiler.build import build
+from outrider.compiler.recipe import load_recipe
+from outrider.compiler.recipe_drafters import BlockSection, ModelSection, NgramSection
+from outrider.plans import names
+from outrider.plans.manifest import Tree
+from outrider.plans.pass_prices import read_pass_prices
+from outrider.runtime.trace import Node, Round
+from outrider.tools.tune import prices
+from outrider.tools.tune import search as tune
+from outrider.tools.tune.replay import tokens_per_verify
+from outrider.tools.tune.search import Search
+from outrider.tools.tune.table import Estimate, Timed, Tuning, draw_tuning, print_tuning
 
 Captured = pytest.CaptureFixture[str]
 
@@ -71,7 +71,7 @@ def test_the_command_measures_chooses_and_writes(
     monkeypatch.setattr(tune, "Search", lambda: SMALL)
     out = tmp_path / "tuned.yaml"
     arguments = [str(shallow_plan), "--new", "16", "--count", "2", "--out", str(out), "--json"]
-    assert tools.tune.__main__.main(arguments) == 0
+    assert outrider.tools.tune.__main__.main(arguments) == 0
     printed = capsys.readouterr()
     assert "tuning: " in printed.err
     found = json.loads(printed.out)
@@ -120,7 +120,7 @@ def test_prices_alone_are_measured_written_and_used(
     monkeypatch.setattr(prices, "_SECONDS", 0.0)
     (own_plan / "prices.json").write_text("[]")  # which holds no prices: measuring again repairs it
     arguments = [str(own_plan), "--prices", "--threads", "1", "--context", "100"]
-    assert tools.tune.__main__.main([*arguments, "--json"]) == 0
+    assert outrider.tools.tune.__main__.main([*arguments, "--json"]) == 0
     printed = capsys.readouterr()
     assert "pricing: " in printed.err
     found = json.loads(printed.out)
@@ -136,7 +136,7 @@ def test_prices_alone_are_measured_written_and_used(
     assert Runtime.load(own_plan, threads=1).loaded.prices is not None
     assert Runtime.load(own_plan, threads=2).loaded.prices is None  # measured with others
 
-    assert tools.tune.__main__.main(arguments) == 0
+    assert outrider.tools.tune.__main__.main(arguments) == 0
     text = capsys.readouterr().out
     assert "milliseconds of a pass of the target behind 100 tokens" in text
     assert f"wrote {own_plan / 'prices.json'}" in text
@@ -153,7 +153,7 @@ def test_prices_alone_are_measured_written_and_used(
 def test_what_cannot_be_priced_is_refused_in_a_sentence(
     own_plan: Path, capsys: Captured, arguments: list[str], said: str
 ) -> None:
-    assert tools.tune.__main__.main([str(own_plan), "--prices", *arguments]) == 2
+    assert outrider.tools.tune.__main__.main([str(own_plan), "--prices", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert said in printed.err
@@ -241,7 +241,7 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(
     toy_plan: Path, capsys: Captured, arguments: list[str], said: str
 ) -> None:
     recipe = str(toy_plan.parent / "model.yaml")
-    assert tools.tune.__main__.main([str(toy_plan), *(recipe if a == "RECIPE" else a for a in arguments)]) == 2
+    assert outrider.tools.tune.__main__.main([str(toy_plan), *(recipe if a == "RECIPE" else a for a in arguments)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "Traceback" not in printed.err

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from compiler.models.eager import CausalExecution
-from compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eager import CausalExecution
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.tools.reference import unroll as unrolling
+from outrider.tools.reference.eagle3 import HeadGeometry, initialise, unrolled_loss
+from outrider.tools.reference.teacher import Reading
+from outrider.tools.reference.unroll import unroll
 from tests.tools.drafter_lessons import tiny_target
-from tools.reference import unroll as unrolling
-from tools.reference.eagle3 import HeadGeometry, initialise, unrolled_loss
-from tools.reference.teacher import Reading
-from tools.reference.unroll import unroll
 
 VOCAB, BATCH, PAIRS, STEPS = 50, 2, 7, 4
 SIZES = HeadGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8, draft_vocab=20)

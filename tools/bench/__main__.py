@@ -1,10 +1,10 @@
-"""`python -m tools.bench latency | sweep | suite | context | startup | embedded | bundle | matmul`: what it costs, on
+"""`outrider bench latency | sweep | suite | context | startup | embedded | bundle | matmul`: what it costs, on
 this machine."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -16,24 +16,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from commands.arguments import Parser, at_least_0, at_least_1
-from commands.console import guarded, stderr
-from commands.packages import optional_packages
-from plans.errors import OutriderError
-from plans.plan import read_manifest
-from runtime.cli.arguments import add_form, read_form
-from tools.bench.machine import describe_run
-from tools.bench.matmul.shapes import SHAPES
-from tools.bench.sampling import GREEDY, read_sampling
-from tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
-from tools.output import print_report
+from outrider.commands.arguments import Parser, at_least_0, at_least_1
+from outrider.commands.console import guarded, stderr
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import read_manifest
+from outrider.runtime.cli.arguments import add_form, read_form
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.bench.matmul.shapes import SHAPES
+from outrider.tools.bench.sampling import GREEDY, read_sampling
+from outrider.tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
+from outrider.tools.output import print_report
 
 SWEPT = (64, 256, 1024, 4096)  # tokens of prompts
 TREES = ("1/1/3", "1/3/5", "2/3/8", "2/6/12", "3/6/16", "own")  # of 2 to 15 drafted tokens: what a CPU may pay for
 _TREE = "draft trees of drafters that have one: each TOP_K/DEPTH/NODES, as a recipe's tree; own is the plan's"
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m tools.bench") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m outrider.tools.bench") -> int:
     """Run a measurement; `called` is what the user typed before its name."""
     return guarded(lambda: _run(sys.argv[1:] if arguments is None else arguments, called))
 
@@ -192,7 +192,7 @@ def _parser(called: str) -> Parser:
     bundle = commands.add_parser(
         "bundle",
         help="a bundle of the C library: size, first call, open, memory",
-        description="Start fresh processes of a C program that has nothing but a bundle (`python -m runtime embed "
+        description="Start fresh processes of a C program that has nothing but a bundle (`outrider embed "
         "--bundle DIR`): its size by component, the modules that it imports, and of the first call, opening the plan "
         "and the first and second token the time, the processors' time and the memory. Medians and spread, where the "
         "plan has run before and where it has not.",
@@ -247,8 +247,8 @@ def _known(word: str, known: Iterable[str]) -> str:
 
 
 def _matmul(options: argparse.Namespace) -> int:
-    from tools.bench.matmul.measure import measure
-    from tools.bench.matmul.table import print_table
+    from outrider.tools.bench.matmul.measure import measure
+    from outrider.tools.bench.matmul.table import print_table
 
     return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
@@ -258,12 +258,12 @@ def _budgets(text: str) -> list[int | str]:
 
 
 def _context(options: argparse.Namespace) -> int:
-    from tools.bench.context import measure_context, print_context
+    from outrider.tools.bench.context import measure_context, print_context
 
     report = {**describe_run(), **measure_context(options)}
     print_report(report, options.json, print_context)
     if options.plot is not None:
-        from tools.bench.context_plot import write_plot
+        from outrider.tools.bench.context_plot import write_plot
 
         write_plot(report, options.plot)
         stderr.print(f"wrote {options.plot}")
@@ -271,13 +271,13 @@ def _context(options: argparse.Namespace) -> int:
 
 
 def _embedded(options: argparse.Namespace) -> int:
-    from tools.bench.embedded import measure, print_table
+    from outrider.tools.bench.embedded import measure, print_table
 
     return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
 
 def _bundle(options: argparse.Namespace) -> int:
-    from tools.bench.bundle import measure, print_table
+    from outrider.tools.bench.bundle import measure, print_table
 
     return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
@@ -361,7 +361,7 @@ def _length_of_path(text: str) -> int:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from tools.bench.prompts import room_for_prompts
+    from outrider.tools.bench.prompts import room_for_prompts
 
     manifest = read_manifest(options.plan)
     drafters = choose_drafters(manifest.drafters, options.drafters)
@@ -374,7 +374,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _latency(options: argparse.Namespace) -> int:
-    from tools.bench.latency import measure
+    from outrider.tools.bench.latency import measure
 
     options.form = read_form(options)
     if options.form is not None and options.synthetic_accept is not None:
@@ -384,9 +384,9 @@ def _latency(options: argparse.Namespace) -> int:
 
 
 def _suite(options: argparse.Namespace) -> int:
-    from tools.bench.aiperf import write_exports
-    from tools.bench.report import prepare
-    from tools.bench.suite import measure
+    from outrider.tools.bench.aiperf import write_exports
+    from outrider.tools.bench.report import prepare
+    from outrider.tools.bench.suite import measure
 
     _prepare(options)
     if options.aiperf is not None:
@@ -405,14 +405,14 @@ def _prepare(options: argparse.Namespace) -> None:
     if options.tree is not None and options.depth is not None:
         raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
     if options.report is not None:
-        from tools.bench.report import prepare
+        from outrider.tools.bench.report import prepare
 
         prepare(options.report)
 
 
 def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
-    from tools.bench.columns import to_csv
-    from tools.bench.tables import print_table, to_markdown
+    from outrider.tools.bench.columns import to_csv
+    from outrider.tools.bench.tables import print_table, to_markdown
 
     if options.csv:
         print(to_csv(report), end="", flush=True)
@@ -421,14 +421,14 @@ def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
     else:
         print_report(report, options.json, partial(print_table, stages=options.stages))
     if options.report is not None:  # last: nothing that was measured is lost if it cannot be written
-        from tools.bench.report import write_page
+        from outrider.tools.bench.report import write_page
 
         stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
     return 0
 
 
 def _startup(options: argparse.Namespace) -> int:
-    from tools.bench.startup import measure, print_table
+    from outrider.tools.bench.startup import measure, print_table
 
     return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 

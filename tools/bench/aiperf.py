@@ -21,9 +21,9 @@ from statistics import stdev
 
 import numpy as np
 
-from plans.errors import OutriderError
-from runtime import Stats
-from tools.bench.rows import Mode
+from outrider import Stats
+from outrider.plans.errors import OutriderError
+from outrider.tools.bench.rows import Mode
 
 EXPORT = "profile_export_aiperf.json"
 SCHEMA = "1.5"

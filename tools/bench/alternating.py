@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from runtime import Session, Stats
-from runtime.request import Options
-from tools.bench.rows import OPENING, Divergence, Mode, Run, first_tokens
-from tools.verify.agreement import find_parting
+from outrider import Session, Stats
+from outrider.runtime.request import Options
+from outrider.tools.bench.rows import OPENING, Divergence, Mode, Run, first_tokens
+from outrider.tools.verify.agreement import find_parting
 
 Ask = Callable[[str, int], Sequence[Run]]
 """Run the drafter of a name behind the prompt, or through the question, of an index: a run for each generation."""

@@ -20,11 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from commands.console import progress_bar
-from plans.errors import OutriderError, RequestError
-from plans.plan import read_manifest
-from runtime.embed.build import Compilers
-from runtime.embed.bundle.bundle import LIST
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import OutriderError, RequestError
+from outrider.plans.plan import read_manifest
+from outrider.runtime.embed.build import Compilers
+from outrider.runtime.embed.bundle.bundle import LIST
 
 SOURCE = Path(__file__).resolve().parent / "bundle.c"
 PROMPT = "def main():\n"
@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """
     bundle = options.bundle.resolve()
     if not (bundle / LIST).is_file():
-        raise RequestError(f"{options.bundle} is no bundle; make one with `python -m runtime embed --bundle DIR`.")
+        raise RequestError(f"{options.bundle} is no bundle; make one with `outrider embed --bundle DIR`.")
     manifest = read_manifest(options.plan)
     found: dict[str, list[dict[str, list[float]]]] = {"unknown machine": [], "known machine": []}
     with TemporaryDirectory(prefix="outrider-bundle-") as folder, progress_bar("measuring") as progress:

@@ -9,19 +9,19 @@ from typing import Any
 
 from rich.console import Console
 
-from commands.console import progress_bar
-from plans.errors import RequestError
-from plans.manifest import NgramDrafter
-from plans.partial_kv import PARTIAL_MODES
-from plans.plan import read_manifest
-from runtime import PrefixCacheConfig, Runtime, Session, Stats
-from runtime.request import Options
-from tools.arguments import drafters_named
-from tools.bench.identity import identity_columns
-from tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts
-from tools.bench.random_rows import RandomRows
-from tools.bench.sampling import as_options
-from tools.output import figure, make_table, print_head
+from outrider import PrefixCacheConfig, Runtime, Session, Stats
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import NgramDrafter
+from outrider.plans.partial_kv import PARTIAL_MODES
+from outrider.plans.plan import read_manifest
+from outrider.runtime.request import Options
+from outrider.tools.arguments import drafters_named
+from outrider.tools.bench.identity import identity_columns
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts
+from outrider.tools.bench.random_rows import RandomRows
+from outrider.tools.bench.sampling import as_options
+from outrider.tools.output import figure, make_table, print_head
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 OFF = "off"

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from plans.errors import OutriderError
+from outrider.plans.errors import OutriderError
 
 _MARKERS, _DASHES = "osD^vPX*", ("-", "--", "-.", ":")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plans.errors import RequestError
-from plans.manifest import Geometry
-from plans.tokenizer import Tokenizer
-from runtime.text.prompt import chat_prompt, encode_prompt
-from tools.bench.prompts import room_for_prompts
-from tools.bench.questions import Question
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Geometry
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.text.prompt import chat_prompt, encode_prompt
+from outrider.tools.bench.prompts import room_for_prompts
+from outrider.tools.bench.questions import Question
 
 _BETWEEN = "\n\n"  # an answer and the next turn, in raw text
 

@@ -13,8 +13,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from compiler.held_out import Prompt
-from plans.errors import RequestError
+from outrider.compiler.held_out import Prompt
+from outrider.plans.errors import RequestError
 
 EDIT, SOURCE = "edit", "long"
 CHARACTERS = 2200  # of a file: about 600 tokens of the reference target

@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from commands.console import progress_bar
-from plans.errors import OutriderError
-from plans.plan import read_manifest
-from plans.tokenizer import Tokenizer
-from runtime.backends import choose_backend
-from runtime.embed.build import build
-from tools.bench.prompts import choose_prompts, encode_prompts
-from tools.bench.threads import threads_used
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import read_manifest
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.backends import choose_backend
+from outrider.runtime.embed.build import build
+from outrider.tools.bench.prompts import choose_prompts, encode_prompts
+from outrider.tools.bench.threads import threads_used
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SOURCE = Path(__file__).resolve().parent / "embedded.c"
 _PYTHON = """
 import sys, time
-from runtime import Runtime
+from outrider import Runtime
 plan, prompt, new = sys.argv[1], sys.argv[2], int(sys.argv[3])
 session = Runtime.load(plan).session()
 print("ready", flush=True)

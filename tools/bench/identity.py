@@ -9,13 +9,13 @@ from typing import Any
 
 import onnxruntime
 
-from plans import names
-from plans.build_record import read_build_record
-from plans.manifest import Manifest
-from runtime import Runtime
-from runtime.backends import device_of
-from tools.bench.sampling import name_sampling
-from tools.bench.threads import threads_used
+from outrider import Runtime
+from outrider.plans import names
+from outrider.plans.build_record import read_build_record
+from outrider.plans.manifest import Manifest
+from outrider.runtime.backends import device_of
+from outrider.tools.bench.sampling import name_sampling
+from outrider.tools.bench.threads import threads_used
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 

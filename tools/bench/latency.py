@@ -9,27 +9,27 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from commands.console import progress_bar
-from plans.machine import peak_rss_bytes
-from plans.manifest import Manifest
-from plans.plan import read_manifest
-from plans.tokenizer import Tokenizer
-from runtime import Runtime
-from runtime.backends import choose_backend
-from runtime.request import Options
-from runtime.runtime import check_threads
-from runtime.text.structured_outputs import StructuredOutputs
-from tools.bench.alternating import alternate, compare, generate
-from tools.bench.identity import identity_columns, plan_columns
-from tools.bench.machine import OtherPrograms
-from tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
-from tools.bench.rows import Mode, Run, summary, variant_columns
-from tools.bench.sampling import as_options
-from tools.bench.shapes import PLAIN, Variant
-from tools.bench.synthetic import check_can_force, forced_session
-from tools.bench.tasks import by_task
-from tools.bench.time_left import Step, TimeLeft, guess_work
-from tools.bench.variants import plan_to_measure
+from outrider import Runtime
+from outrider.commands.console import progress_bar
+from outrider.plans.machine import peak_rss_bytes
+from outrider.plans.manifest import Manifest
+from outrider.plans.plan import read_manifest
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.backends import choose_backend
+from outrider.runtime.request import Options
+from outrider.runtime.runtime import check_threads
+from outrider.runtime.text.structured_outputs import StructuredOutputs
+from outrider.tools.bench.alternating import alternate, compare, generate
+from outrider.tools.bench.identity import identity_columns, plan_columns
+from outrider.tools.bench.machine import OtherPrograms
+from outrider.tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
+from outrider.tools.bench.rows import Mode, Run, summary, variant_columns
+from outrider.tools.bench.sampling import as_options
+from outrider.tools.bench.shapes import PLAIN, Variant
+from outrider.tools.bench.synthetic import check_can_force, forced_session
+from outrider.tools.bench.tasks import by_task
+from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
+from outrider.tools.bench.variants import plan_to_measure
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnxruntime
 
-from plans.machine import available_cores, processor
+from outrider.plans.machine import available_cores, processor
 
 CPU = "onnxruntime-cpu"
 """The backend whose logits are on the host, and whose threads are ours to choose."""

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tools.bench.columns import Row
-from tools.bench.shapes import PLAIN
-from tools.bench.tables import label, shape
+from outrider.tools.bench.columns import Row
+from outrider.tools.bench.shapes import PLAIN
+from outrider.tools.bench.tables import label, shape
 
 _COLOURS = ("#0b2f5c", "#c2571a", "#5b9a3f", "#7030a0", "#806000", "#a5002d")  # of unlike lightness
 _MARKERS, _DASHES = "osD^vPX*", ("-", "--", "-.", ":")

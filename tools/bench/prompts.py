@@ -9,11 +9,11 @@ from hashlib import sha256
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from compiler.held_out import Prompt, read_tasks
-from compiler.recipe import source_recipe
-from plans.errors import RequestError
-from plans.tokenizer import Tokenizer
-from tools.bench.edits import EDIT, SOURCE, make_edits
+from outrider.compiler.held_out import Prompt, read_tasks
+from outrider.compiler.recipe import source_recipe
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import Tokenizer
+from outrider.tools.bench.edits import EDIT, SOURCE, make_edits
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plans.errors import RequestError
+from outrider.plans.errors import RequestError
 
 OVERALL = "overall"  # what tables call all categories together
 _SPEC_BENCH, _DEEP_SPEC = ("question_id", "category", "turns"), ("turns",)

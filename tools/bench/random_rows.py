@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from plans import names
-from runtime.kv.memory import HostKv, KvMemory
-from runtime.kv.token_kv import TokenKv
-from runtime.prefix_cache.cache import PrefixCache
+from outrider.plans import names
+from outrider.runtime.kv.memory import HostKv, KvMemory
+from outrider.runtime.kv.token_kv import TokenKv
+from outrider.runtime.prefix_cache.cache import PrefixCache
 
 
 class RandomRows(TokenKv):

@@ -10,10 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from plans.errors import OutriderError
-from tools.bench.columns import COLUMNS, flat_rows
-from tools.bench.plots import draw
-from tools.bench.tables import CATEGORY_COLUMNS, MAIN_COLUMNS, category_cells, main_cells, title
+from outrider.plans.errors import OutriderError
+from outrider.tools.bench.columns import COLUMNS, flat_rows
+from outrider.tools.bench.plots import draw
+from outrider.tools.bench.tables import CATEGORY_COLUMNS, MAIN_COLUMNS, category_cells, main_cells, title
 
 PAGE = "report.html"
 _TEMPLATE = "page.html.jinja"

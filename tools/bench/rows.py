@@ -12,8 +12,8 @@ from math import ceil
 from statistics import median, median_low
 from typing import Any
 
-from runtime import Generation, Stats
-from tools.bench.shapes import Variant
+from outrider import Generation, Stats
+from outrider.tools.bench.shapes import Variant
 
 OPENING = 2  # rounds that stage times leave out: one ends the prompt, in the next a drafter reads it
 _BINS = 16  # stretches of the context, at most, whose tokens' times are told apart

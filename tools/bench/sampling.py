@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from plans.errors import RequestError
-from runtime.request import Options
-from runtime.sampling import SamplingParams
+from outrider.plans.errors import RequestError
+from outrider.runtime.request import Options
+from outrider.runtime.sampling import SamplingParams
 
 GREEDY = SamplingParams()
 _KEYS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int}

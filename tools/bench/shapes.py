@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from compiler.recipe_drafters import TreeSection
-from plans.errors import RequestError
-from plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
+from outrider.compiler.recipe_drafters import TreeSection
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
 
 PLAIN = "none"
 _OWN = "own"

@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from commands.console import progress_bar
-from plans.errors import OutriderError
-from plans.plan import read_manifest
-from runtime.backends import choose_backend
-from runtime.runtime import check_threads
-from tools.bench.threads import threads_used
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import read_manifest
+from outrider.runtime.backends import choose_backend
+from outrider.runtime.runtime import check_threads
+from outrider.tools.bench.threads import threads_used
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROMPT = "def main():\n"
@@ -33,9 +33,9 @@ FIGURES = {
 _PROGRAM = """
 import json, sys, time
 start = time.perf_counter()
-from runtime import Runtime
+from outrider import Runtime
 imported = time.perf_counter()
-from plans.errors import OutriderError
+from outrider.plans.errors import OutriderError
 try:
     runtime = Runtime.load(sys.argv[1], threads=int(sys.argv[2]))
     loaded = time.perf_counter()

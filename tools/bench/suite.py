@@ -9,26 +9,26 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from commands.console import progress_bar
-from plans.machine import peak_rss_bytes
-from plans.plan import read_manifest
-from plans.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
-from runtime import Runtime, Session
-from runtime.backends import choose_backend
-from runtime.request import Options
-from runtime.runtime import check_threads
-from tools.bench.alternating import alternate, compare, generate
-from tools.bench.conversation import Conversation
-from tools.bench.identity import identity_columns, plan_columns
-from tools.bench.latency import mode_of
-from tools.bench.prompts import Prompts
-from tools.bench.questions import Question, read_questions
-from tools.bench.rows import Mode, Run, summary, variant_columns
-from tools.bench.sampling import as_options
-from tools.bench.shapes import Variant
-from tools.bench.tasks import by_task
-from tools.bench.time_left import Step, TimeLeft, guess_work
-from tools.bench.variants import plan_to_measure
+from outrider import Runtime, Session
+from outrider.commands.console import progress_bar
+from outrider.plans.machine import peak_rss_bytes
+from outrider.plans.plan import read_manifest
+from outrider.plans.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
+from outrider.runtime.backends import choose_backend
+from outrider.runtime.request import Options
+from outrider.runtime.runtime import check_threads
+from outrider.tools.bench.alternating import alternate, compare, generate
+from outrider.tools.bench.conversation import Conversation
+from outrider.tools.bench.identity import identity_columns, plan_columns
+from outrider.tools.bench.latency import mode_of
+from outrider.tools.bench.prompts import Prompts
+from outrider.tools.bench.questions import Question, read_questions
+from outrider.tools.bench.rows import Mode, Run, summary, variant_columns
+from outrider.tools.bench.sampling import as_options
+from outrider.tools.bench.shapes import Variant
+from outrider.tools.bench.tasks import by_task
+from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
+from outrider.tools.bench.variants import plan_to_measure
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Mode]]:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plans import names
-from plans.errors import RequestError
-from runtime import Runtime, Session
-from runtime.backends.base import BoundEngine, LoadedEngine
-from runtime.engine_pool import EnginePool
-from runtime.execution.buffers import Buffers
-from tools.bench.machine import CPU
+from outrider import Runtime, Session
+from outrider.plans import names
+from outrider.plans.errors import RequestError
+from outrider.runtime.backends.base import BoundEngine, LoadedEngine
+from outrider.runtime.engine_pool import EnginePool
+from outrider.runtime.execution.buffers import Buffers
+from outrider.tools.bench.machine import CPU
 
 _CERTAIN = np.float32(1e30)  # beside it, nothing else has any weight, at any temperature
 

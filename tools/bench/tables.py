@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench.columns import Row
-from tools.bench.questions import OVERALL
-from tools.bench.shapes import PLAIN
-from tools.output import figure, markdown_table
+from outrider.tools.bench.columns import Row
+from outrider.tools.bench.questions import OVERALL
+from outrider.tools.bench.shapes import PLAIN
+from outrider.tools.output import figure, markdown_table
 
 
 def label(row: Row) -> str:

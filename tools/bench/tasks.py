@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from tools.bench.prompts import Prompts
-from tools.bench.rows import Run, middle, speedup
+from outrider.tools.bench.prompts import Prompts
+from outrider.tools.bench.rows import Run, middle, speedup
 
 
 def by_task(runs: Sequence[Run], plain: Sequence[Run], prompts: Prompts) -> dict[str, dict[str, Any]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from plans.machine import available_cores
-from tools.bench.machine import CPU
+from outrider.plans.machine import available_cores
+from outrider.tools.bench.machine import CPU
 
 _TASKS = Path("/proc/self/task")
 # `y = x`, float32 `[1]`: an ONNX model of one Identity, opset 13, in its bytes, so that no onnx is imported to measure.

@@ -18,19 +18,19 @@ from tempfile import TemporaryDirectory
 
 from rich.markup import escape
 
-from commands.console import stderr
-from compiler.block_layouts import layout_of, read_layout
-from compiler.formats.gguf_file import is_gguf
-from compiler.models.config import DecoderConfig, read_folder_config
-from compiler.models.config_reader import read_json
-from compiler.recipe import Recipe, check_same_recipe, load_recipe, source_recipe
-from compiler.recipe_drafters import BlockSection, reshaped
-from plans.errors import OutriderError
-from plans.manifest import Drafter, Manifest
-from plans.pass_prices import read_pass_prices, write_pass_prices
-from plans.plan import read_manifest
-from runtime.backends import choose_backend
-from tools.bench.shapes import (
+from outrider.commands.console import stderr
+from outrider.compiler.block_layouts import layout_of, read_layout
+from outrider.compiler.formats.gguf_file import is_gguf
+from outrider.compiler.models.config import DecoderConfig, read_folder_config
+from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.recipe import Recipe, check_same_recipe, load_recipe, source_recipe
+from outrider.compiler.recipe_drafters import BlockSection, reshaped
+from outrider.plans.errors import OutriderError
+from outrider.plans.manifest import Drafter, Manifest
+from outrider.plans.pass_prices import read_pass_prices, write_pass_prices
+from outrider.plans.plan import read_manifest
+from outrider.runtime.backends import choose_backend
+from outrider.tools.bench.shapes import (
     PLAIN_DECODING,
     Shape,
     Variant,
@@ -81,7 +81,7 @@ def tokens_of_block(recipe: Recipe, section: BlockSection) -> int:
 def _target_config(recipe: Recipe) -> DecoderConfig:
     if not is_gguf(recipe.checkpoint_path):
         return read_folder_config(recipe.checkpoint_path, recipe.rope_scaling)
-    from compiler.opening import read_config  # loads PyTorch, whose memory would be counted as the runtime's
+    from outrider.compiler.opening import read_config  # loads PyTorch, whose memory would be counted as the runtime's
 
     return read_config(recipe.checkpoint_path, recipe.rope_scaling)
 
@@ -121,7 +121,16 @@ def _build(
     overrides = [*options.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"]
     load_recipe(recipe.path, overrides)
     backend = choose_backend(manifest.backends, options.backend).backend
-    command = [sys.executable, "-m", "compiler", "build", str(recipe.path.resolve()), "--out", str(out), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "outrider.compiler",
+        "build",
+        str(recipe.path.resolve()),
+        "--out",
+        str(out),
+        "--json",
+    ]
     command += ["--backend", backend, *(word for override in overrides for word in ("--set", override))]
     title = f"building a plan of {len(listed)} drafts"
     with stderr.status(title) as status:

@@ -1,4 +1,4 @@
-"""How good a recipe's model is by length of context: `python -m tools.context_quality RECIPE [--lengths 4096,8192]`.
+"""How good a model is by length of context: `python -m outrider.tools.context_quality RECIPE [--lengths 4096,8192]`.
 
 All text is held out: files of the standard library that the reference models did not learn from. Two things are
 measured, with the recipe's rope scaling and, up to twice the trained length, with the checkpoint's own.
@@ -17,7 +17,7 @@ Last comes the length from which on the model is out of its depth, by a rule tha
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -26,12 +26,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commands.arguments import Parser, at_least_1, counts
-from commands.console import guarded
-from tools.bench.machine import describe_run
-from tools.context_quality.measure import MOST_CONTEXTS, measure
-from tools.context_quality.table import print_table
-from tools.output import print_report
+from outrider.commands.arguments import Parser, at_least_1, counts
+from outrider.commands.console import guarded
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.context_quality.measure import MOST_CONTEXTS, measure
+from outrider.tools.context_quality.table import print_table
+from outrider.tools.output import print_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.context_quality",
+        prog="python -m outrider.tools.context_quality",
         description=__doc__.partition("\n\n")[2],
         epilog="example: %(prog)s plans/recipes/reference-long.yaml --lengths 4096,8192,16384",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.context_quality.questions import Context
+from outrider.tools.context_quality.questions import Context
 
 MOST_NATS, LEAST_SHARE = 0.1, 0.5
 RULES = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from plans.errors import RequestError
-from tools.reference.corpus import SourceFile, listed_hashes, read_standard_library
+from outrider.plans.errors import RequestError
+from outrider.tools.reference.corpus import SourceFile, listed_hashes, read_standard_library
 
 
 def held_out_files(checkpoint: Path, library: Path | None) -> list[SourceFile]:

@@ -14,20 +14,20 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from commands.console import progress_bar
-from compiler.checkpoint import checkpoint_hashes, load_decoder
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.opening import read_config
-from compiler.recipe import check_capacity, load_recipe
-from plans.errors import CheckpointError, RequestError
-from plans.machine import peak_rss_bytes
-from tools.bench.identity import git_sha
-from tools.context_quality.figures import RULES, Answers, best_shares, judge, loss_row, retrieval_row
-from tools.context_quality.held_out import Lines, documents, held_out_files
-from tools.context_quality.questions import Context, Contexts
-from tools.context_quality.reading import answers, short_losses, token_losses
-from tools.reference.tasks import identifiers
+from outrider.commands.console import progress_bar
+from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import check_capacity, load_recipe
+from outrider.plans.errors import CheckpointError, RequestError
+from outrider.plans.machine import peak_rss_bytes
+from outrider.tools.bench.identity import git_sha
+from outrider.tools.context_quality.figures import RULES, Answers, best_shares, judge, loss_row, retrieval_row
+from outrider.tools.context_quality.held_out import Lines, documents, held_out_files
+from outrider.tools.context_quality.questions import Context, Contexts
+from outrider.tools.context_quality.reading import answers, short_losses, token_losses
+from outrider.tools.reference.tasks import identifiers
 
 RECIPE, CHECKPOINT = "recipe", "checkpoint"
 FIRST_LENGTH, SHORT_WINDOW = 1024, 1024

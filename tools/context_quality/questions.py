@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from plans.errors import RequestError
-from tools.context_quality.held_out import Lines
-from tools.reference.tasks import ASSISTANT, CLOSE, IMPORT, QUESTION, USER
+from outrider.plans.errors import RequestError
+from outrider.tools.context_quality.held_out import Lines
+from outrider.tools.reference.tasks import ASSISTANT, CLOSE, IMPORT, QUESTION, USER
 
 _MARGIN = 4  # tokens that a line may take beyond its own, where its neighbours are cut otherwise
 

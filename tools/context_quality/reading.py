@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.eager import CausalExecution, attended, rotated
-from tools.context_quality.questions import Context
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eager import CausalExecution, attended, rotated
+from outrider.tools.context_quality.questions import Context
 
 _ROWS = 2048  # of logits at once
 

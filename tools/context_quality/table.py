@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.context_quality.figures import RULES, Row, guessed
-from tools.output import figure, make_table
+from outrider.tools.context_quality.figures import RULES, Row, guessed
+from outrider.tools.output import figure, make_table
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

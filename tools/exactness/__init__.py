@@ -1,1 +1,1 @@
-"""`python -m tools.exactness`: whether the same requests give the same tokens, whatever happens around them."""
+"""`outrider exactness`: whether the same requests give the same tokens, whatever happens around them."""

@@ -1,4 +1,4 @@
-"""Exactness on a table: `python -m tools.exactness PLAN | --against URL [--json]`.
+"""Exactness on a table: `python -m outrider.tools.exactness PLAN | --against URL [--json]`.
 
 The same requests, greedy and at several temperatures, with penalties and structured outputs, are made again and again
 while everything around them changes: drafters and how much these draft, company in a pass and when it arrives, branches
@@ -14,7 +14,7 @@ promise that these are the same again: what differs is a finding about the serve
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -25,21 +25,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from commands.arguments import Parser, at_least_1
-from commands.console import guarded
-from plans.errors import RequestError
-from runtime.exactness import Exactness
-from tools.bench.machine import describe_run
-from tools.exactness.against import measure_server
-from tools.exactness.measure import measure
-from tools.exactness.table import print_groups, print_table
-from tools.output import print_report
+from outrider.commands.arguments import Parser, at_least_1
+from outrider.commands.console import guarded
+from outrider.plans.errors import RequestError
+from outrider.runtime.exactness import Exactness
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.exactness.against import measure_server
+from outrider.tools.exactness.measure import measure
+from outrider.tools.exactness.table import print_groups, print_table
+from outrider.tools.output import print_report
 
 _QUICK = (8, 24)  # requests, and tokens of each
 _WHOLE = (24, 48)
 
 
-def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.exactness") -> int:
+def main(arguments: Sequence[str] | None = None, called: str = "python -m outrider.tools.exactness") -> int:
     """Compare; `called` is what the user typed before the arguments."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from commands.console import progress_bar
-from plans.errors import RequestError
-from tools.bench.identity import git_sha
-from tools.exactness.asked import Asked
-from tools.exactness.conditions import LeftOut
-from tools.exactness.measure import shown
-from tools.exactness.outcome import Outcome, compare
-from tools.exactness.requests import read_texts, server_requests
-from tools.exactness.server import Server
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import RequestError
+from outrider.tools.bench.identity import git_sha
+from outrider.tools.exactness.asked import Asked
+from outrider.tools.exactness.conditions import LeftOut
+from outrider.tools.exactness.measure import shown
+from outrider.tools.exactness.outcome import Outcome, compare
+from outrider.tools.exactness.requests import read_texts, server_requests
+from outrider.tools.exactness.server import Server
 
 OURS = "outrider"
 """The owner of models that our own server names."""

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
 
-from plans.machine import available_cores
-from plans.manifest import GraphDrafter, Manifest, NgramDrafter, rejects
-from runtime.branch_request import MODES, Mode
+from outrider.plans.machine import available_cores
+from outrider.plans.manifest import GraphDrafter, Manifest, NgramDrafter, rejects
+from outrider.runtime.branch_request import MODES, Mode
 
 NONE, MIXED = "none", "mixed"
 """Drafters of a condition, beside a drafter's name: plain decoding, and every request another one of the plan."""

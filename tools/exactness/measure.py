@@ -9,16 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from commands.console import progress_bar
-from plans.errors import OutriderError
-from plans.manifest import Geometry, Manifest
-from plans.plan import open_plan
-from plans.tokenizer import Tokenizer
-from runtime.backends import choose_backend, on_processor
-from tools.arguments import drafters_named
-from tools.bench.identity import git_sha
-from tools.exactness.asked import Asked
-from tools.exactness.conditions import (
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import OutriderError
+from outrider.plans.manifest import Geometry, Manifest
+from outrider.plans.plan import open_plan
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.backends import choose_backend, on_processor
+from outrider.tools.arguments import drafters_named
+from outrider.tools.bench.identity import git_sha
+from outrider.tools.exactness.asked import Asked
+from outrider.tools.exactness.conditions import (
     REFERENCE,
     Condition,
     LeftOut,
@@ -26,9 +26,9 @@ from tools.exactness.conditions import (
     processes,
     usable_drafters,
 )
-from tools.exactness.outcome import Compared, Outcome, compare
-from tools.exactness.process import run_process
-from tools.exactness.requests import TOP_LOGPROBS, plan_requests, read_texts
+from outrider.tools.exactness.outcome import Compared, Outcome, compare
+from outrider.tools.exactness.process import run_process
+from outrider.tools.exactness.requests import TOP_LOGPROBS, plan_requests, read_texts
 
 _LENGTH, _SHORTEST = 256, 24
 _LACKS = "that this processor lacks"

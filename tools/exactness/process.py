@@ -23,7 +23,7 @@ def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = (
     """
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tools.exactness.worker"],
+            [sys.executable, "-m", "outrider.tools.exactness.worker"],
             cwd=REPOSITORY,
             env=environment(isa, without),
             stdin=subprocess.PIPE,

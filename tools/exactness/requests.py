@@ -7,11 +7,11 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from compiler.held_out import read_tasks
-from plans.errors import RequestError
-from plans.tokenizer import Tokenizer
-from tools.bench.prompts import choose_prompts
-from tools.exactness.asked import Asked
+from outrider.compiler.held_out import read_tasks
+from outrider.plans.errors import RequestError
+from outrider.plans.tokenizer import Tokenizer
+from outrider.tools.bench.prompts import choose_prompts
+from outrider.tools.exactness.asked import Asked
 
 _SCHEMA = {
     "type": "object",

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime import Generation, Handle, Runtime
-from runtime.generation import FinishReason
-from tools.exactness.asked import Asked
-from tools.exactness.conditions import Condition
-from tools.exactness.outcome import Logprob, Outcome
+from outrider import Generation, Handle, Runtime
+from outrider.runtime.generation import FinishReason
+from outrider.tools.exactness.asked import Asked
+from outrider.tools.exactness.conditions import Condition
+from outrider.tools.exactness.outcome import Logprob, Outcome
 
 
 @dataclass

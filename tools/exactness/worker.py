@@ -1,4 +1,4 @@
-"""A process with the plan loaded: `python -m tools.exactness.worker`.
+"""A process with the plan loaded: `python -m outrider.tools.exactness.worker`.
 
 One line of JSON on stdin is the job: `plan`, `backend`, `exactness`, `threads`, `drafters`, `file` (of the prefix
 cache), the `asked` requests and the `conditions`. For each condition a line of JSON goes to stdout: `outcomes` and
@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plans.errors import OutriderError
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from tools.exactness.asked import Asked
-from tools.exactness.conditions import Condition
-from tools.exactness.ways import WAYS, Run
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans.errors import OutriderError
+from outrider.tools.exactness.asked import Asked
+from outrider.tools.exactness.conditions import Condition
+from outrider.tools.exactness.ways import WAYS, Run
 
 _CROWDED = 3  # tokens of a cache that is too small, in prompts
 

@@ -1,1 +1,1 @@
-"""Faults under load, and what becomes of requests: `python -m tools.faults PLAN`."""
+"""Faults under load, and what becomes of requests: `python -m outrider.tools.faults PLAN`."""

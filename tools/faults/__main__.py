@@ -1,4 +1,4 @@
-"""Faults while a plan is served: `python -m tools.faults PLAN [--only NAME,...] [--minutes N] [--json]`.
+"""Faults while a plan is served: `python -m outrider.tools.faults PLAN [--only NAME,...] [--minutes N] [--json]`.
 
 Every scenario starts a server of its own, puts it under load, breaks something, and compares every answer with the
 tokens that plain decoding gives. The table says what became of all requests, and what the server holds afterwards that
@@ -8,7 +8,7 @@ it did not hold before. The exit status is 1 where a request was lost or has oth
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -21,29 +21,29 @@ from typing import Any
 
 from rich.console import Console
 
-from commands.arguments import Parser, at_least_0, at_least_1, number
-from commands.console import guarded, progress_bar
-from commands.packages import optional_packages
-from plans.errors import RequestError
-from plans.plan import open_plan
-from tools.bench.identity import git_sha
-from tools.bench.machine import describe_run
-from tools.bench.prompts import prompts_file
-from tools.faults.scenarios import SCENARIOS
-from tools.output import make_table, print_report
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
+from outrider.commands.console import guarded, progress_bar
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import RequestError
+from outrider.plans.plan import open_plan
+from outrider.tools.bench.identity import git_sha
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.bench.prompts import prompts_file
+from outrider.tools.faults.scenarios import SCENARIOS
+from outrider.tools.output import make_table, print_report
 
 _WHOLE = 60.0  # minutes of the whole form, which are shared out among the scenarios
 
 
-def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.faults") -> int:
+def main(arguments: Sequence[str] | None = None, called: str = "python -m outrider.tools.faults") -> int:
     """Run scenarios; `called` is what the user typed before its arguments."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> int:
     with optional_packages("The server", "serve"):
-        from tools.faults.questions import make_questions
-        from tools.faults.setting import Setting
+        from outrider.tools.faults.questions import make_questions
+        from outrider.tools.faults.setting import Setting
     names = list(SCENARIOS) if options.only is None else options.only.split(",")
     if wrong := [name for name in names if name not in SCENARIOS]:
         raise RequestError(f"--only names {wrong[0]!r}; choose from {', '.join(SCENARIOS)}.")

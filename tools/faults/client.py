@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from tools.faults.answers import Answer
+from outrider.tools.faults.answers import Answer
 
 PATIENCE = 120.0  # seconds without a byte, after which an answer counts as lost
 FAILURES = (OSError, HTTPException, ValueError)  # of a connection, or of a body that was cut off

@@ -12,12 +12,12 @@ import threading
 from pathlib import Path
 from time import monotonic, sleep, time
 
-from plans.errors import RequestError
-from tools.faults.client import Client, plain, read_all
-from tools.faults.crowd import Crowd, Ways, ask_all
-from tools.faults.figures import Figures
-from tools.faults.server import MODEL, Server
-from tools.faults.setting import Setting
+from outrider.plans.errors import RequestError
+from outrider.tools.faults.client import Client, plain, read_all
+from outrider.tools.faults.crowd import Crowd, Ways, ask_all
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.server import MODEL, Server
+from outrider.tools.faults.setting import Setting
 
 _HOUR, _DAY = 3600, 86400
 _JUMPS = (_HOUR, -_HOUR, 0, _DAY, -_DAY, 0)

@@ -10,10 +10,10 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, Self
 
-from tools.faults.answers import Answer
-from tools.faults.client import FAILURES, PATIENCE, Client
-from tools.faults.figures import Figures
-from tools.faults.questions import Question
+from outrider.tools.faults.answers import Answer
+from outrider.tools.faults.client import FAILURES, PATIENCE, Client
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.questions import Question
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tools.faults.crowd import Crowd, Ways
-from tools.faults.figures import Figures
-from tools.faults.setting import Setting
+from outrider.tools.faults.crowd import Crowd, Ways
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.setting import Setting
 
 
 def run(setting: Setting, figures: Figures) -> None:

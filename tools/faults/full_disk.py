@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from tools.faults.crowd import ask_all
-from tools.faults.figures import Figures
-from tools.faults.server import Server
-from tools.faults.setting import Setting
+from outrider.tools.faults.crowd import ask_all
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.server import Server
+from outrider.tools.faults.setting import Setting
 
 _DISK_BYTES = 2**28  # room for two prefix caches of `setting.serve`, the old file and the new one
 

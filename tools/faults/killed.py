@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from time import monotonic, sleep
 
-from tools.faults.crowd import Crowd, Ways, ask_all
-from tools.faults.figures import Figures
-from tools.faults.replicas import replicas_of
-from tools.faults.server import held_by
-from tools.faults.setting import Setting, compare
+from outrider.tools.faults.crowd import Crowd, Ways, ask_all
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.replicas import replicas_of
+from outrider.tools.faults.server import held_by
+from outrider.tools.faults.setting import Setting, compare
 
 _SECONDS_A_KILL = 90.0  # on average: 20 kills in 30 minutes
 _REPLICAS = 3

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from plans.errors import OutriderError
-from runtime.server.errors import ApiError
-from tools.faults.answers import Answer
-from tools.faults.client import FAILURES, plain, read_all
-from tools.faults.crowd import Crowd, Ways
-from tools.faults.figures import Figures
-from tools.faults.mutations import malformed, rubbish
-from tools.faults.questions import Oracle
-from tools.faults.server import Server
-from tools.faults.setting import Setting
+from outrider.plans.errors import OutriderError
+from outrider.runtime.server.errors import ApiError
+from outrider.tools.faults.answers import Answer
+from outrider.tools.faults.client import FAILURES, plain, read_all
+from outrider.tools.faults.crowd import Crowd, Ways
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.mutations import malformed, rubbish
+from outrider.tools.faults.questions import Oracle
+from outrider.tools.faults.server import Server
+from outrider.tools.faults.setting import Setting
 
 BODIES = 10_000
 _MOST_BYTES = 2**18  # of a body: as many as the server is told to take

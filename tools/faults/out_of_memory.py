@@ -8,11 +8,11 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from time import sleep
 
-from tools.faults.answers import Answer
-from tools.faults.crowd import Crowd, Ways, ask_all
-from tools.faults.figures import Figures
-from tools.faults.server import Server
-from tools.faults.setting import Setting
+from outrider.tools.faults.answers import Answer
+from outrider.tools.faults.crowd import Crowd, Ways, ask_all
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.server import Server
+from outrider.tools.faults.setting import Setting
 
 _ROOMS = (0, 2**20, 2**22, 2**24)  # bytes that it may take beyond what it has
 

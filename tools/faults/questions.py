@@ -13,18 +13,18 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from plans.errors import OutriderError, RequestError
-from plans.manifest import rejects
-from runtime import Runtime
-from runtime.handle import Handle
-from runtime.prefix_cache.cache import PrefixCache
-from runtime.request import Options
-from runtime.server.answers import Answer as Written
-from runtime.server.asked import ChatAsked, CompletionAsked
-from runtime.server.submitting import Submitter
-from tools.bench.prompts import choose_prompts
-from tools.faults.answers import Answer
-from tools.faults.server import MODEL
+from outrider import Runtime
+from outrider.plans.errors import OutriderError, RequestError
+from outrider.plans.manifest import rejects
+from outrider.runtime.handle import Handle
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.request import Options
+from outrider.runtime.server.answers import Answer as Written
+from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.submitting import Submitter
+from outrider.tools.bench.prompts import choose_prompts
+from outrider.tools.faults.answers import Answer
+from outrider.tools.faults.server import MODEL
 
 _TOOL = {
     "type": "function",

@@ -10,18 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from time import sleep
 
-from compiler.build import build
-from compiler.place import Place
-from compiler.recipe import source_recipe
-from plans.errors import OutriderError
-from plans.plan import read_manifest
-from tools.faults.client import Client
-from tools.faults.crowd import Crowd, Ways, ask_all
-from tools.faults.figures import Figures
-from tools.faults.questions import Question, make_questions
-from tools.faults.server import MODEL, Server
-from tools.faults.setting import Setting
-from tools.faults.successor import copy_plan, write_over, write_successor
+from outrider.compiler.build import build
+from outrider.compiler.place import Place
+from outrider.compiler.recipe import source_recipe
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import read_manifest
+from outrider.tools.faults.client import Client
+from outrider.tools.faults.crowd import Crowd, Ways, ask_all
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.questions import Question, make_questions
+from outrider.tools.faults.server import MODEL, Server
+from outrider.tools.faults.setting import Setting
+from outrider.tools.faults.successor import copy_plan, write_over, write_successor
 
 _WRITTEN = "was written to while the plan is in use"
 _SHORT = 8  # questions to a new server

@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
-from tools.faults.crowd import ask_all
-from tools.faults.figures import Figures
-from tools.faults.server import Server
-from tools.faults.setting import Setting
+from outrider.tools.faults.crowd import ask_all
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.server import Server
+from outrider.tools.faults.setting import Setting
 
 _LOST = "a request lost its replica"  # what the ingress logs
 _ENDING = 20.0  # seconds for the processes of a cluster to end by themselves
@@ -82,7 +82,7 @@ def replicas_of(setting: Setting, count: int, *options: str) -> Iterator[Replica
         "4096",
     )
     server = Server(
-        setting.plan, setting.file("ray.log"), [*own, *cache, *options], environment, ("runtime.ray_serve",)
+        setting.plan, setting.file("ray.log"), [*own, *cache, *options], environment, ("outrider.runtime.ray_serve",)
     )
     started = set[int]()
     try:

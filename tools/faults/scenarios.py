@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from time import monotonic
 
-from plans.errors import OutriderError
-from tools.faults.figures import Figures
-from tools.faults.setting import Setting
+from outrider.plans.errors import OutriderError
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.setting import Setting
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Scenario:
 
     def run(self, name: str, setting: Setting) -> Figures:
         """Its figures; an error that ends it is one of the things that are wrong."""
-        module = import_module(f"tools.faults.{self.module}")
+        module = import_module(f"outrider.tools.faults.{self.module}")
         run: Callable[[Setting, Figures], None] = module.run
         figures, began = Figures(name), monotonic()
         try:

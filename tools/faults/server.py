@@ -1,4 +1,4 @@
-"""`python -m runtime serve` in a process of its own, and what that process holds."""
+"""`python -m outrider.runtime serve` in a process of its own, and what that process holds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
-from plans.errors import PlanError
-from tools.faults.client import FAILURES, get
-from tools.faults.figures import Held
+from outrider.plans.errors import PlanError
+from outrider.tools.faults.client import FAILURES, get
+from outrider.tools.faults.figures import Held
 
 MODEL = "faults"
 _STARTING = 180.0  # seconds, of a large plan on a machine that does other things

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 
-from tools.faults.crowd import ask_all
-from tools.faults.figures import Figures, Held
-from tools.faults.questions import Question
-from tools.faults.server import Server
+from outrider.tools.faults.crowd import ask_all
+from outrider.tools.faults.figures import Figures, Held
+from outrider.tools.faults.questions import Question
+from outrider.tools.faults.server import Server
 
 # Servers here have one arena of memory, which gives back what is freed: with one for each thread, as usual, a process
 # keeps 300 MB of what large grammars took for a moment. What stays is learnt once: shapes of passes, modules.

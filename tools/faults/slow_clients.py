@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 from time import monotonic, sleep
 
-from tools.faults.client import FAILURES, plain, read_all
-from tools.faults.crowd import Crowd, Ways
-from tools.faults.figures import Figures
-from tools.faults.server import MODEL, Server
-from tools.faults.setting import Setting
+from outrider.tools.faults.client import FAILURES, plain, read_all
+from outrider.tools.faults.crowd import Crowd, Ways
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.server import MODEL, Server
+from outrider.tools.faults.setting import Setting
 
 _HEAD, _BODY, _SEND = 3.0, 4.0, 3.0  # seconds that the server gives
 _LATE = 15.0  # seconds beyond which a limit was not kept, on a machine that does other things

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from time import sleep
 
-from tools.faults.crowd import Crowd, Ways, ask_all
-from tools.faults.figures import Figures
-from tools.faults.out_of_memory import limit_memory
-from tools.faults.replicas import replicas_of
-from tools.faults.setting import Setting
+from outrider.tools.faults.crowd import Crowd, Ways, ask_all
+from outrider.tools.faults.figures import Figures
+from outrider.tools.faults.out_of_memory import limit_memory
+from outrider.tools.faults.replicas import replicas_of
+from outrider.tools.faults.setting import Setting
 
 _REPLICAS = 3
 _PATIENCE = 300.0  # seconds: three health checks of 15 s that are missed, 40 s to drain, and a machine that is busy

@@ -8,7 +8,7 @@ import shutil
 from hashlib import sha256
 from pathlib import Path
 
-from plans.plan import MANIFEST, file_sha256, manifest_json
+from outrider.plans.plan import MANIFEST, file_sha256, manifest_json
 
 _BLOCK = 16  # bytes: as many as the largest number of a tensor has, so that swapped blocks hold numbers of its kind
 

@@ -1,4 +1,4 @@
-"""What a GPU shows of the backend `cuda`: `python -m tools.gpu.measure --prepared .gpu --out results`.
+"""What a GPU shows of the backend `cuda`: `python -m outrider.tools.gpu.measure --prepared .gpu --out results`.
 
 Each stage is a process with a time limit of its own: one that hangs or crashes is reported, and the next one begins.
 Its rows are lines of STAGE.jsonl in the folder of results as soon as they are known; report.md has them as a table.
@@ -7,7 +7,7 @@ Its rows are lines of STAGE.jsonl in the folder of results as soon as they are k
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -22,13 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-from commands.arguments import Parser, at_least_1
-from commands.console import guarded, stdout
-from plans.errors import OutriderError
-from plans.plan import files_sha256
-from runtime.backends.cuda_driver import device_name
-from tools.gpu.stages import Row
-from tools.output import markdown_table
+from outrider.commands.arguments import Parser, at_least_1
+from outrider.commands.console import guarded, stdout
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import files_sha256
+from outrider.runtime.backends.cuda_driver import device_name
+from outrider.tools.gpu.stages import Row
+from outrider.tools.output import markdown_table
 
 STAGES = {
     "env": (30, ("cubins", "settings.json")),
@@ -50,7 +50,7 @@ def measure(prepared: Path, out: Path, stages: dict[str, int], resume: Path | No
     """
     if len(cubins := list(prepared.glob("cubins/*.engine.*.cubin"))) != 1:
         reason = f"{prepared}/cubins has kernels of {len(cubins)} sources, not of one"
-        raise OutriderError(f"{reason}; remove it if it is there, and run python -m tools.gpu.prepare")
+        raise OutriderError(f"{reason}; remove it if it is there, and run python -m outrider.tools.gpu.prepare")
     found, card = dict[str, list[Row]](), device_name()
     out.mkdir(parents=True, exist_ok=True)
     for name, limit in stages.items():
@@ -80,7 +80,7 @@ def measure(prepared: Path, out: Path, stages: dict[str, int], resume: Path | No
 def run_stage(arguments: list[object], log: Path, limit: int) -> Row:
     """Run a stage for at most `limit` seconds, and return how it ended; what it has started is killed with it, also
     where this is interrupted."""
-    command = [sys.executable, "-X", "faulthandler", "-m", "tools.gpu.stages", *map(str, arguments)]
+    command = [sys.executable, "-X", "faulthandler", "-m", "outrider.tools.gpu.stages", *map(str, arguments)]
     began, code = monotonic(), None
     with log.open("a", encoding="utf-8") as file:
         print(*command, file=file, flush=True)
@@ -157,7 +157,8 @@ def _limits(text: str) -> dict[str, int]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.gpu.measure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m outrider.tools.gpu.measure", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example: %(prog)s --prepared .gpu --out build/gpu --stages env,smoke=20,steps",
     )  # fmt: skip
     parser.add_argument("--prepared", type=Path, default=Path(".gpu"), help="what tools.gpu.prepare wrote")

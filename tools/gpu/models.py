@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compiler.deferred import defer
-from compiler.engines.onnx_file import describe_engine
-from compiler.export import export_target
-from compiler.kernels import HANDLERS
-from compiler.kernels.emitter import Emitter
-from compiler.lowering import lower
-from compiler.models.config import WeightType, config_from
-from compiler.models.decoder import Decoder
-from compiler.quantization.graph import quantize
-from compiler.quantization.weight_form import WeightForm
-from compiler.slots import slots
-from plans import names
-from tools.gpu.stages import StepModel
-from tools.synthetic_llama import LlamaShape
+from outrider.compiler.deferred import defer
+from outrider.compiler.engines.onnx_file import describe_engine
+from outrider.compiler.export import export_target
+from outrider.compiler.kernels import HANDLERS
+from outrider.compiler.kernels.emitter import Emitter
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.config import WeightType, config_from
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.quantization.graph import quantize
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.compiler.slots import slots
+from outrider.plans import names
+from outrider.tools.gpu.stages import StepModel
+from outrider.tools.synthetic_llama import LlamaShape
 
 TYPES = ("bfloat16", "int8", "int4")
 CAPACITY = 8448

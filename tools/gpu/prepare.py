@@ -1,4 +1,4 @@
-"""What `tools.gpu.measure` needs on a machine that is lent for minutes: `python -m tools.gpu.prepare --out .gpu`.
+"""What `tools.gpu.measure` needs on a machine lent for minutes: `python -m outrider.tools.gpu.prepare --out .gpu`.
 
 Kernels, the launches of models of 1B and 8B, golden launches and their results, a plan with the tokens that the CPU
 decodes, packages of Python. No GPU is needed. Parts whose sources have not changed are kept.
@@ -7,7 +7,7 @@ decodes, packages of Python. No GPU is needed. Parts whose sources have not chan
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -24,18 +24,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-from commands.arguments import Parser
-from commands.console import guarded, stdout
-from compiler.build import build
-from compiler.held_out import read_prompts
-from compiler.recipe import load_recipe
-from plans.errors import OutriderError
-from plans.plan import files_sha256
-from plugins.cuda.compile import CUBINS, compile_kernels
-from runtime import Runtime
-from runtime.file_lock import locked
-from tools.gpu.models import SHAPES, model_of
-from tools.gpu.stages import Row, bits_of, decode
+from outrider import Runtime
+from outrider.commands.arguments import Parser
+from outrider.commands.console import guarded, stdout
+from outrider.compiler.build import build
+from outrider.compiler.held_out import read_prompts
+from outrider.compiler.recipe import load_recipe
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import files_sha256
+from outrider.plugins.cuda.compile import CUBINS, compile_kernels
+from outrider.runtime.file_lock import locked
+from outrider.tools.gpu.models import SHAPES, model_of
+from outrider.tools.gpu.stages import Row, bits_of, decode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPE = ROOT / "plans" / "recipes" / "reference.yaml"
@@ -145,7 +145,9 @@ _WHEELS = (  # what the runtime and the tests import and the machine with the GP
     "--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c tools/constraints.txt -d {part} "
     "fastapi llguidance openai pydantic uvicorn"
 )
-_NATIVE = "python3.12 -m pip wheel -q --no-deps -Cwheel.packages=plugins -w {part} ."  # whose libraries are small
+_NATIVE = (  # its libraries alone
+    "python3.12 -m pip wheel -q --no-deps -Cwheel.packages=plugins -Cwheel.exclude=plugins/** -w {part} ."
+)
 _NO_KERNELS = ":(exclude)plugins/csrc/cuda"
 _COMPILED = ("compiler", "plans", "plugins")
 _OWN, _STAGES = "tools/gpu/prepare.py", "tools/gpu/stages.py"
@@ -175,7 +177,8 @@ def main(given: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.gpu.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m outrider.tools.gpu.prepare", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="example: %(prog)s --out .gpu",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(".gpu"), help="folder that is filled (default: .gpu)")

@@ -1,4 +1,4 @@
-"""The stages of `tools.gpu.measure`: `python -m tools.gpu.stages NAME PREPARED OUT` runs one in this process.
+"""The stages of `tools.gpu.measure`: `python -m outrider.tools.gpu.stages NAME PREPARED OUT` runs one in this process.
 
 Each row that it finds is a line of OUT/NAME.jsonl at once. A row that has `passed` false makes the stage fail. What
 `tools.gpu.prepare` writes for stages has its form here: golden launches of kernels, steps of models, runs of drafters.
@@ -27,17 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
-from plans import names
-from plans.buffers import Strict, Tensor
-from plans.kernel_costs import LaunchCost, launch_costs
-from plans.kernel_engine import KernelEngine
-from plugins.cuda.engine_kernels import ENGINE_KERNELS
-from runtime.backends.cuda_driver import CudaDevice, call, driver_version
-from runtime.backends.kernel_engines import Call, calls
-from runtime.backends.recorder import Recorder
+from outrider.plans import names
+from outrider.plans.buffers import Strict, Tensor
+from outrider.plans.kernel_costs import LaunchCost, launch_costs
+from outrider.plans.kernel_engine import KernelEngine
+from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS
+from outrider.runtime.backends.cuda_driver import CudaDevice, call, driver_version
+from outrider.runtime.backends.kernel_engines import Call, calls
+from outrider.runtime.backends.recorder import Recorder
 
 if TYPE_CHECKING:  # which takes a second to load
-    from runtime import Generation, Session
+    from outrider import Generation, Session
 
 Array = NDArray[Any]
 Tensors = Sequence[Array | None]
@@ -301,7 +301,7 @@ def _groups(step: Step) -> dict[tuple[str, str], Step]:
 
 def plan(bench: Bench) -> None:
     """The reference plan with every drafter: tokens and bits against the CPU's, and how long rounds take."""
-    from runtime import Runtime
+    from outrider import Runtime
 
     expected = json.loads((bench.prepared / "expected.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
-"""`python -m tools.peers CKPT`: our engine against others, on the same checkpoint, prompts and threads."""
+"""`python -m outrider.tools.peers CKPT`: our engine against others, on the same checkpoint, prompts and threads."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -11,15 +11,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from commands.arguments import Parser, at_least_0, at_least_1
-from commands.console import guarded
-from commands.packages import optional_packages
-from tools.bench.machine import describe_run
-from tools.output import print_report
-from tools.peers.precision import PRECISIONS, Precision
+from outrider.commands.arguments import Parser, at_least_0, at_least_1
+from outrider.commands.console import guarded
+from outrider.commands.packages import optional_packages
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.output import print_report
+from outrider.tools.peers.precision import PRECISIONS, Precision
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m tools.peers") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m outrider.tools.peers") -> int:
     """Run the comparison; `called` is what the user typed before its arguments."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
@@ -77,8 +77,8 @@ def _precisions(text: str) -> list[Precision]:
 
 def _run(options: argparse.Namespace) -> int:
     with optional_packages("This comparison", "compiler,dev"):
-        from tools.peers.measure import measure
-        from tools.peers.table import print_table
+        from outrider.tools.peers.measure import measure
+        from outrider.tools.peers.table import print_table
 
         report = {**describe_run(), **measure(options)}
     return print_report(report, options.json, print_table)

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from commands.console import stderr
-from compiler.checkpoint import checkpoint_hashes
-from compiler.identity import digest
-from plans.errors import OutriderError
-from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO
-from tools.peers.precision import Precision
+from outrider.commands.console import stderr
+from outrider.compiler.checkpoint import checkpoint_hashes
+from outrider.compiler.identity import digest
+from outrider.plans.errors import OutriderError
+from outrider.tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO
+from outrider.tools.peers.precision import Precision
 
 _LLAMA_CPP_TYPES: dict[Precision, str] = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 _OPENVINO_TYPES = _LLAMA_CPP_TYPES | {"fp32": "F16"}  # it reads no F32; at load it makes float32 of F16
@@ -73,7 +73,7 @@ def _for_llama_cpp(checkpoint: Path, folder: Path, precision: Precision) -> None
 def _for_openvino(checkpoint: Path, folder: Path, precision: Precision) -> None:
     """A draft model must be in OpenVINO's format, so that the target is in it too."""
     _write_gguf(checkpoint, folder, _OPENVINO_TYPES[precision])
-    _run("OpenVINO GenAI", checkpoint, ["tools.peers.gguf_to_openvino", str(folder / _MODEL)])
+    _run("OpenVINO GenAI", checkpoint, ["outrider.tools.peers.gguf_to_openvino", str(folder / _MODEL)])
     (folder / _MODEL).unlink()
 
 
@@ -87,7 +87,7 @@ CONVERTED = frozenset(_CONVERTERS)
 
 
 def _write_gguf(checkpoint: Path, folder: Path, kind: str) -> None:
-    from tools.peers.gguf_file import write_gguf  # imports gguf, which need not be installed
+    from outrider.tools.peers.gguf_file import write_gguf  # imports gguf, which need not be installed
 
     folder.mkdir()
     write_gguf(checkpoint, folder / _MODEL, kind)

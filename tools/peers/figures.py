@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-from tools.bench.rows import Divergence, middle, spread
-from tools.peers.engine import OURS, PLAIN, Generated
+from outrider.tools.bench.rows import Divergence, middle, spread
+from outrider.tools.peers.engine import OURS, PLAIN, Generated
 
 Ratio = Callable[["Generation", "Generation"], float | None]
 

@@ -11,10 +11,10 @@ import numpy as np
 from gguf import GGMLQuantizationType, LlamaFileType, TokenType
 from numpy.typing import NDArray
 
-from compiler.models.config import DecoderConfig
-from compiler.opening import open_checkpoint
-from compiler.tensor_source import TensorSource
-from plans.errors import OutriderError
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.opening import open_checkpoint
+from outrider.compiler.tensor_source import TensorSource
+from outrider.plans.errors import OutriderError
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,

@@ -1,4 +1,4 @@
-"""`python -m tools.peers.gguf_to_openvino FILE`: write what OpenVINO GenAI makes of a GGUF file beside that file."""
+"""`python -m outrider.tools.peers.gguf_to_openvino FILE`: what OpenVINO GenAI makes of a GGUF file, beside it."""
 
 from __future__ import annotations
 

@@ -11,24 +11,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from commands.console import stderr
-from compiler.opening import stores_integers
-from compiler.weights import check_folder
-from plans.errors import OutriderError, UsageError
-from plans.extras import install
-from plans.machine import available_cores
-from plans.plan import read_manifest
-from plans.tokenizer import Tokenizer
-from runtime.runtime import check_threads
-from tools.bench.prompts import choose_prompts, encode_prompts
-from tools.bench.rows import Divergence
-from tools.peers.conversion import CONVERTED, convert
-from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Settings
-from tools.peers.figures import Mode, first_tokens, report
-from tools.peers.plan import build_plan, check_plan
-from tools.peers.precision import PRECISIONS, Precision
-from tools.peers.process import Worker
-from tools.peers.turns import Missing, Turns
+from outrider.commands.console import stderr
+from outrider.compiler.opening import stores_integers
+from outrider.compiler.weights import check_folder
+from outrider.plans.errors import OutriderError, UsageError
+from outrider.plans.extras import install
+from outrider.plans.machine import available_cores
+from outrider.plans.plan import read_manifest
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.runtime import check_threads
+from outrider.tools.bench.prompts import choose_prompts, encode_prompts
+from outrider.tools.bench.rows import Divergence
+from outrider.tools.peers.conversion import CONVERTED, convert
+from outrider.tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Settings
+from outrider.tools.peers.figures import Mode, first_tokens, report
+from outrider.tools.peers.plan import build_plan, check_plan
+from outrider.tools.peers.precision import PRECISIONS, Precision
+from outrider.tools.peers.process import Worker
+from outrider.tools.peers.turns import Missing, Turns
 
 _PACKAGES = {
     TRANSFORMERS: ("transformers",),

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import yaml
 
-from commands.console import progress_bar, stderr
-from compiler.build import build
-from compiler.checkpoint import checkpoint_hashes
-from compiler.identity import digest
-from compiler.opening import read_config
-from compiler.recipe import load_recipe, source_recipe
-from plans.errors import PlanError
-from plans.plan import read_manifest
-from tools.peers.precision import Precision, precision_of, weights_section
-from tools.peers.with_outrider import BACKEND
+from outrider.commands.console import progress_bar, stderr
+from outrider.compiler.build import build
+from outrider.compiler.checkpoint import checkpoint_hashes
+from outrider.compiler.identity import digest
+from outrider.compiler.opening import read_config
+from outrider.compiler.recipe import load_recipe, source_recipe
+from outrider.plans.errors import PlanError
+from outrider.plans.plan import read_manifest
+from outrider.tools.peers.precision import Precision, precision_of, weights_section
+from outrider.tools.peers.with_outrider import BACKEND
 
 _HELD_OUT = Path(__file__).resolve().parent.parent.parent / "plans" / "reference" / "held_out.jsonl.gz"
 _CONTEXT = 4096  # or the model's, where that is less

@@ -14,8 +14,8 @@ from time import perf_counter, sleep
 from types import TracebackType
 from typing import Any
 
-from plans.errors import OutriderError
-from tools.peers.engine import Generated, Settings
+from outrider.plans.errors import OutriderError
+from outrider.tools.peers.engine import Generated, Settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _GLANCE_SECONDS, _PATIENCE_SECONDS = 0.02, 10.0
@@ -49,7 +49,7 @@ class Worker:
         self.engine = engine
         self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tools.peers.worker", engine],
+            [sys.executable, "-m", "outrider.tools.peers.worker", engine],
             cwd=REPOSITORY,
             env=environment,
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The table of `python -m tools.peers`."""
+"""The table of `python -m outrider.tools.peers`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.output import figure
+from outrider.tools.output import figure
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

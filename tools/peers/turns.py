@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 from time import perf_counter
 
-from commands.console import progress_bar, stderr
-from tools.bench.time_left import Step, TimeLeft, guess_work
-from tools.peers.engine import ENGINES, Generated
-from tools.peers.figures import Generation, Mode
-from tools.peers.process import LostEngineError, Worker, WorkerError, rest
+from outrider.commands.console import progress_bar, stderr
+from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
+from outrider.tools.peers.engine import ENGINES, Generated
+from outrider.tools.peers.figures import Generation, Mode
+from outrider.tools.peers.process import LostEngineError, Worker, WorkerError, rest
 
 Missing = dict[str, str | None]
 """`engine`, `mode` (None: the whole engine) and `reason`."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import onnxruntime_genai as genai
 
-from tools.peers.end_token import choose_end_token
-from tools.peers.engine import PLAIN, Clock, Generated, Settings
+from outrider.tools.peers.end_token import choose_end_token
+from outrider.tools.peers.engine import PLAIN, Clock, Generated, Settings
 
 DRAFT = "draft"
 # The first n-gram settings are those of its documentation, without and with a width that follows what is accepted; the

@@ -11,7 +11,7 @@ from llama_cpp import Llama
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 from numpy.typing import NDArray
 
-from tools.peers.engine import PLAIN, Clock, Generated, Settings
+from outrider.tools.peers.engine import PLAIN, Clock, Generated, Settings
 
 LOOKUP, DRAFT = "prompt-lookup", "draft"
 _DRAFTED = 4  # the bindings leave the number to the drafter; ours is as long

@@ -8,7 +8,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from tools.peers.engine import PLAIN, Clock, Generated, Settings
+from outrider.tools.peers.engine import PLAIN, Clock, Generated, Settings
 
 LOOKUP, DRAFT = "prompt-lookup", "draft"
 # As its samples set them.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnxruntime
 
-from runtime import Runtime
-from runtime.request import Options
-from tools.peers.engine import Clock, Generated, Settings
-from tools.verify.agreement import find_parting
+from outrider import Runtime
+from outrider.runtime.request import Options
+from outrider.tools.peers.engine import Clock, Generated, Settings
+from outrider.tools.verify.agreement import find_parting
 
 BACKEND = "onnxruntime-cpu"
 PLAIN = "none"

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from tools.peers.engine import PLAIN, Clock, Generated, Settings
+from outrider.tools.peers.engine import PLAIN, Clock, Generated, Settings
 
 ASSISTED, LOOKUP = "assisted", "prompt-lookup"
 LOOKUP_TOKENS = 10  # the number in the library's documentation; it has no default

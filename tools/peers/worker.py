@@ -1,4 +1,4 @@
-"""One engine in a process of its own: `python -m tools.peers.worker ENGINE`.
+"""One engine in a process of its own: `python -m outrider.tools.peers.worker ENGINE`.
 
 A line of JSON a request on stdin, a line of JSON an answer on stdout. The first request is the settings, its answer
 what the engine can do. Between requests the process waits for input, and nothing of it may run: `cpu_ms`, which
@@ -15,15 +15,15 @@ from dataclasses import asdict
 from time import process_time
 from typing import Any, TextIO
 
-from plans.errors import OutriderError
-from tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Engine, Settings
+from outrider.plans.errors import OutriderError
+from outrider.tools.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Engine, Settings
 
 _CLASSES = {
-    OURS: ("tools.peers.with_outrider", "Outrider"),
-    TRANSFORMERS: ("tools.peers.with_transformers", "Transformers"),
-    GENAI: ("tools.peers.with_genai", "Genai"),
-    OPENVINO: ("tools.peers.with_openvino", "OpenVino"),
-    LLAMA_CPP: ("tools.peers.with_llama_cpp", "LlamaCpp"),
+    OURS: ("outrider.tools.peers.with_outrider", "Outrider"),
+    TRANSFORMERS: ("outrider.tools.peers.with_transformers", "Transformers"),
+    GENAI: ("outrider.tools.peers.with_genai", "Genai"),
+    OPENVINO: ("outrider.tools.peers.with_openvino", "OpenVino"),
+    LLAMA_CPP: ("outrider.tools.peers.with_llama_cpp", "LlamaCpp"),
 }
 _WARM_UP_TOKENS = 4  # the caches hold the weights of the engine that ran before
 

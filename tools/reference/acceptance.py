@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tools.reference.generate import generate
-from tools.reference.prompts import read_completions
-from tools.reference.teacher import Reading, Teacher
+from outrider.tools.reference.generate import generate
+from outrider.tools.reference.prompts import read_completions
+from outrider.tools.reference.teacher import Reading, Teacher
 
 DEPTHS, CHILDREN, NEW_TOKENS = 6, 4, 128
 GREEDY, SAMPLED = 0.0, 1.0

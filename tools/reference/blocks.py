@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler.models.block import BlockHead
-from compiler.models.drafting import BlockDraft
-from compiler.models.rope import rope_tables
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.compiler.models.rope import rope_tables
 
 
 class BlocksExecution:

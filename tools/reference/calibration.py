@@ -6,8 +6,8 @@ import json
 import random
 from pathlib import Path
 
-from tools.reference.corpus import SourceFile, write_text
-from tools.reference.prompts import Row
+from outrider.tools.reference.corpus import SourceFile, write_text
+from outrider.tools.reference.prompts import Row
 
 TEXTS, CHARACTERS = 24, 1700
 """12k tokens of the reference target; twice as many gain next to nothing."""

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.block_checkpoint import stored_block_name
-from compiler.eagle3_checkpoint import EMBEDDING
-from compiler.quantization.rounding import in_steps, stored_scales
-from plans.errors import CheckpointError
+from outrider.compiler.block_checkpoint import stored_block_name
+from outrider.compiler.eagle3_checkpoint import EMBEDDING
+from outrider.compiler.quantization.rounding import in_steps, stored_scales
+from outrider.plans.errors import CheckpointError
 
 GROUP = 32
 FLOAT = 16

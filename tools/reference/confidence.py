@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tools.reference.acceptance import (
+from outrider.tools.reference.acceptance import (
     GREEDY,
     SAMPLED,
     Acceptance,
@@ -22,7 +22,7 @@ from tools.reference.acceptance import (
     shares,
     table,
 )
-from tools.reference.teacher import Reading, Teacher
+from outrider.tools.reference.teacher import Reading, Teacher
 
 Confidences = Callable[[Tensor, Reading, int], Tensor]
 """As `Drafts`, to the chances `[depths, length - 1 - depths]` that the target accepts the token at each depth."""

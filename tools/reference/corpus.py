@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.held_out import read_text
+from outrider.compiler.held_out import read_text
 
 HELD_OUT_SHARE = 0.03
 HELD_OUT = " held-out"

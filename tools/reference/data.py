@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from tools.reference.corpus import SourceFile
-from tools.reference.tasks import identifiers, outline_examples, retrieval_example
+from outrider.tools.reference.corpus import SourceFile
+from outrider.tools.reference.tasks import identifiers, outline_examples, retrieval_example
 
 END_OF_TEXT, SPECIAL_TOKENS = "<|endoftext|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 4096

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler.checkpoint import load_decoder
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.eager import CausalExecution
-from tools.reference.acceptance import Drafts, measure
-from tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
-from tools.reference.export_drafters import write_card, write_model
-from tools.reference.loop import Run, Training
-from tools.reference.target import initialise, matrices
-from tools.reference.teacher import Reading
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eager import CausalExecution
+from outrider.tools.reference.acceptance import Drafts, measure
+from outrider.tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
+from outrider.tools.reference.export_drafters import write_card, write_model
+from outrider.tools.reference.loop import Run, Training
+from outrider.tools.reference.target import initialise, matrices
+from outrider.tools.reference.teacher import Reading
 
 NEXT_TOKEN = 0.1
 """Weight of the loss against the text's own next token; the rest is against the target's distribution."""
@@ -111,4 +111,4 @@ def _about(model: Decoder, sha256: str) -> str:
 of the same tokens: {c.num_layers} layer{"s" * (c.num_layers > 1)}, hidden {c.hidden_size},
 intermediate {c.intermediate_size}, {c.num_heads} query and {c.num_kv_heads} key/value heads of {c.head_dim},
 tied embedding.
-Distilled from the target. Written by `python -m tools.train_reference model`."""
+Distilled from the target. Written by `python -m outrider.tools.train_reference model`."""

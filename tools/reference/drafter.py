@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plans.errors import CheckpointError
-from tools.reference.acceptance import DEPTHS, Continuation, Drafts, continue_prompts, measure, read_prompts
-from tools.reference.corpus import SourceFile, listed_hashes
-from tools.reference.data import Windows, load_corpus
-from tools.reference.drafter_text import ROWS, DrafterText, GeneratedText
-from tools.reference.loop import Batch, Run, Schedule, Training, window_at
-from tools.reference.teacher import Teacher
+from outrider.plans.errors import CheckpointError
+from outrider.tools.reference.acceptance import DEPTHS, Continuation, Drafts, continue_prompts, measure, read_prompts
+from outrider.tools.reference.corpus import SourceFile, listed_hashes
+from outrider.tools.reference.data import Windows, load_corpus
+from outrider.tools.reference.drafter_text import ROWS, DrafterText, GeneratedText
+from outrider.tools.reference.loop import Batch, Run, Schedule, Training, window_at
+from outrider.tools.reference.teacher import Teacher
 
 GENERATION_SHARE = 0.125
 """Of a drafter's minutes: the target writes text for so long, once for all drafters of a work folder."""

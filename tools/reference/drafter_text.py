@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tools.reference.generate import generate
-from tools.reference.teacher import Teacher
+from outrider.tools.reference.generate import generate
+from outrider.tools.reference.teacher import Teacher
 
 GENERATED_SHARE = 0.5
 """Of a drafter's windows."""

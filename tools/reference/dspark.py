@@ -14,23 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiler.block_checkpoint import load_block
-from compiler.eagle3_taps import default_taps
-from compiler.models.block import BlockHead
-from compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
-from compiler.models.config import DecoderConfig
-from compiler.models.drafting import BlockDraft
-from compiler.models.eagle3_config import Taps
-from compiler.models.rope import RopeScaling
-from plans.errors import CheckpointError, UsageError
-from tools.reference.acceptance import Drafts, measure
-from tools.reference.blocks import run_blocks, slot_positions
-from tools.reference.compressed import USUAL, described
-from tools.reference.confidence import Confidences, calibrate
-from tools.reference.drafter import MUON_LR, WINDOWS, Lessons, teach
-from tools.reference.export_drafters import write_block, write_card
-from tools.reference.loop import Run, Training
-from tools.reference.teacher import Reading, Teacher
+from outrider.compiler.block_checkpoint import load_block
+from outrider.compiler.eagle3_taps import default_taps
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.drafting import BlockDraft
+from outrider.compiler.models.eagle3_config import Taps
+from outrider.compiler.models.rope import RopeScaling
+from outrider.plans.errors import CheckpointError, UsageError
+from outrider.tools.reference.acceptance import Drafts, measure
+from outrider.tools.reference.blocks import run_blocks, slot_positions
+from outrider.tools.reference.compressed import USUAL, described
+from outrider.tools.reference.confidence import Confidences, calibrate
+from outrider.tools.reference.drafter import MUON_LR, WINDOWS, Lessons, teach
+from outrider.tools.reference.export_drafters import write_block, write_card
+from outrider.tools.reference.loop import Run, Training
+from outrider.tools.reference.teacher import Reading, Teacher
 
 STRIDE = 4
 """An anchor every so many tokens, from a random one on: blocks of 7 predict 1.75 tokens for each one of the text."""
@@ -271,4 +271,4 @@ DeepSpec's layout without its copies of the target's embedding and output weight
 {c.num_kv_heads} key/value heads of {c.head_dim}, blocks of {c.block_size},
 a Markov bias ({kind}) of rank {c.markov_rank}, fed with the streams that
 enter layers {", ".join(map(str, c.aux_layers))}. The mask is token {c.mask_token_id}, the byte 0xFF, which no UTF-8
-text has. Written by `python -m tools.train_reference dspark`{begun}."""
+text has. Written by `python -m outrider.tools.train_reference dspark`{begun}."""

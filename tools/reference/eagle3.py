@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compiler.eagle3_checkpoint import load_eagle3
-from compiler.eagle3_taps import default_taps
-from compiler.models.config import DecoderConfig
-from compiler.models.eagle3 import Eagle3Head
-from compiler.models.eagle3_config import Eagle3Config
-from compiler.models.rope import RopeScaling
-from tools.reference.acceptance import Drafts, measure
-from tools.reference.compressed import USUAL, described
-from tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
-from tools.reference.drafter_text import frequent_tokens
-from tools.reference.export_drafters import write_card, write_eagle3
-from tools.reference.loop import Run, Training
-from tools.reference.teacher import Reading
-from tools.reference.unroll import unroll
+from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.eagle3_taps import default_taps
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.rope import RopeScaling
+from outrider.tools.reference.acceptance import Drafts, measure
+from outrider.tools.reference.compressed import USUAL, described
+from outrider.tools.reference.drafter import MUON_LR, Lessons, principal_axes, teach
+from outrider.tools.reference.drafter_text import frequent_tokens
+from outrider.tools.reference.export_drafters import write_card, write_eagle3
+from outrider.tools.reference.loop import Run, Training
+from outrider.tools.reference.teacher import Reading
+from outrider.tools.reference.unroll import unroll
 
 UNROLLED = 5
 """Steps on its own hidden states, unless told."""
@@ -203,4 +203,5 @@ def _about(head: Eagle3Head, sha256: str, start: Path | None, bits: int) -> str:
 SpecForge's layout, {described(bits)}:
 hidden {c.hidden_size}, intermediate {c.intermediate_size}, {c.num_heads} query and
 {c.num_kv_heads} key/value heads of {c.head_dim}, {c.draft_vocab_size} of {c.vocab_size} tokens, fed with the streams
-that enter layers {", ".join(map(str, c.aux_layers))}. Written by `python -m tools.train_reference eagle3`{begun}."""
+that enter layers {", ".join(map(str, c.aux_layers))}.
+Written by `python -m outrider.tools.train_reference eagle3`{begun}."""

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from compiler.models.decoder import Decoder
-from compiler.models.families import FAMILIES
-from tools.reference.calibration import write_calibration
-from tools.reference.corpus import SourceFile, write_file_list
-from tools.reference.data import SPECIAL_TOKENS
-from tools.reference.prompts import write_prompts
-from tools.reference.tasks import CHAT_TEMPLATE
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.families import FAMILIES
+from outrider.tools.reference.calibration import write_calibration
+from outrider.tools.reference.corpus import SourceFile, write_file_list
+from outrider.tools.reference.data import SPECIAL_TOKENS
+from outrider.tools.reference.prompts import write_prompts
+from outrider.tools.reference.tasks import CHAT_TEMPLATE
 
 
 def export_target(
@@ -101,7 +101,7 @@ def _card(model: Decoder, report: dict[str, str]) -> str:
 
 A Qwen3-architecture decoder of {size:.2f}M parameters ({c.num_layers} layers, hidden {c.hidden_size},
 {c.num_heads} query and {c.num_kv_heads} key/value heads of {c.head_dim}, byte-level BPE of {c.vocab_size}), bf16.
-Written by `python -m tools.train_reference`.
+Written by `python -m outrider.tools.train_reference`.
 
 | | |
 |---|---|

@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compiler.block_checkpoint import stored_block_name
-from compiler.block_layouts import DEEPSPEC_CLASS
-from compiler.draft_vocabulary import D2T, T2D
-from compiler.eagle3_checkpoint import EMBEDDING, K_PROJ, Q_PROJ
-from compiler.models.block import BlockHead
-from compiler.models.block_config import Confidence
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.eagle3 import Eagle3Head
-from compiler.models.quantization import SETTINGS
-from compiler.slots import slots
-from plans.errors import CheckpointError
-from tools.reference.acceptance import NEW_TOKENS, Acceptance
-from tools.reference.compressed import FLOAT, USUAL, compress, stored_size
-from tools.reference.export import write_decoder, write_json
+from outrider.compiler.block_checkpoint import stored_block_name
+from outrider.compiler.block_layouts import DEEPSPEC_CLASS
+from outrider.compiler.draft_vocabulary import D2T, T2D
+from outrider.compiler.eagle3_checkpoint import EMBEDDING, K_PROJ, Q_PROJ
+from outrider.compiler.models.block import BlockHead
+from outrider.compiler.models.block_config import Confidence
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.quantization import SETTINGS
+from outrider.compiler.slots import slots
+from outrider.plans.errors import CheckpointError
+from outrider.tools.reference.acceptance import NEW_TOKENS, Acceptance
+from outrider.tools.reference.compressed import FLOAT, USUAL, compress, stored_size
+from outrider.tools.reference.export import write_decoder, write_json
 
 WEIGHTS = "model.safetensors"
 SIZE_LIMIT = 28_200_000

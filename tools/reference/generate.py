@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.rope import rope_tables
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.rope import rope_tables
 
 
 class CachedExecution:

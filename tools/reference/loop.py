@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from plans.errors import CheckpointError
+from outrider.plans.errors import CheckpointError
 
 MUON_LR, ADAM_LR, WEIGHT_DECAY, WARMUP, DECAY_FROM = 4e-3, 3e-3, 0.05, 0.01, 0.6
 

@@ -1,4 +1,4 @@
-"""A draft head with few bits: `python -m tools.reference.pack plans/reference/eagle3 [--bits 8] [--out FOLDER]`.
+"""A draft head with few bits: `python -m outrider.tools.reference.pack plans/reference/eagle3 [--bits 8] [--out DIR]`.
 
 Reads a head in floats, of any layout that is read, and writes it with its matrices as integers and all else as it
 was (`compressed.py`). Without `--out` it takes the place of the one that was read.
@@ -7,7 +7,7 @@ was (`compressed.py`). Without `--out` it takes the place of the one that was re
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from commands.arguments import Parser
-from commands.console import guarded, stdout
-from compiler.models.config_reader import read_json
-from compiler.models.quantization import BITS, SETTINGS
-from compiler.weights import SINGLE, Weights, check_folder
-from plans.errors import CheckpointError
-from tools.reference.compressed import GROUP, Compressed, compress
-from tools.reference.export import write_json
+from outrider.commands.arguments import Parser
+from outrider.commands.console import guarded, stdout
+from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.models.quantization import BITS, SETTINGS
+from outrider.compiler.weights import SINGLE, Weights, check_folder
+from outrider.plans.errors import CheckpointError
+from outrider.tools.reference.compressed import GROUP, Compressed, compress
+from outrider.tools.reference.export import write_json
 
 _OF_HEADS = "fc.weight"
 _CONFIG = "config.json"
@@ -66,7 +66,7 @@ def main(given: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m tools.reference.pack",
+        prog="python -m outrider.tools.reference.pack",
         description=__doc__,
         epilog="example: %(prog)s plans/reference/eagle3 --bits 8",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from compiler.held_out import read_text
-from tools.reference.corpus import SourceFile, write_text
+from outrider.compiler.held_out import read_text
+from outrider.tools.reference.corpus import SourceFile, write_text
 
 COMPLETION, DOCSTRING, LONG = TASKS = ("completion", "docstring", "long")
 """The opening of a stretch of code; a function's signature and docstring, for its body; a long file's beginning."""

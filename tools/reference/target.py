@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from compiler.models.config import DecoderConfig
-from compiler.models.decoder import Decoder
-from compiler.models.eager import CausalExecution
-from compiler.models.rope import RopeScaling
-from tools.reference.corpus import SourceFile
-from tools.reference.data import Windows, load_corpus, token_byte_lengths, train_tokenizer
-from tools.reference.export import export_target
-from tools.reference.loop import Batch, Run, Schedule, Training, window_at
+from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eager import CausalExecution
+from outrider.compiler.models.rope import RopeScaling
+from outrider.tools.reference.corpus import SourceFile
+from outrider.tools.reference.data import Windows, load_corpus, token_byte_lengths, train_tokenizer
+from outrider.tools.reference.export import export_target
+from outrider.tools.reference.loop import Batch, Run, Schedule, Training, window_at
 
 TARGET = DecoderConfig(
     family="qwen3",

@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable
 
-from tools.reference.corpus import SourceFile
+from outrider.tools.reference.corpus import SourceFile
 
 USER, ASSISTANT, CLOSE = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
 CHAT_TEMPLATE = (

@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from compiler.checkpoint import checkpoint_hashes, load_decoder
-from compiler.models.decoder import Decoder
-from compiler.models.eager import CausalExecution
+from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eager import CausalExecution
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from compiler.models.eagle3 import Eagle3Head
-from compiler.models.eagle3_config import Eagle3Config
-from compiler.models.rope import rope_tables
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.rope import rope_tables
 
 RECOMPUTED = 512
 """Pairs from which a step's attention weights are computed again in the backward pass rather than kept."""

@@ -1,1 +1,1 @@
-"""`python -m tools.serving`: what a prefix cache and shared passes bring."""
+"""`python -m outrider.tools.serving`: what a prefix cache and shared passes bring."""

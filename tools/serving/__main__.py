@@ -1,4 +1,4 @@
-"""What a prefix cache and shared passes bring: `python -m tools.serving COMMAND PLAN`.
+"""What a prefix cache and shared passes bring: `python -m outrider.tools.serving COMMAND PLAN`.
 
 `hits`: the time to the first token of a prompt of which a share is known, against a cold start, and what the cache
 itself takes. `load`: requests served at once against the same ones one after another, in both modes, and how long who
@@ -10,7 +10,7 @@ decodes waits for a pass. `soak`: mixed requests from several threads for minute
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -19,20 +19,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from commands.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
-from commands.console import guarded
-from tools.bench.machine import describe_run
-from tools.bench.sampling import GREEDY
-from tools.output import print_report
-from tools.serving.actor_memory import measure_memory, print_memory
-from tools.serving.batches import measure_batch, print_batch
-from tools.serving.hits import measure_hits, print_hits
-from tools.serving.load import measure_load, print_load
-from tools.serving.routing import measure_routing, print_routing
-from tools.serving.soak import measure_soak, print_soak
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
+from outrider.commands.console import guarded
+from outrider.tools.bench.machine import describe_run
+from outrider.tools.bench.sampling import GREEDY
+from outrider.tools.output import print_report
+from outrider.tools.serving.actor_memory import measure_memory, print_memory
+from outrider.tools.serving.batches import measure_batch, print_batch
+from outrider.tools.serving.hits import measure_hits, print_hits
+from outrider.tools.serving.load import measure_load, print_load
+from outrider.tools.serving.routing import measure_routing, print_routing
+from outrider.tools.serving.soak import measure_soak, print_soak
 
 
-def main(arguments: Sequence[str] | None = None, called: str = "python -m tools.serving") -> int:
+def main(arguments: Sequence[str] | None = None, called: str = "python -m outrider.tools.serving") -> int:
     """Run a measurement; `called` is what the user typed before its name."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from commands.console import progress_bar
-from commands.packages import optional_packages
-from plans.errors import OutriderError
-from plans.plan import open_plan
-from tools.output import make_table
+from outrider.commands.console import progress_bar
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import open_plan
+from outrider.tools.output import make_table
 
 _SUMMED = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 
@@ -26,10 +26,10 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     with optional_packages("Measuring actors", "ray"):
         import ray
 
-        from runtime.ray_cluster import cluster
+        from outrider.runtime.ray_cluster import cluster
     if not Path("/proc/self/smaps_rollup").exists():
         raise OutriderError("This system does not tell the memory of a process by /proc/PID/smaps_rollup.")
-    from runtime.batch import OutriderPredictor
+    from outrider.runtime.batch import OutriderPredictor
 
     actor = ray.remote(num_cpus=1)(_Answering)
     rows, actors = [], list[Any]()

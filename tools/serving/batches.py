@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from commands.console import progress_bar
-from plans.errors import OutriderError
-from plans.plan import open_plan
-from plans.tokenizer import Tokenizer
-from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.output import make_table
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import OutriderError
+from outrider.plans.plan import open_plan
+from outrider.plans.tokenizer import Tokenizer
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.output import make_table
 
 
 def measure_batch(options: argparse.Namespace) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from tools.arguments import drafters_named
-from tools.bench.prompts import choose_prompts, cut_prompts
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.tools.arguments import drafters_named
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts
 
 
 def load_runtime(

@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from commands.console import progress_bar
-from runtime import Generation, PrefixCacheConfig, Runtime
-from tools.bench.identity import identity_columns
-from tools.output import make_table, print_head
-from tools.serving.common import choose_drafters, load_runtime, prompts_of
+from outrider import Generation, PrefixCacheConfig, Runtime
+from outrider.commands.console import progress_bar
+from outrider.tools.bench.identity import identity_columns
+from outrider.tools.output import make_table, print_head
+from outrider.tools.serving.common import choose_drafters, load_runtime, prompts_of
 
 
 def measure_hits(options: argparse.Namespace) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from commands.console import progress_bar
-from runtime import Runtime
-from runtime.branch_request import MODES
-from tools.bench.identity import identity_columns
-from tools.output import figure, make_table, print_head
-from tools.serving.common import choose_drafters, load_runtime, prompts_of
+from outrider import Runtime
+from outrider.commands.console import progress_bar
+from outrider.runtime.branch_request import MODES
+from outrider.tools.bench.identity import identity_columns
+from outrider.tools.output import figure, make_table, print_head
+from outrider.tools.serving.common import choose_drafters, load_runtime, prompts_of
 
 
 def measure_load(options: argparse.Namespace) -> dict[str, Any]:

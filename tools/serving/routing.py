@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from commands.console import progress_bar
-from commands.packages import optional_packages
-from plans.errors import RequestError
-from plans.plan import Plan, open_plan
-from plans.tokenizer import Tokenizer
-from runtime.scheduler import SchedulerConfig
-from runtime.scheduler_stats import SchedulerStats
-from tools.bench.prompts import choose_prompts, cut_prompts
-from tools.output import make_table
+from outrider.commands.console import progress_bar
+from outrider.commands.packages import optional_packages
+from outrider.plans.errors import RequestError
+from outrider.plans.plan import Plan, open_plan
+from outrider.plans.tokenizer import Tokenizer
+from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.scheduler_stats import SchedulerStats
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.output import make_table
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -41,8 +41,8 @@ def measure_routing(options: argparse.Namespace) -> dict[str, Any]:
     with optional_packages("Routing", "ray"):
         from ray import serve
 
-        from runtime.ray_cluster import cluster
-        from runtime.ray_serve.settings import Settings
+        from outrider.runtime.ray_cluster import cluster
+        from outrider.runtime.ray_serve.settings import Settings
     plan = open_plan(options.plan)
     talk = _talk(plan, options)
     rows = []
@@ -89,7 +89,7 @@ def measure_way(settings: Any, plan: Plan, talk: Talk) -> dict[str, Any]:
     """Have the conversations on an application of `settings`; what its replicas computed, and what they answered."""
     from ray import serve
 
-    from runtime.ray_serve.application import REPLICA, build
+    from outrider.runtime.ray_serve.application import REPLICA, build
 
     name = f"routing-{settings.routing}"  # of its own: handles remember the router of a name
     serve.run(build(settings), name=name, route_prefix=None)
@@ -122,8 +122,8 @@ def _counted(replicas: DeploymentHandle[Any]) -> dict[str, SchedulerStats]:
 
 async def _converse(replicas: DeploymentHandle[Any], plan: Plan, talk: Talk) -> list[list[int]]:
     """All conversations at once, turn by turn, in another order in every turn; the answers' tokens."""
-    from runtime.ray_serve.remote_runtime import RemoteRuntime
-    from runtime.ray_serve.streams import sender
+    from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
+    from outrider.runtime.ray_serve.streams import sender
 
     remote, draw = RemoteRuntime(plan, sender(replicas), SchedulerConfig()), random.Random(0)
     so_far: list[list[int]] = [[] for _ in talk.messages]

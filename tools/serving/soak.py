@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
-from commands.console import progress_bar
-from plans.errors import BusyError, OutriderError, RequestError
-from runtime import Handle, PrefixCacheConfig
-from tools.bench.identity import identity_columns
-from tools.output import make_table, print_head
-from tools.serving.common import choose_drafters, load_runtime, prompts_of
+from outrider import Handle, PrefixCacheConfig
+from outrider.commands.console import progress_bar
+from outrider.plans.errors import BusyError, OutriderError, RequestError
+from outrider.tools.bench.identity import identity_columns
+from outrider.tools.output import make_table, print_head
+from outrider.tools.serving.common import choose_drafters, load_runtime, prompts_of
 
 SECONDS = 60.0  # of a minute
 

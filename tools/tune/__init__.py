@@ -1,1 +1,1 @@
-"""Which draft tree pays on this machine: `python -m tools.tune`."""
+"""Which draft tree pays on this machine: `python -m outrider.tools.tune`."""

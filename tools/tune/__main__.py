@@ -1,4 +1,4 @@
-"""Choose the draft tree of a plan's drafter for this machine: `python -m tools.tune PLAN [--drafter NAME] [--json]`.
+"""Choose the draft tree of a plan's drafter for this machine: `outrider tune PLAN [--drafter NAME] [--json]`.
 
 With `--prices`, only the table of what passes cost is measured, which says how much of a draft is verified.
 """
@@ -6,7 +6,7 @@ With `--prices`, only the table of what passes cost is measured, which says how 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -14,14 +14,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from commands.arguments import Parser, at_least_0, at_least_1, number
-from commands.console import guarded, print_json, progress_bar, report_error, stderr, stdout
-from commands.packages import optional_packages
-from compiler.arguments import add_recipe, recipe_of
-from plans.errors import PlanError, RequestError
+from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
+from outrider.commands.console import guarded, print_json, progress_bar, report_error, stderr, stdout
+from outrider.commands.packages import optional_packages
+from outrider.compiler.arguments import add_recipe, recipe_of
+from outrider.plans.errors import PlanError, RequestError
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m tools.tune") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m outrider.tools.tune") -> int:
     """Run the command; `called` is what the user typed before the arguments."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
@@ -85,7 +85,7 @@ def _parser(called: str) -> Parser:
 
 
 def _price(options: argparse.Namespace) -> int:
-    from tools.tune.prices import price_plan, print_prices
+    from outrider.tools.tune.prices import price_plan, print_prices
 
     with progress_bar("pricing") as progress:
         table, path = price_plan(options.plan, context=options.context, threads=options.threads, progress=progress)
@@ -98,11 +98,11 @@ def _price(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from compiler.recipe_copy import RecipeCopy
-    from plans.plan import read_manifest
-    from tools.tune.prices import price_plan
-    from tools.tune.search import tunable, tune_plan
-    from tools.tune.table import draw_tuning, print_tuning
+    from outrider.compiler.recipe_copy import RecipeCopy
+    from outrider.plans.plan import read_manifest
+    from outrider.tools.tune.prices import price_plan
+    from outrider.tools.tune.search import tunable, tune_plan
+    from outrider.tools.tune.table import draw_tuning, print_tuning
 
     drafter = tunable(read_manifest(options.plan), options.drafter).name
     recipe = recipe_of(options)

@@ -11,12 +11,12 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from plans import names
-from plans.errors import RequestError
-from plans.pass_prices import PassPrices, Price, write_pass_prices
-from plans.plan import open_plan
-from runtime import Runtime
-from runtime.pass_prices import conditions_here
+from outrider import Runtime
+from outrider.plans import names
+from outrider.plans.errors import RequestError
+from outrider.plans.pass_prices import PassPrices, Price, write_pass_prices
+from outrider.plans.plan import open_plan
+from outrider.runtime.pass_prices import conditions_here
 
 CONTEXT = 512  # tokens behind which passes are timed, unless the caller says
 _LEAST, _MOST = 5, 25  # runs of each size

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plans.manifest import Tree
+from outrider.plans.manifest import Tree
 
 
 @dataclass(frozen=True)

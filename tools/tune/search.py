@@ -23,21 +23,21 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.build import build
-from compiler.held_out import read_prompts
-from compiler.recipe import Recipe, load_recipe
-from compiler.recipe_drafters import BlockSection, GraphSection, NgramSection, reshaped
-from plans.errors import RequestError
-from plans.manifest import GraphDrafter, Manifest, Tree
-from plans.plan import read_manifest
-from runtime import Generation, Runtime, Session
-from runtime.backends import choose_backend
-from runtime.request import Options
-from runtime.trace import Round, Watcher
-from tools.bench.variants import tokens_of_block
-from tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
-from tools.tune.table import Estimate, Timed, Tuning
-from tools.verify.verification import check_same_source
+from outrider import Generation, Runtime, Session
+from outrider.compiler.build import build
+from outrider.compiler.held_out import read_prompts
+from outrider.compiler.recipe import Recipe, load_recipe
+from outrider.compiler.recipe_drafters import BlockSection, GraphSection, NgramSection, reshaped
+from outrider.plans.errors import RequestError
+from outrider.plans.manifest import GraphDrafter, Manifest, Tree
+from outrider.plans.plan import read_manifest
+from outrider.runtime.backends import choose_backend
+from outrider.runtime.request import Options
+from outrider.runtime.trace import Round, Watcher
+from outrider.tools.bench.variants import tokens_of_block
+from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
+from outrider.tools.tune.table import Estimate, Timed, Tuning
+from outrider.tools.verify.verification import check_same_source
 
 Progress = Callable[[int, int, str], None]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from plans.manifest import Tree
+from outrider.plans.manifest import Tree
 
 _SHOWN = 12  # estimates, as text
 _LABELLED = 6  # estimates, in the picture, with their number of nodes

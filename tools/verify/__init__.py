@@ -1,1 +1,1 @@
-"""Whether a plan says what its checkpoint says: `python -m tools.verify`."""
+"""Whether a plan says what its checkpoint says: `python -m outrider.tools.verify`."""

@@ -1,9 +1,9 @@
-"""Compare a plan with its checkpoint: `python -m tools.verify PLAN [--oracle auto|transformers|decoder] [--json]`."""
+"""Compare a plan with its checkpoint: `outrider verify PLAN [--oracle auto|transformers|decoder] [--json]`."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports, which take a second
-    from commands.process import begin
+    from outrider.commands.process import begin
 
     begin()
 
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.arguments import Parser, at_least_1
-from commands.console import guarded, print_json, progress_bar, stdout
-from commands.packages import optional_packages
-from compiler.arguments import add_recipe, recipe_of
+from outrider.commands.arguments import Parser, at_least_1
+from outrider.commands.console import guarded, print_json, progress_bar, stdout
+from outrider.commands.packages import optional_packages
+from outrider.compiler.arguments import add_recipe, recipe_of
 
 if TYPE_CHECKING:
-    from tools.verify.agreement import Parting
-    from tools.verify.exactness import ExactnessCheck
-    from tools.verify.verification import Divergence
+    from outrider.tools.verify.agreement import Parting
+    from outrider.tools.verify.exactness import ExactnessCheck
+    from outrider.tools.verify.verification import Divergence
 
 _SHOWN = 10  # tokens that differ, in the text
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m tools.verify") -> int:
+def main(arguments: list[str] | None = None, called: str = "python -m outrider.tools.verify") -> int:
     """Run the command; `called` is what the user typed before the arguments."""
     return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
@@ -66,7 +66,7 @@ def _parser(called: str) -> Parser:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from tools.verify.verification import verify_plan
+    from outrider.tools.verify.verification import verify_plan
 
     recipe = recipe_of(options)
     with progress_bar("verifying prompts") as progress:

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.reference import RaceKey, Sampling
-from plugins.reference.choice import filtered_weights
-from plugins.reference.race import race_times
-from plugins.schema import FilterOrder, Purpose
-from runtime import Generation, Session
-from runtime.request import Options, check_options
+from outrider import Generation, Session
+from outrider.plugins.reference import RaceKey, Sampling
+from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.reference.race import race_times
+from outrider.plugins.schema import FilterOrder, Purpose
+from outrider.runtime.request import Options, check_options
 
 EXACT = frozenset({"onnxruntime-cpu"})
 """Backends on which a draft's tokens have the very logits of plain decoding."""

@@ -13,15 +13,15 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from compiler.probes.choice import ProbedOp, probed_ops
-from compiler.probes.graph import probe_graph
-from plans.errors import PlanError
-from plans.machine import instruction_set, processor
-from plans.manifest import deciding_engines
-from plans.plan import Plan
-from runtime import Session
-from runtime.backends.onnxruntime_cpu import session_options
-from runtime.exactness import EVERY, ROWS, differing
+from outrider import Session
+from outrider.compiler.probes.choice import ProbedOp, probed_ops
+from outrider.compiler.probes.graph import probe_graph
+from outrider.plans.errors import PlanError
+from outrider.plans.machine import instruction_set, processor
+from outrider.plans.manifest import deciding_engines
+from outrider.plans.plan import Plan
+from outrider.runtime.backends.onnxruntime_cpu import session_options
+from outrider.runtime.exactness import EVERY, ROWS, differing
 
 THREADS = (0, 1, 2, 3)
 """Numbers of threads that ops are probed on; 0: as many as the backend takes by itself."""

@@ -16,14 +16,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from compiler.checkpoint import load_decoder
-from compiler.models.config_reader import read_json
-from compiler.models.eager import sequence_logits
-from compiler.opening import read_config, stores_integers
-from compiler.recipe import Recipe
-from plans.errors import CheckpointError, RequestError
-from plans.extras import install
-from tools.verify.quantized import PlanWeights
+from outrider.compiler.checkpoint import load_decoder
+from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.opening import read_config, stores_integers
+from outrider.compiler.recipe import Recipe
+from outrider.plans.errors import CheckpointError, RequestError
+from outrider.plans.extras import install
+from outrider.tools.verify.quantized import PlanWeights
 
 OracleChoice = Literal["auto", "transformers", "decoder"]
 _OLDEST = 5

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, cycle
 
-from plans.manifest import Manifest
-from plans.partial_kv import PartialMode
-from runtime import Session, Stats
-from runtime.request import Options
+from outrider import Session, Stats
+from outrider.plans.manifest import Manifest
+from outrider.plans.partial_kv import PartialMode
+from outrider.runtime.request import Options
 
 _TIMES = 2  # contexts are so much longer than the first at which the partial KV cache serves
 

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compiler.calibrated import calibrate_by_recipe
-from compiler.checkpoint import defer_decoder, stored_name
-from compiler.deferred import deferred, parts_of
-from compiler.fused_tensors import fused_parts
-from compiler.models.decoder import Decoder
-from compiler.models.families import FAMILIES
-from compiler.quantization.calibration import CalibratedTensors
-from compiler.quantization.error_feedback import numbers
-from compiler.quantization.keeping import kept_parameters
-from compiler.quantization.rounding import round_to_nearest
-from compiler.quantization.weight_form import WeightForm
-from compiler.recipe import Recipe
-from compiler.text import read_text
-from plugins.quant_layout import BLOCK
+from outrider.compiler.calibrated import calibrate_by_recipe
+from outrider.compiler.checkpoint import defer_decoder, stored_name
+from outrider.compiler.deferred import deferred, parts_of
+from outrider.compiler.fused_tensors import fused_parts
+from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.families import FAMILIES
+from outrider.compiler.quantization.calibration import CalibratedTensors
+from outrider.compiler.quantization.error_feedback import numbers
+from outrider.compiler.quantization.keeping import kept_parameters
+from outrider.compiler.quantization.rounding import round_to_nearest
+from outrider.compiler.quantization.weight_form import WeightForm
+from outrider.compiler.recipe import Recipe
+from outrider.compiler.text import read_text
+from outrider.plugins.quant_layout import BLOCK
 
 QUANTIZED_LOGIT_BOUND = 0.5
 """Largest difference of two logits (of some tens) that the rounding of activations to 255 steps explains.

@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from compiler.drafters import source_hashes
-from compiler.held_out import read_prompts
-from compiler.identity import plan_identity
-from compiler.opening import stores_integers
-from compiler.recipe import Recipe, check_same_recipe
-from plans.errors import PlanError, RecipeError, RequestError
-from plans.manifest import Manifest, rejects
-from plans.plan import open_plan
-from runtime import Runtime
-from runtime.backends import choose_backend
-from runtime.request import Options
-from tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
-from tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
-from tools.verify.oracle import Oracle, OracleChoice, load_oracle
-from tools.verify.partial_check import PartialCheck, check_partial
-from tools.verify.quantized import QUANTIZED_LOGIT_BOUND, QuantizationCheck, plan_weights
+from outrider import Runtime
+from outrider.compiler.drafters import source_hashes
+from outrider.compiler.held_out import read_prompts
+from outrider.compiler.identity import plan_identity
+from outrider.compiler.opening import stores_integers
+from outrider.compiler.recipe import Recipe, check_same_recipe
+from outrider.plans.errors import PlanError, RecipeError, RequestError
+from outrider.plans.manifest import Manifest, rejects
+from outrider.plans.plan import open_plan
+from outrider.runtime.backends import choose_backend
+from outrider.runtime.request import Options
+from outrider.tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
+from outrider.tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
+from outrider.tools.verify.oracle import Oracle, OracleChoice, load_oracle
+from outrider.tools.verify.partial_check import PartialCheck, check_partial
+from outrider.tools.verify.quantized import QUANTIZED_LOGIT_BOUND, QuantizationCheck, plan_weights
 
 LOGIT_BOUND = 1e-3
 """Largest difference of two logits (of some tens, fp32) that order of summation explains.

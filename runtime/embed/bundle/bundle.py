@@ -14,13 +14,13 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
-from plans.errors import EmbedError
-from plugins.onnxruntime_ops import cpu_library
-from runtime.embed.build import BRIDGE, LIBRARY, Compilers, Home, build_for, python_library
-from runtime.embed.bundle.component import Component, of_distribution, of_library, of_python, write_licences
-from runtime.embed.bundle.contents import FILES, INTERPRETER, LEFT_OUT, OURS, ROOTS, RUST
-from runtime.embed.bundle.modules import PYTHON, Module, find_modules
-from runtime.embed.bundle.shared_objects import Tools
+from outrider.plans.errors import EmbedError
+from outrider.plugins.onnxruntime_ops import cpu_library
+from outrider.runtime.embed.build import BRIDGE, LIBRARY, Compilers, Home, build_for, python_library
+from outrider.runtime.embed.bundle.component import Component, of_distribution, of_library, of_python, write_licences
+from outrider.runtime.embed.bundle.contents import FILES, INTERPRETER, LEFT_OUT, OURS, ROOTS, RUST
+from outrider.runtime.embed.bundle.modules import PYTHON, Module, find_modules
+from outrider.runtime.embed.bundle.shared_objects import Tools
 
 LIST = "bundle.json"
 PRIVATE = Path("lib/outrider")
@@ -109,7 +109,7 @@ class _Maker:
             self._add_module(module)
         for name, patterns in FILES.items():
             self._add_files(name, patterns)
-        self._add_shared(cpu_library(), MODULES / "plugins", OURS[0])
+        self._add_shared(cpu_library(), MODULES / "outrider" / "plugins", OURS)
         self._add_shared(self._python, PRIVATE, PYTHON)
         self._report("libraries")
         self._add_needed()
@@ -178,7 +178,7 @@ class _Maker:
         home = Home(("-DOUTRIDER_BUNDLE",), ("-Wl,--no-as-needed", *private, *_RPATH), _RPATH)
         for path in build_for(home, self._folder, lambda part: None, self._compilers):
             place = path.relative_to(self._folder)
-            self._component(OURS[0]).files.append(place.as_posix())
+            self._component(OURS).files.append(place.as_posix())
             if path.name in (LIBRARY, BRIDGE):
                 self._originals[place] = path
 
@@ -219,7 +219,7 @@ class _Maker:
         for each in self._components.values():
             each.bytes = sum((self._folder / file).lstat().st_size for file in each.files)
         listed = {
-            "outrider": version(OURS[0]),
+            "outrider": version(OURS),
             "python": platform.python_version(),
             "machine": platform.machine(),
             "glibc": self._glibc,

@@ -14,8 +14,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-from runtime.embed.bundle.contents import OURS
-from runtime.embed.bundle.modules import PYTHON
+from outrider.runtime.embed.bundle.contents import OURS
+from outrider.runtime.embed.bundle.modules import PYTHON
 
 _LICENCE_FILE = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|ThirdPartyNotices)", re.IGNORECASE)
 _LICENCES = Path("/usr/share/common-licenses")
@@ -130,7 +130,7 @@ def of_library(path: Path) -> Component:
 
 
 def _apache_text() -> Path:
-    found = distribution(OURS[0])
+    found = distribution(OURS)
     return next(
         path
         for file in found.files or ()

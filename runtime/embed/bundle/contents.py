@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-ROOTS = ("runtime.embed.calls", "_cffi_backend")
+ROOTS = ("outrider.runtime.embed.calls", "_cffi_backend")
 """What the bridge imports."""
 
 INTERPRETER = ("codecs", "encodings.*", "io", "linecache", "os", "threading", "traceback", "warnings", "zipimport")
@@ -19,11 +19,11 @@ DISTRIBUTIONS = (
 RUST = ("llguidance", "pydantic-core", "tokenizers")
 """Packages into whose shared objects many others were compiled, which have licences of their own."""
 
-OURS = ("outrider", ("plans", "plugins", "runtime"))
-"""Our own distribution, and its packages that the runtime consists of."""
+OURS = "outrider"
+"""Our own distribution, and the name of its package."""
 
 HIDDEN: dict[str, tuple[str, ...]] = {
-    "runtime": ("runtime.runtime", "runtime.prefix_cache.*", "runtime.scheduler"),
+    OURS: ("outrider.runtime.runtime", "outrider.runtime.prefix_cache.*", "outrider.runtime.scheduler"),
     "numpy": ("numpy._core.*",),
     "numpy.random": ("numpy.random.*", "secrets", "hmac"),
     "pydantic": ("pydantic.*",),

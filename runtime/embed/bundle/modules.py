@@ -10,9 +10,9 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from plans.errors import EmbedError
-from plans.extras import install
-from runtime.embed.bundle.contents import CUT_ENCODINGS, DISTRIBUTIONS, HIDDEN, LEFT_OUT, OURS
+from outrider.plans.errors import EmbedError
+from outrider.plans.extras import install
+from outrider.runtime.embed.bundle.contents import CUT_ENCODINGS, DISTRIBUTIONS, HIDDEN, LEFT_OUT, OURS
 
 PYTHON = "Python"
 """The component of modules that come with the interpreter."""
@@ -86,7 +86,7 @@ def _owners() -> dict[str, str]:
             if file.suffix in (".py", ".so") and "-" not in top and top != "":
                 owners.setdefault(top, name)
     owners |= dict.fromkeys(HIDDEN["sysconfig"], PYTHON)
-    return owners | dict.fromkeys(OURS[1], OURS[0])
+    return owners | {OURS: OURS}
 
 
 def _is_left_out(name: str) -> bool:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from plans.errors import EmbedError
-from plans.extras import install
-from runtime.embed.bundle.contents import SYSTEM
+from outrider.plans.errors import EmbedError
+from outrider.plans.extras import install
+from outrider.runtime.embed.bundle.contents import SYSTEM
 
 _RUN_PATH = re.compile(r"\((?:RPATH|RUNPATH)\).*\[(.+)\]")
 _GLIBC = re.compile(r"\bGLIBC_(\d+)\.(\d+)(?:\.\d+)?\b")

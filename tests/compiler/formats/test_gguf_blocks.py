@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from compiler.formats.gguf_blocks import BLOCK_TYPES
-from plugins.quant_layout import QuantLayout, pack, unpack
-from plugins.reference import dequantize
+from outrider.compiler.formats.gguf_blocks import BLOCK_TYPES
+from outrider.plugins.quant_layout import QuantLayout, pack, unpack
+from outrider.plugins.reference import dequantize
 
 from .ggufs import stored_as
 

@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compiler.formats.gguf_file import GgufFile
-from plans.errors import CheckpointError
+from outrider.compiler.formats.gguf_file import GgufFile
+from outrider.plans.errors import CheckpointError
 
 from .ggufs import close
 

@@ -10,10 +10,10 @@ import gguf
 import numpy as np
 import pytest
 
-from compiler.formats.gguf_config import read_gguf_config
-from compiler.formats.gguf_file import GgufFile, Value
-from compiler.formats.gguf_tokenizer import read_gguf_text
-from plans.errors import CheckpointError
+from outrider.compiler.formats.gguf_config import read_gguf_config
+from outrider.compiler.formats.gguf_file import GgufFile, Value
+from outrider.compiler.formats.gguf_tokenizer import read_gguf_text
+from outrider.plans.errors import CheckpointError
 
 from .ggufs import close
 

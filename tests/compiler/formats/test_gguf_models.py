@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from compiler.checkpoint import checkpoint_hashes, load_decoder
-from compiler.formats.gguf_file import GgufFile
-from compiler.models.config import read_folder_config
-from compiler.models.eager import sequence_logits
-from compiler.opening import open_checkpoint, read_config
-from plans.errors import CheckpointError
-from plugins.reference import dequantize
+from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
+from outrider.compiler.formats.gguf_file import GgufFile
+from outrider.compiler.models.config import read_folder_config
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.opening import open_checkpoint, read_config
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.reference import dequantize
 
 from .ggufs import write_model
 from .models import VOCABULARY, logits_of, random_model

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from compiler.formats.gguf_file import GgufFile
-from compiler.formats.gguf_tokenizer import GgufText, read_gguf_text
-from plans.errors import CheckpointError
-from plans.tokenizer import Tokenizer as PlanTokenizer
+from outrider.compiler.formats.gguf_file import GgufFile
+from outrider.compiler.formats.gguf_tokenizer import GgufText, read_gguf_text
+from outrider.plans.errors import CheckpointError
+from outrider.plans.tokenizer import Tokenizer as PlanTokenizer
 from tests.conftest import REPOSITORY
 from tests.tokenizer_families import O200K
 

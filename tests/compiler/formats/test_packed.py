@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler.formats.compressed_tensors import WeightGroup, read_groups
-from compiler.formats.packed_tensors import PackedTensors
-from compiler.models.quantization import Packing
-from compiler.quantization.form import WeightSource
-from compiler.tensor_source import Stored
-from plans.errors import CheckpointError
-from plugins.reference import dequantize
+from outrider.compiler.formats.compressed_tensors import WeightGroup, read_groups
+from outrider.compiler.formats.packed_tensors import PackedTensors
+from outrider.compiler.models.quantization import Packing
+from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.tensor_source import Stored
+from outrider.plans.errors import CheckpointError
+from outrider.plugins.reference import dequantize
 
 from .packed import awq_tensors, compressed_tensors, gptq_tensors, round_in_groups
 

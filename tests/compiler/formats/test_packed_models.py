@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiler.checkpoint import defer_decoder, load_decoder
-from compiler.engines.onnxruntime import OnnxRuntimeEngines
-from compiler.export import export_target
-from compiler.lowering import lower
-from compiler.models.eager import sequence_logits
-from compiler.quantization.graph import quantize
-from plans.errors import CheckpointError
+from outrider.compiler.checkpoint import defer_decoder, load_decoder
+from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
+from outrider.compiler.export import export_target
+from outrider.compiler.lowering import lower
+from outrider.compiler.models.eager import sequence_logits
+from outrider.compiler.quantization.graph import quantize
+from outrider.plans.errors import CheckpointError
 from tests.cpu_session import cpu_session
 
 from .models import logits_of, random_model

@@ -12,9 +12,9 @@ import pytest
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer
 
-from compiler.formats.sentencepiece_model import NORMAL, Pieces, make_tokenizer, merges, read_model
-from plans.errors import CheckpointError
-from plans.tokenizer import Tokenizer as PlanTokenizer
+from outrider.compiler.formats.sentencepiece_model import NORMAL, Pieces, make_tokenizer, merges, read_model
+from outrider.plans.errors import CheckpointError
+from outrider.plans.tokenizer import Tokenizer as PlanTokenizer
 from tests.tokenizer_families import CORPUS, TEXTS
 
 PLAIN = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.cuda import LAUNCHES, DeviceOp
-from plugins.cuda.compile import SOURCES
-from plugins.cuda.launches import STATUS
-from plugins.tensorrt.source import PARTS
+from outrider.plugins.cuda import LAUNCHES, DeviceOp
+from outrider.plugins.cuda.compile import SOURCES
+from outrider.plugins.cuda.launches import STATUS
+from outrider.plugins.tensorrt.source import PARTS
 
 HERE = Path(__file__).resolve().parent
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.cuda.compile import SOURCES
-from plugins.quant_layout import QuantLayout
+from outrider.plugins.cuda.compile import SOURCES
+from outrider.plugins.quant_layout import QuantLayout
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-std=c++17", "-O0", "-ffp-contract=off", "-fno-math-errno", f"-I{SOURCES}", f"-I{HERE}")

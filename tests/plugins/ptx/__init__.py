@@ -18,8 +18,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from plugins.cuda.compile import SOURCES
-from plugins.tensorrt.compile import compile_ptx
+from outrider.plugins.cuda.compile import SOURCES
+from outrider.plugins.tensorrt.compile import compile_ptx
 from tests.plugins.emulator import HERE as EMULATOR
 from tests.plugins.ptx.parse import parse
 from tests.plugins.ptx.translate import translate

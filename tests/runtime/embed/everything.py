@@ -5,10 +5,7 @@ import sys
 import tempfile
 from importlib import import_module
 
-import plans
-import plugins
-import runtime
-from runtime import PlanError, PrefixCacheConfig, RequestError, Runtime
+from outrider import PlanError, PrefixCacheConfig, RequestError, Runtime, plans, plugins, runtime
 
 loaded = Runtime.load(argument, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))  # noqa: F821
 plain = loaded.generate("import os", max_new_tokens=12, drafter="none", ignore_eos=True).text
@@ -57,7 +54,7 @@ for backend in ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx"):
     except (PlanError, RequestError):
         pass
 
-modules = os.path.dirname(runtime.__path__[0])
+modules = os.path.dirname(os.path.dirname(runtime.__path__[0]))
 for package in (plans, plugins, runtime):
     for folder, _, files in os.walk(package.__path__[0]):
         for file in files:

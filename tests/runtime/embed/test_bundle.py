@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from plans.errors import EmbedError
-from runtime import Runtime
-from runtime.__main__ import main
-from runtime.embed.bundle import modules as bundle_modules
-from runtime.embed.bundle.bundle import LIST, MODULES, PRIVATE, Bundle, bundle
-from runtime.embed.bundle.component import Component, of_distribution
-from runtime.embed.bundle.contents import HIDDEN, SYSTEM
-from runtime.embed.bundle.modules import find_modules
-from runtime.embed.bundle.shared_objects import Tools
-from tools.bench import __main__ as bench
+from outrider import Runtime
+from outrider.plans.errors import EmbedError
+from outrider.runtime.__main__ import main
+from outrider.runtime.embed.bundle import modules as bundle_modules
+from outrider.runtime.embed.bundle.bundle import LIST, MODULES, PRIVATE, Bundle, bundle
+from outrider.runtime.embed.bundle.component import Component, of_distribution
+from outrider.runtime.embed.bundle.contents import HIDDEN, SYSTEM
+from outrider.runtime.embed.bundle.modules import find_modules
+from outrider.runtime.embed.bundle.shared_objects import Tools
+from outrider.tools.bench import __main__ as bench
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(
@@ -212,7 +212,7 @@ def test_whatever_is_imported_late_is_there(root: EmptyRoot, everything_plan: Pa
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (MODULES / "runtime" / "session.pyc", "No module named 'runtime.session'"),
+        (MODULES / "outrider" / "runtime" / "session.pyc", "No module named 'outrider.runtime.session'"),
         (MODULES / "tokenizers" / "__init__.pyc", "tokenizers"),
         (PRIVATE / "libz.so.1", "libz.so.1: cannot open shared object file"),
         (Path("lib/liboutrider-python.so"), "Python cannot be loaded"),
@@ -399,7 +399,7 @@ def test_a_missing_tool_is_named(tool: str, tmp_path: Path, monkeypatch: pytest.
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle_modules, "DISTRIBUTIONS", ("no-such-package",))
     with pytest.raises(EmbedError, match=r"the package no-such-package is not installed in .*pip install"):
-        find_modules(["runtime.embed.calls"])
+        find_modules(["outrider.runtime.embed.calls"])
 
 
 @pytest.mark.long
@@ -438,8 +438,9 @@ def test_packages_within_packages_are_listed_or_warned_of(tmp_path: Path) -> Non
 
 
 def test_imports_are_found_wherever_they_stand() -> None:
-    names = {module.name for module in find_modules(["runtime.embed.calls"])}
-    assert {"runtime.embed.calls", "runtime", "plans.chat_template", "jinja2.sandbox"} <= names  # within functions
+    names = {module.name for module in find_modules(["outrider.runtime.embed.calls"])}
+    ours = {"outrider", "outrider.runtime", "outrider.runtime.embed.calls", "outrider.plans.chat_template"}
+    assert {*ours, "jinja2.sandbox"} <= names  # within functions
     assert {"numpy._core._methods", "_strptime", "_sha256"} <= names  # by compiled code
-    assert not {"runtime.server.app", "runtime.__main__", "numpy.testing", "torch", "rich"} & names
+    assert not {"outrider.runtime.server.app", "outrider.runtime.__main__", "numpy.testing", "torch", "rich"} & names
     assert set(HIDDEN["ctypes"]) <= names

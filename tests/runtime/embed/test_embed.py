@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plans.errors import EmbedError
-from runtime import Generation, Runtime
-from runtime.__main__ import main
-from runtime.embed import build as embed_build
-from runtime.embed.build import BRIDGE, LIBRARY, build
-from runtime.embed.calls import MOST_STOPPING, Kind, Status
+from outrider import Generation, Runtime
+from outrider.plans.errors import EmbedError
+from outrider.runtime.__main__ import main
+from outrider.runtime.embed import build as embed_build
+from outrider.runtime.embed.build import BRIDGE, LIBRARY, build
+from outrider.runtime.embed.calls import MOST_STOPPING, Kind, Status
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
@@ -360,7 +360,7 @@ def test_mutated_plans_and_options_are_refused_or_run(library: Path, toy_plan: P
 
 
 def test_the_command_lists_what_it_built(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "runtime", "embed", "--out", str(tmp_path), "--json"]
+    command = [sys.executable, "-m", "outrider.runtime", "embed", "--out", str(tmp_path), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = [Path(file) for file in json.loads(done.stdout)]
     assert all(file.exists() for file in files)

@@ -7,7 +7,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from runtime.embed.notifier import Notifier
+from outrider.runtime.embed.notifier import Notifier
 
 SECONDS = 30.0
 

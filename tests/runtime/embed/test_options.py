@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from plans.errors import RequestError
-from runtime import PrefixCacheConfig, Runtime, SchedulerConfig
-from runtime.embed.handles import InvalidArgumentError
-from runtime.embed.options import NOT_OFFERED, OF_MESSAGES, OF_SUBMIT, OFFERED, OPEN_OPTIONS, open_options
-from runtime.request import Options
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans.errors import RequestError
+from outrider.runtime.embed.handles import InvalidArgumentError
+from outrider.runtime.embed.options import NOT_OFFERED, OF_MESSAGES, OF_SUBMIT, OFFERED, OPEN_OPTIONS, open_options
+from outrider.runtime.request import Options
 
 HEADER = (Path(__file__).parents[3] / "runtime" / "embed" / "outrider.h").read_text(encoding="utf-8")
 

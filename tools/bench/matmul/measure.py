@@ -15,11 +15,11 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from commands.console import progress_bar
-from plans.machine import available_cores
-from runtime.runtime import check_threads
-from tools.bench.matmul.onnx_chain import SPIN_MS, OnnxChain, for_matmul_nbits, for_our_op
-from tools.bench.matmul.shapes import SHAPES, Product
+from outrider.commands.console import progress_bar
+from outrider.plans.machine import available_cores
+from outrider.runtime.runtime import check_threads
+from outrider.tools.bench.matmul.onnx_chain import SPIN_MS, OnnxChain, for_matmul_nbits, for_our_op
+from outrider.tools.bench.matmul.shapes import SHAPES, Product
 
 OURS, ONNXRUNTIME, OPENVINO = "outrider", "onnxruntime", "openvino"
 _PASSES = 8  # in a row; the first counts for nothing
@@ -81,7 +81,7 @@ def load(products: Sequence[Product], bits: int, threads: int) -> dict[str, Chai
         ONNXRUNTIME: OnnxChain(products, bits, threads, for_matmul_nbits),
     }
     if _has_openvino():
-        from tools.bench.matmul.openvino_chain import OpenVinoChain
+        from outrider.tools.bench.matmul.openvino_chain import OpenVinoChain
 
         chains[OPENVINO] = OpenVinoChain(products, bits, threads)
     return chains

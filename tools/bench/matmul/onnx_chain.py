@@ -12,11 +12,11 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from plugins.onnxruntime_ops import THREADS, cpu_library
-from plugins.quant_layout import BLOCK, QuantLayout, pack
-from plugins.schema import CPU_DOMAIN
-from tools.bench.matmul.shapes import Product
-from tools.bench.matmul.weights import RandomWeight, draw_weight, of_layer
+from outrider.plugins.onnxruntime_ops import THREADS, cpu_library
+from outrider.plugins.quant_layout import BLOCK, QuantLayout, pack
+from outrider.plugins.schema import CPU_DOMAIN
+from outrider.tools.bench.matmul.shapes import Product
+from outrider.tools.bench.matmul.weights import RandomWeight, draw_weight, of_layer
 
 SPIN_MS = 2  # how long threads spin behind their work: what the runtime sets for a target's engine
 _MICROSOFT = "com.microsoft"

@@ -11,9 +11,9 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from plugins.quant_layout import BLOCK
-from tools.bench.matmul.shapes import Product
-from tools.bench.matmul.weights import RandomWeight, draw_weight, of_layer
+from outrider.plugins.quant_layout import BLOCK
+from outrider.tools.bench.matmul.shapes import Product
+from outrider.tools.bench.matmul.weights import RandomWeight, draw_weight, of_layer
 
 _TYPES = {4: ov.Type.i4, 8: ov.Type.i8}
 

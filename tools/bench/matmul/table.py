@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tools.bench.matmul.measure import OURS
-from tools.output import figure, make_table
+from outrider.tools.bench.matmul.measure import OURS
+from outrider.tools.output import figure, make_table
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

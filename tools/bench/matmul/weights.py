@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugins.quant_layout import BLOCK, GROUP
-from tools.bench.matmul.shapes import Product
+from outrider.plugins.quant_layout import BLOCK, GROUP
+from outrider.tools.bench.matmul.shapes import Product
 
 
 @dataclass(frozen=True)

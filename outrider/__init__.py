@@ -1,0 +1,81 @@
+"""An ahead-of-time compiled LLM engine: `from outrider import Runtime`, then `Runtime.load(plan).generate(prompt)`.
+
+What is named here is imported when it is asked for: every command imports this first, and must be able to end quietly
+on Ctrl-C while the rest is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from outrider.plans.errors import BusyError, ClosedError, EmbedError, OutriderError, PlanError, RequestError
+
+if TYPE_CHECKING:
+    from outrider.runtime.beam_search import BeamResult
+    from outrider.runtime.generation import FinishReason, Generation, Span, Stream
+    from outrider.runtime.handle import Handle
+    from outrider.runtime.memory import MemoryUse
+    from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
+    from outrider.runtime.prefix_cache.stats import PrefixCacheStats
+    from outrider.runtime.request import Options
+    from outrider.runtime.runtime import Runtime
+    from outrider.runtime.scheduler import SchedulerConfig
+    from outrider.runtime.scheduler_stats import SchedulerStats
+    from outrider.runtime.session import Session
+    from outrider.runtime.stats import Stats
+
+_MODULES = {
+    "beam_search": ("BeamResult",),
+    "generation": ("FinishReason", "Generation", "Span", "Stream"),
+    "handle": ("Handle",),
+    "memory": ("MemoryUse",),
+    "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
+    "prefix_cache.stats": ("PrefixCacheStats",),
+    "request": ("Options",),
+    "runtime": ("Runtime",),
+    "scheduler": ("SchedulerConfig",),
+    "scheduler_stats": ("SchedulerStats",),
+    "session": ("Session",),
+    "stats": ("Stats",),
+}
+
+__all__ = [
+    "BeamResult",
+    "BusyError",
+    "ClosedError",
+    "EmbedError",
+    "FinishReason",
+    "Generation",
+    "Handle",
+    "MemoryUse",
+    "Options",
+    "OutriderError",
+    "PlanError",
+    "PrefixCache",
+    "PrefixCacheConfig",
+    "PrefixCacheStats",
+    "RequestError",
+    "Runtime",
+    "SchedulerConfig",
+    "SchedulerStats",
+    "Session",
+    "Span",
+    "Stats",
+    "Stream",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version(__name__)
+    for module, names in _MODULES.items():
+        if name in names:
+            found: object = getattr(import_module(f"outrider.runtime.{module}"), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
