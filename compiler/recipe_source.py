@@ -128,7 +128,9 @@ class RecipeSource:
         else:
             clause = error["msg"]
             if error["type"] in _CLAUSES:
-                clause = f"{' or '.join(wanted[location])}, found {_shown(error['input'])}"
+                clause = (
+                    f"{' or '.join(wanted[location]).replace(' or must be ', ' or ')}, found {_shown(error['input'])}"
+                )
         field = section.model_fields.get(str(key))
         if field is not None and field.description and error["type"] != "extra_forbidden":
             clause += f" ({field.description})"

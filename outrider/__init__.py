@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from outrider.plans.errors import BusyError, ClosedError, EmbedError, OutriderError, PlanError, RequestError
 
 if TYPE_CHECKING:
+    __version__: str
     from outrider.runtime.beam_search import BeamResult
     from outrider.runtime.generation import FinishReason, Generation, Span, Stream
     from outrider.runtime.handle import Handle
@@ -64,17 +65,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
 
-        return version(__name__)
-    for module, names in _MODULES.items():
-        if name in names:
-            found: object = getattr(import_module(f"outrider.runtime.{module}"), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version(__name__)
+        for module, names in _MODULES.items():
+            if name in names:
+                found = globals()[name] = getattr(import_module(f"outrider.runtime.{module}"), name)
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -160,7 +160,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def compared(self, left: Any, *rest: Any) -> Any:
-        """`left < right`, and so on for each operator and operand of `rest`, as Python chains them."""
+        """`left < right`, and so on for each operator and operand of `rest`, all of which are computed."""
         found: Any = True
         for sign, right in zip(rest[::2], rest[1::2], strict=True):
             if right.__class__ is not dict or left.__class__ is not str:  # whose hash is known, or found once
@@ -205,6 +205,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(called, Macro):
             return super().call(context, called, *args, **options)
         name = getattr(called, "__name__", "")
+        _charge(_ELEMENT * (len(args) + len(options)))
         for each in (*args, *options.values()) if options else args:
             if type(each) is not str:
                 _charge_walk(each)
@@ -244,7 +245,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             self.count_step()
             value, rest = args[first], args[first + 1 :]
             if lazy:
-                _charge(_ELEMENT * len(value) if isinstance(value, _SIZED) else 0)
+                _charge(_ELEMENT * len(value) if hasattr(value, "__len__") else 0)
             else:
                 if type(value) not in _PLAIN and isinstance(value, Iterator):
                     value = list(value)
@@ -317,7 +318,9 @@ _WEIGHTS = dict.fromkeys(
     ("escape", "e", "forceescape", "join", "lower", "replace", "safe", "string", "trim", "upper"), 1
 )
 """What a character counts in a filter; in others 32, as they take about so much longer."""
-_WEIGHTS |= {"urlize": 256, "wordwrap": 128, "indent": 8, "tojson": 8}
+_WEIGHTS |= {"wordwrap": 128, "indent": 8, "tojson": 8}
+_OF_PAGES = {"striptags", "urlize", "xmlattr"}
+"""Filters for pages, which take a time that grows with the square of a text."""
 
 
 def _check_size(size: int, most: int = _LARGEST) -> None:
@@ -410,7 +413,7 @@ def _taken(made: Any, owner: Any) -> Any:
 
 def _counted(made: Iterator[Any]) -> Iterator[Any]:
     for each in made:
-        _charge(_ELEMENT)
+        _charge(_ELEMENT + (8 * len(each) if isinstance(each, _SIZED) else 0))
         yield each
 
 
@@ -521,6 +524,7 @@ class ChatTemplate:
         environment.filters = {
             name: each if name in _QUICK_FILTERS else environment.guarded(name, each)
             for name, each in environment.filters.items()
+            if name not in _OF_PAGES
         }
         environment.tests = {
             name: each if name in _QUICK_TESTS else environment.comparing(name, each)  # type: ignore[arg-type]

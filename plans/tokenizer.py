@@ -9,6 +9,7 @@ refuses the others when the plan is loaded. `runtime/text/stream.py` builds on t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ class Tokenizer:
         """
         files = [folder / CHAT_TEMPLATE_FILE, folder / TOOLS_TEMPLATE_FILE]
         try:
-            texts = [_read(file) if file.is_file() else None for file in files]
+            texts = [_read(file) if os.path.lexists(file) else None for file in files]
             tokenizer = cls.read(folder / TOKENIZER_FILE)
         except PlanError as error:
             raise PlanError(f"{error}. {_REPAIR}") from error
@@ -306,6 +307,8 @@ def _chat_template(text: str, file: Path, special_tokens: Mapping[str, str] | No
 
 def _read(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would never end
+            raise OSError("it is no file")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read as UTF-8 text: {error}") from error

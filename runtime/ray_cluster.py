@@ -63,16 +63,15 @@ def _sigterm_blocked() -> Iterator[None]:
 
     One that comes meanwhile ends the command then, by a handler of its own: Ray's aborts, and prints stacks.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # a system without process groups
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    has_groups = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]) if has_groups else set()
     try:
         yield
     finally:
         with suppress(ValueError):  # not in the main thread, which alone has handlers; Ray has set none there either
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if has_groups:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _look(address: str) -> None:

@@ -46,7 +46,7 @@ class Options(LogitsOptions, DraftOptions, total=False):
       plan has prices (`outrider tune PLAN --prices`). Tokens stay the same; drafters with `acceptance: rejection`,
       and lossy partial KV, whose tokens would not, are never disabled.
     - `on_round`: called with a `trace.Round` after each round, before its span is given out; what it raises ends the
-      request.
+      request, as the cause of a `RequestError`.
     - `logprobs` (None): report each token's log-probability and this many of the most probable (0 to 20).
     - `cancel`: a `threading.Event`; once set, the generation ends before its next step.
     - `partial_kv`: behind long contexts, where the plan has a partial KV cache: "lossless", whose tokens are those of

@@ -15,7 +15,9 @@ from typing import Any
 
 try:
     from outrider import Runtime
-except ImportError:  # of a checkout from before the package had this name
+except ModuleNotFoundError as missing:  # a checkout from before the package had this name
+    if missing.name != "outrider":
+        raise
     from runtime import Runtime  # type: ignore[attr-defined, no-redef]
 
 

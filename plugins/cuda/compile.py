@@ -38,14 +38,16 @@ def compile_kernels(architecture: str, source: str = "kernels.cu", sources: Path
     headers = (path for path in sources.rglob("*") if path.suffix in (".h", ".cu"))
     files = {path.relative_to(sources).as_posix(): path for path in headers} | {"": sources / "cuda" / source}
     digest = hashlib.sha256(f"{files_sha256(files)} {_OPTIONS}".encode()).hexdigest()[:32]
-    name = f"{architecture}.{Path(source).stem}.{digest}.nvrtc-{_nvrtc_version() or '*'}.cubin"
-    for kept in Path(folder).glob(name):
+    version = _nvrtc_version()
+    name = f"{architecture}.{Path(source).stem}.{digest}.nvrtc-{version or '*'}.cubin"
+    for kept in sorted(Path(folder).glob(name), reverse=True):  # without NVRTC here, the latest one's
         return kept.read_bytes()
     cubin = _compile(architecture, source, sources)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    part = Path(folder) / f"{name}.{os.getpid()}"  # others may compile it now
-    part.write_bytes(cubin)
-    part.replace(Path(folder) / name)
+    if version:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        part = Path(folder) / f"{name}.{os.getpid()}"  # others may compile it now
+        part.write_bytes(cubin)
+        part.replace(Path(folder) / name)
     return cubin
 
 

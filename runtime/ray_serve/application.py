@@ -31,7 +31,7 @@ _MARGIN = 15.0  # seconds that an ingress has behind its time to drain, to cut o
 
 
 def build(args: Settings | dict[str, Any]) -> serve.Application:
-    """An application of settings: `import_path: runtime.ray_serve.application:build` of a Serve config file.
+    """An application of settings: `import_path: outrider.runtime.ray_serve.application:build` of a Serve config file.
 
     The plan that is in the folder now is the one that is served. Raises PlanError, and pydantic's ValidationError.
     """

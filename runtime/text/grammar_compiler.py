@@ -12,9 +12,9 @@ from outrider.plans.errors import RequestError
 from outrider.plans.tokenizer import Tokenizer
 
 _LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 200_000}
-# Items in a row: a few, and one for each character of the grammar, since each of an enum or `anyOf` of thousands is an
-# item. A row of an ambiguous grammar grows with the text, and its masks with the cube of that.
-_ROW, _LARGEST_ROW = 200, 20_000
+# Items in a row: llguidance's own default, and one for each character of the grammar, since each of an enum or `anyOf`
+# of thousands is an item. A row of a grammar that is ambiguous, or right-recursive, grows with the text.
+_ROW, _LARGEST_ROW = 2_000, 20_000
 _LONGEST = 200  # characters that are told of an excerpt or a reason
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _SPECIAL = b"\xff"  # what llguidance knows a special token by: no text has the byte

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from outrider.plans.errors import RequestError
 from outrider.runtime.text.common_length import common_length
 from outrider.runtime.text.grammar_compiler import Vocabulary, compile_grammar, told
-from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.text.rules import LogitsRule, failing_alone
 
 _AT_ONCE = 32  # tokens that are taken in before the time is looked at
 _FREE = 0.005  # seconds of a processor that a mask, or taking tokens in, may take
-_SPARE = 3.0  # seconds beyond those that a text may take: it is computed between passes, and all other requests wait
-_SIMPLER = "Make it simpler: let no two of its rules read the same text, as with `s: s s`."
+_SPARE = 3.0  # seconds beyond those that a text may take, its drafts' too: all other requests wait meanwhile
 
 
 class GrammarRule(LogitsRule):
@@ -50,9 +49,10 @@ class GrammarRule(LogitsRule):
 
     def forced(self, path: Sequence[int], limit: int) -> Sequence[int]:
         try:
-            self._follow(path)
-            with self._spending():
-                return self._matcher.compute_ff_tokens()[:limit]
+            with failing_alone(self.name):
+                self._follow(path)
+                with self._spending():
+                    return self._matcher.compute_ff_tokens()[:limit]
         except RequestError:
             return ()
 
@@ -63,7 +63,10 @@ class GrammarRule(LogitsRule):
         yield
         self._spent += max(0.0, thread_time() - began - _FREE)
         if self._spent > _SPARE:
-            raise RequestError(f"The grammar takes too long to follow behind {len(self._path)} tokens. {_SIMPLER}")
+            raise RequestError(
+                f"The grammar takes too long to follow after {len(self._path)} tokens. Make it simpler: let no two of "
+                "its rules read the same text, as with `s: s s`."
+            )
 
     def _follow(self, path: Sequence[int]) -> None:
         """Bring the matcher behind `path`. Raises RequestError where the grammar does not allow it."""
@@ -91,7 +94,7 @@ class GrammarRule(LogitsRule):
                     "The grammar allows no token at this place of the text, and the text may not end here either. "
                     "Correct the grammar: every text that it allows must lead to an end."
                 )
-            raise RequestError(f"The grammar {told(self._matcher.get_error())}. {_SIMPLER}")
+            raise RequestError(f"The grammar {told(self._matcher.get_error())}. Make it simpler.")
 
     def _excluded(self) -> NDArray[np.bool_]:
         """Return bool `[vocab]`: the tokens that may not come next. Raises RequestError where none may."""

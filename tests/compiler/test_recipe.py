@@ -285,8 +285,8 @@ def test_overrides_win_over_the_file(recipe_file: Path) -> None:
         ("=3", "override '=3': must have the form key=value"),
         ("name=[", "override 'name=[': is not valid YAML"),
         ("capacity={context: 1, context: 2}", "capacity.context is given twice"),
-        ("partial_kv={budget: x}", "partial_kv.budget must be a whole number or must be 'auto', found 'x' (blocks"),
-        ("partial_kv={budget: {a: 1}}", "partial_kv.budget must be a whole number or must be 'auto', found {'a': 1} ("),
+        ("partial_kv={budget: x}", "partial_kv.budget must be a whole number or 'auto', found 'x' (blocks"),
+        ("partial_kv={budget: {a: 1}}", "partial_kv.budget must be a whole number or 'auto', found {'a': 1} ("),
     ],
 )  # fmt: skip
 def test_wrong_override_is_named(override: str, sentence: str, recipe_file: Path) -> None:

@@ -119,7 +119,7 @@ def test_the_image_serves_a_plan(toy: Runtime, toy_plan: Path, tmp_path: Path) -
         ]
     else:
         ignored = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").replace("**/", "").split()
-        shutil.copytree(REPOSITORY, tmp_path / "src", ignore=shutil.ignore_patterns(*ignored))
+        shutil.copytree(REPOSITORY, tmp_path / "src", symlinks=True, ignore=shutil.ignore_patterns(*ignored))
         venv.create(tmp_path / "venv", with_pip=True)
         steps = re.findall(r"^RUN (pip .*?)(?: &&.*)?$", (REPOSITORY / "Dockerfile").read_text(encoding="utf-8"), re.M)
         assert len(steps) == 2

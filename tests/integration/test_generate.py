@@ -363,7 +363,7 @@ def test_times_leave_out_what_the_caller_does_between_spans(toy: Runtime, monkey
     last = toy.generate(PROMPT, **options).text[-1]
     now = [0.0]
     for module in ("session", "engine"):
-        monkeypatch.setattr(f"runtime.{module}.perf_counter", lambda: now[0])
+        monkeypatch.setattr(f"outrider.runtime.{module}.perf_counter", lambda: now[0])
     stream = toy.session().stream(PROMPT, stop=[f"{last} and more"], **options)
     for _ in stream:
         now[0] += 1000.0

@@ -15,7 +15,7 @@ from tests.conftest import PARTIAL_KV, made_once
 from tests.integration.families import DRAFTERS
 from tests.integration.long_context import prompt
 from tests.integration.test_onnxruntime_cuda import CUDA
-from tests.integration.test_partial_windows import ONE_BRANCH, buffered, recipe_of
+from tests.integration.test_partial_windows import buffered, recipe_of
 from tests.integration.test_rtx_graphs import emulated_engines
 from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice
@@ -33,7 +33,8 @@ def device(emulator: Emulator) -> EmulatedDevice:
 def one(toy_recipe: Path, device: EmulatedDevice, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     recipe = recipe_of("gemma3", toy_recipe, tmp_path_factory)
     backends = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
-    loaded = load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", ONE_BRANCH, backends])
+    capacity = "capacity={context: 160, prefill_chunk: 16}"
+    loaded = load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", capacity, backends])
     plan = made_once(tmp_path_factory, "sliding-gemma3/cuda", lambda out: build(loaded, recipe, out))
     with emulated_engines(device):
         found = Runtime.load(plan)

@@ -126,7 +126,7 @@ def test_what_a_gate_has_learned_is_forgotten_with_another_sampling(
     monkeypatch.setattr("outrider.runtime.drafters.adaptive.DISABLED_ROUNDS", 500)
     monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
     session, options = toy.session(), Options(drafter="chain", ignore_eos=True)
-    session.generate([5, 6, 7], temperature=1.0, max_new_tokens=60, **options)
+    session.generate([5, 6, 7], temperature=1.0, seed=5, max_new_tokens=60, **options)
     disabled = session.generate(temperature=1.0, seed=5, max_new_tokens=20, **options).stats
     assert disabled.plain_rounds == disabled.rounds
     assert session.generate(temperature=0.0, max_new_tokens=20, **options).stats.drafted > 0

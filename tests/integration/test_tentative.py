@@ -9,6 +9,7 @@ import pytest
 
 from outrider import Runtime
 from outrider.plans import names
+from outrider.plans.errors import RequestError
 from outrider.runtime.session import Session
 from tests.integration.long_context import prompt
 
@@ -98,7 +99,7 @@ def test_an_error_of_a_watcher_leaves_a_session_that_goes_on(long: Runtime) -> N
         def fail(_: object) -> None:
             raise RuntimeError("a watcher fails")
 
-        with pytest.raises(RuntimeError, match="a watcher fails"):
+        with pytest.raises(RequestError, match="a watcher fails"):
             session.generate(tokens, max_new_tokens=60, drafter=drafter, ignore_eos=True, on_round=fail)
         rest = session.generate(prompt(2, 20), max_new_tokens=30, drafter=drafter, ignore_eos=True)
         whole_sequence = session.token_ids

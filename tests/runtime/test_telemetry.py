@@ -11,6 +11,6 @@ from pathlib import Path
 def test_importing_the_runtime_leaves_no_identity_of_the_machine(tmp_path: Path) -> None:
     told = {key: value for key, value in os.environ.items() if key not in ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")}
     subprocess.run(
-        [sys.executable, "-B", "-c", "import runtime.runtime"], env=told | {"HOME": str(tmp_path)}, check=True
+        [sys.executable, "-B", "-c", "import outrider.runtime.runtime"], env=told | {"HOME": str(tmp_path)}, check=True
     )
     assert list(tmp_path.iterdir()) == []  # it would keep one in .cache, and a database of what was not yet sent

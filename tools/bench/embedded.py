@@ -24,7 +24,6 @@ from outrider.runtime.embed.build import build
 from outrider.tools.bench.prompts import choose_prompts, encode_prompts
 from outrider.tools.bench.threads import threads_used
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SOURCE = Path(__file__).resolve().parent / "embedded.c"
 _PYTHON = """
 import sys, time
@@ -94,7 +93,7 @@ class _Process:
         self._name = Path(command[0]).name
         self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `__exit__`)
         self._process = subprocess.Popen(
-            command, cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said
         )
 
     def __enter__(self) -> _Process:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.plans.errors import RequestError
+from outrider.plans.text_file import read_text_file
 
 OVERALL = "overall"  # what tables call all categories together
 _SPEC_BENCH, _DEEP_SPEC = ("question_id", "category", "turns"), ("turns",)
@@ -52,7 +53,7 @@ def read_questions(paths: Sequence[Path], count: int | None = None) -> list[Ques
 
 def _read(path: Path) -> list[Question]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what `splitlines` ends a line at
+        lines = read_text_file(path).split("\n")  # JSON may hold what `splitlines` ends a line at
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
             f"{path} cannot be read as UTF-8 text ({error}); correct the path of the questions."

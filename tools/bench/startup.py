@@ -21,10 +21,9 @@ from outrider.runtime.backends import choose_backend
 from outrider.runtime.runtime import check_threads
 from outrider.tools.bench.threads import threads_used
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROMPT = "def main():\n"
 FIGURES = {
-    "import_ms": "import runtime",
+    "import_ms": "import outrider",
     "load_ms": "load the plan",
     "first_token_ms": "first token",
     "process_ms": "whole process",
@@ -71,7 +70,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _run(plan: Path, threads: int) -> tuple[float, ...]:
     command = [sys.executable, "-c", _PROGRAM, str(plan), str(threads), PROMPT]
     started = perf_counter()
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
+    ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     process_ms = (perf_counter() - started) * 1000
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]

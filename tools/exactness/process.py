@@ -7,11 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
-
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
@@ -24,7 +21,6 @@ def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = (
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "outrider.tools.exactness.worker"],
-            cwd=REPOSITORY,
             env=environment(isa, without),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -166,7 +166,7 @@ PARTS: dict[str, tuple[Make, Sequence[str]]] = {
     ),
     "plan.tar.xz": (pack_plan, [*_COMPILED, "runtime", _OWN]),
     "expected.json": (write_expected, [*_COMPILED, "runtime", _OWN, _STAGES, _NO_KERNELS]),
-    "native": (_NATIVE, ["plugins", _NO_KERNELS, "pyproject.toml"]),
+    "native": (_NATIVE, ["plugins", _NO_KERNELS, "pyproject.toml", _OWN]),
     "wheels": (_WHEELS, ["tools/constraints.txt", _OWN]),
 }
 

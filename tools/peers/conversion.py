@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -95,10 +94,8 @@ def _write_gguf(checkpoint: Path, folder: Path, kind: str) -> None:
 
 def _run(who: str, checkpoint: Path, module: Sequence[str]) -> None:
     """Run a module in a process of its own: what it imports and prints stays there."""
-    repository = Path(__file__).resolve().parent.parent.parent
     command = [sys.executable, "-P", "-m", *module]
-    environment = os.environ | {"PYTHONPATH": str(repository)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    ended = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or ["it said nothing"]
         raise OutriderError(f"{who} cannot convert {checkpoint} ({said[-1].strip()})")

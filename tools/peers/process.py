@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from tempfile import TemporaryFile
 from time import perf_counter, sleep
 from types import TracebackType
@@ -17,7 +16,6 @@ from typing import Any
 from outrider.plans.errors import OutriderError
 from outrider.tools.peers.engine import Generated, Settings
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _GLANCE_SECONDS, _PATIENCE_SECONDS = 0.02, 10.0
 _IDLE_SHARE = 0.1  # of one core; a thread that spins takes a whole one
 
@@ -50,7 +48,6 @@ class Worker:
         self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `close`)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outrider.tools.peers.worker", engine],
-            cwd=REPOSITORY,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
