@@ -157,9 +157,8 @@ def _limits(text: str) -> dict[str, int]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m outrider.tools.gpu.measure", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: %(prog)s --prepared .gpu --out build/gpu --stages env,smoke=20,steps",
+        prog="python -m outrider.tools.gpu.measure", epilog="example: %(prog)s --out results --stages env,smoke=20",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--prepared", type=Path, default=Path(".gpu"), help="what tools.gpu.prepare wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")

@@ -145,9 +145,7 @@ _WHEELS = (  # what the runtime and the tests import and the machine with the GP
     "--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -c tools/constraints.txt -d {part} "
     "fastapi llguidance openai pydantic uvicorn"
 )
-_NATIVE = (  # its libraries alone
-    "python3.12 -m pip wheel -q --no-deps -Cwheel.packages=plugins -Cwheel.exclude=plugins/** -w {part} ."
-)
+_NATIVE = "python3.12 -m pip wheel -q --no-deps -Cwheel.packages=plugins -Cwheel.exclude=plugins/** -w {part} ."
 _NO_KERNELS = ":(exclude)plugins/csrc/cuda"
 _COMPILED = ("compiler", "plans", "plugins")
 _OWN, _STAGES = "tools/gpu/prepare.py", "tools/gpu/stages.py"
@@ -177,9 +175,8 @@ def main(given: list[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m outrider.tools.gpu.prepare", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: %(prog)s --out .gpu",
+        prog="python -m outrider.tools.gpu.prepare", epilog="example: %(prog)s --out .gpu",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(".gpu"), help="folder that is filled (default: .gpu)")
     return parser
