@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import operator
-import re
 import reprlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import wraps
 from itertools import product
 from typing import Any, Literal, NoReturn
 
-from jinja2 import DictLoader, TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined, nodes
-from jinja2.compiler import CodeGenerator
+from jinja2 import TemplateError, TemplateNotFound, TemplateSyntaxError, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
-from jinja2.utils import Namespace
-from markupsafe import Markup
 
 from outrider.plans.errors import OutriderError, PlanError, RequestError
+from outrider.plans.template_sandbox import Sandbox, check_size
 from outrider.plans.text_check import check_text
 
 REPAIR = (
@@ -40,450 +32,12 @@ _IN_PLACE = ("tool_calls", *_REASONING)
 """What an assistant's message may have without a content."""
 _DEEPEST = 64
 """Lists and mappings within another that a value may have; `tojson` and templates' macros follow them by recursion."""
-_LARGEST = 2**22
-"""Characters and elements of what a template makes at once."""
-_MOST_BITS = 2**14
-"""Bits of an integer: Python prints fewer, and divides in a time that grows with their square."""
-_MOST_WORK = 2**28
-"""Characters that a rendering makes, walks through and compares, all in all: a few seconds, and a gigabyte at most."""
-_ELEMENT = 256
-"""Characters for which an element of a list or a mapping counts."""
-_MOST_STEPS = 2**18
-"""Turns of loops and calls of a rendering: a second or two."""
-_MOST_PARTS = 2**18
-"""Values in the lists and mappings that are printed or compared at once."""
 _MOST_OUTPUT = 2**26
 """Characters of a prompt."""
 _PROBED = ("system", "user", "assistant")
 """Roles whose content is text, or text in parts."""
 _Form = Literal["text", "parts"]
 _Plain = dict[object, object]
-
-
-class _CodeGenerator(CodeGenerator):
-    """Leaves constants of a template to its rendering: otherwise loading a plan would compute them. Operators that
-    Jinja writes as Python's, and that may take long, go through the sandbox."""
-
-    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
-        if not isinstance(node, nodes.TemplateData):
-            raise nodes.Impossible
-        return super()._output_child_to_const(node, frame, finalize)
-
-    def visit_Compare(self, node: nodes.Compare, frame: Any) -> None:  # noqa: N802
-        first = node.ops[0]
-        if len(node.ops) == 1 and (_is_short(first.expr) or (_is_short(node.expr) and "in" not in first.op)):
-            super().visit_Compare(node, frame)
-            return
-        self.write("environment.compared(")
-        self.visit(node.expr, frame)
-        for each in node.ops:
-            self.write(f", {each.op!r}, ")
-            self.visit(each.expr, frame)
-        self.write(")")
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:  # noqa: N802
-        if isinstance(node.arg, nodes.Slice):
-            self.write("environment.sliced(")
-            super().visit_Getitem(node, frame)
-            self.write(")")
-        else:
-            super().visit_Getitem(nodes.Getitem(node.node, _key(node.arg), node.ctx), frame)
-
-    def visit_Dict(self, node: nodes.Dict, frame: Any) -> None:  # noqa: N802
-        super().visit_Dict(nodes.Dict([nodes.Pair(_key(each.key), each.value) for each in node.items]), frame)
-
-
-def _is_short(node: nodes.Expr) -> bool:
-    """Whether it is a constant with which any value is compared at once, or a list of some."""
-    if isinstance(node, nodes.List | nodes.Tuple):
-        return len(node.items) <= 64 and all(map(_is_short, node.items))
-    return isinstance(node, nodes.Const) and not (isinstance(node.value, str) and len(node.value) > 64)
-
-
-def _key(node: nodes.Expr) -> nodes.Expr:
-    """The key of a mapping, whose hash is to be found."""
-    if isinstance(node, nodes.Const):
-        return node
-    return nodes.Call(nodes.EnvironmentAttribute("hashed"), [node], [], None, None)
-
-
-class _Budget(threading.local):
-    """What is left to the rendering of a thread."""
-
-    steps = _MOST_STEPS
-    work = _MOST_WORK
-
-
-_budget = _Budget()
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit to what a template does: turns of loops, calls, sizes of what it makes, and the sum
-    of all that it makes, walks through and compares.
-
-    A rendering of a real conversation is far below them. Sizes are known before anything is made: of products and sums
-    of texts and lists, and of the methods and filters by which a small text becomes a large one.
-    """
-
-    code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
-
-    def count_step(self) -> str:
-        """Called at every turn of a loop, and at every call."""
-        _budget.steps = left = _budget.steps - 1
-        if left < 0:
-            raise OverflowError(f"it takes more than {_MOST_STEPS} turns of loops and calls")
-        return ""
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed = super()._parse(source, name, filename)
-        counted = nodes.Call(nodes.EnvironmentAttribute("count_step"), [], [], None, None)
-        for body in [getattr(each, "body") for each in parsed.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:  # noqa: B009
-            body.insert(0, nodes.ExprStmt(counted, lineno=body[0].lineno if body else 1))
-        for loop in parsed.find_all(nodes.For):
-            loop.test = loop.test and nodes.Or(counted, loop.test)
-        for concat in list(parsed.find_all(nodes.Concat)):  # which is no operator to Jinja
-            texts = concat.nodes
-            concat.nodes = [nodes.Call(nodes.EnvironmentAttribute("joined"), texts, [], None, None)]
-        return parsed.set_environment(self)  # type: ignore[return-value]
-
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        """The text of a block: of a macro, of `set` or of `filter`."""
-        texts = list(pieces)
-        _charge(sum(map(len, texts)))
-        return "".join(texts)
-
-    def joined(self, *values: object) -> str:
-        texts = [str(_printable(value)) for value in values]
-        _check_size(sum(map(len, texts)))
-        return "".join(texts)
-
-    def compared(self, left: Any, *rest: Any) -> Any:
-        """`left < right`, and so on for each operator and operand of `rest`, all of which are computed."""
-        found: Any = True
-        for sign, right in zip(rest[::2], rest[1::2], strict=True):
-            if right.__class__ is not dict or left.__class__ is not str:  # whose hash is known, or found once
-                _charge_comparison(sign, left, right)
-            found = _COMPARISONS[sign](left, right)
-            if not found:
-                break
-            left = right
-        return found
-
-    def hashed(self, key: Any) -> Any:
-        _charge_walk(key)
-        return key
-
-    def sliced(self, made: Any) -> Any:
-        if isinstance(made, _SIZED):
-            _charge(len(made) * (1 if isinstance(made, str) else 8))
-        return made
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is str and type(right) is str:
-            _check_size(size := len(left) + len(right))
-            _charge(size)
-            return left + right
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_size(left.bit_length() * right if abs(left) > 1 else 0, _MOST_BITS)
-        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
-            _check_size(left.bit_length() + right.bit_length(), _MOST_BITS)
-        elif operator == "*":
-            _check_size(_product_size(left, right))
-        elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
-            _check_size(len(left) + len(right))
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left, _printable(right))
-        return self.sliced(super().call_binop(context, operator, left, right))
-
-    def call(self, context: Any, called: Any, /, *args: Any, **options: Any) -> Any:
-        owner = getattr(called, "__self__", None)
-        if owner is self:  # a call that `_parse` has put there
-            return called(*args)
-        self.count_step()
-        if isinstance(called, Macro):
-            return super().call(context, called, *args, **options)
-        name = getattr(called, "__name__", "")
-        _charge(_ELEMENT * (len(args) + len(options)))
-        for each in (*args, *options.values()) if options else args:
-            if type(each) is not str:
-                _charge_walk(each)
-        if isinstance(owner, str):
-            if name == "translate":
-                raise SecurityError("texts have no `translate` here")
-            _charge_search(name, owner, next((each for each in args if isinstance(each, str)), ""))
-            if args or options:
-                _check_made(name, owner, args, options)
-        else:
-            _check_numbers(args, options)
-            if isinstance(owner, list | tuple) or name == "copy":
-                _charge_walk(owner)
-        made = super().call(context, called, *args, **options)
-        return made if isinstance(made, str) and not isinstance(owner, str) else _taken(made, owner)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Jinja's own `format`, with a limit on what it makes."""
-        if type(value) in _PLAIN or super().wrap_str_format(value) is None:
-            return None
-        text = value.__self__
-        kind: Any = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
-
-        def checked(*args: Any, **options: Any) -> str:
-            given = ((), *args) if value.__name__ == "format_map" else (args, options)
-            return str(kind.vformat(text, *given)) if type(text) is str else Markup(kind.vformat(text, *given))
-
-        return checked
-
-    def guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that makes nothing too large."""
-        first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
-        weight, lazy = _WEIGHTS.get(name, 32), name in _LAZY
-
-        @wraps(function)
-        def guard(*args: Any, **options: Any) -> Any:
-            self.count_step()
-            value, rest = args[first], args[first + 1 :]
-            if lazy:
-                _charge(_ELEMENT * len(value) if hasattr(value, "__len__") else 0)
-            else:
-                if type(value) not in _PLAIN and isinstance(value, Iterator):
-                    value = list(value)
-                    args = (*args[:first], value, *rest)
-                _charge_walk(value, weight)
-            for each in (*rest, *options.values()) if rest or options else ():
-                if type(each) is not str:
-                    _charge_walk(each)
-            if name in _MAKING or rest or options:
-                _check_made(name, value, rest, options)
-            return _taken(function(*args, **options), value)
-
-        return guard
-
-    def comparing(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A test that compares no more than it may."""
-        first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
-
-        @wraps(function)
-        def guard(*args: Any) -> Any:
-            _charge_comparison(name, args[first], args[first + 1] if len(args) > first + 1 else None)
-            return function(*args)
-
-        return guard
-
-
-class _Formatter(SandboxedFormatter):
-    def convert_field(self, value: Any, conversion: Any) -> Any:
-        _charge(_ELEMENT)
-        return super().convert_field(_printable(value), conversion)
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        _check_format(format_spec, ())
-        made = super().format_field(value, format_spec)
-        _check_size(len(made))
-        return made
-
-
-class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
-    pass
-
-
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "gt": operator.gt,
-    "gteq": operator.ge,
-    "lt": operator.lt,
-    "lteq": operator.le,
-    "in": lambda left, right: left in right,
-    "notin": lambda left, right: left not in right,
-}
-_SIZED = (str, bytes, list, tuple)
-_HOLDING: tuple[Any, ...] = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
-_SCALAR = frozenset({int, float, bool, type(None)})
-_DIGITS = re.compile(r"\d+")
-_PLAIN = _SCALAR | {str, list, dict, tuple}
-_PRINTING = {"tojson", "pprint", "string", "join", "format"}
-_MAKING = {"tojson", "pprint", "string", "join", "format", "sum", "indent", "wordwrap"}
-"""Filters that may make much of a little without an argument."""
-_QUICK_FILTERS = {"attr", "count", "d", "default", "first", "last", "length"}
-"""They look at a value, and neither walk through it nor make another."""
-_QUICK_TESTS = {
-    *("boolean", "callable", "defined", "even", "false", "float", "integer", "iterable", "mapping", "none", "number"),
-    *("odd", "sameas", "sequence", "string", "true", "undefined"),
-}
-_LAZY = {"batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"}
-"""Filters that take elements one at a time, and look into none."""
-_WEIGHTS = dict.fromkeys(
-    ("escape", "e", "forceescape", "join", "lower", "replace", "safe", "string", "trim", "upper"), 1
-)
-"""What a character counts in a filter; in others 32, as they take about so much longer."""
-_WEIGHTS |= {"wordwrap": 128, "indent": 8, "tojson": 8}
-_OF_PAGES = {"striptags", "urlize", "xmlattr"}
-"""Filters for pages, which take a time that grows with the square of a text."""
-
-
-def _check_size(size: int, most: int = _LARGEST) -> None:
-    if size > most:
-        raise OverflowError(f"what it makes is too large, of the size {size}; the sandbox allows {most}")
-
-
-def _charge(work: int) -> None:
-    _budget.work = left = _budget.work - work
-    if left < 0:
-        raise OverflowError(f"all that it makes and compares is too large; the sandbox allows the size {_MOST_WORK}")
-
-
-def _weigh(value: Any) -> tuple[int, int]:
-    """Elements and characters of a value and of what it holds. Raises OverflowError where they are more than is left:
-    lists that hold one another twice double them."""
-    kind = type(value)
-    if kind is str:
-        return 0, len(value)
-    if kind in _SCALAR:
-        return 0, 0
-    waiting, elements, characters = [value], 0, 0
-    while waiting:
-        each = waiting.pop()
-        kind = type(each)
-        if kind is str:
-            characters += len(each)
-            continue
-        if kind in _SCALAR:
-            continue
-        if isinstance(each, str | bytes):
-            characters += len(each)
-        elif isinstance(each, dict):
-            waiting += each
-            waiting += each.values()
-            elements += 2 * len(each)
-        elif isinstance(each, _HOLDING):
-            waiting += each
-            elements += len(each)
-        elif isinstance(each, range):
-            elements += len(each)
-        elif isinstance(each, Namespace):
-            waiting.append(object.__getattribute__(each, "_Namespace__attrs"))
-            elements += 1
-        if elements > _MOST_PARTS:
-            raise OverflowError(f"what it prints or compares is too large, with more than {_MOST_PARTS} parts")
-        if elements * _ELEMENT + characters > _budget.work:
-            _charge(_budget.work + 1)
-    return elements, characters
-
-
-def _charge_walk(value: Any, weight: int = 1) -> None:
-    elements, characters = _weigh(value)
-    _charge(elements * _ELEMENT + characters * weight)
-
-
-def _charge_search(name: str, text: str, sought: str) -> None:
-    """Charge a method of a text: Python compares short patterns, and those sought from the end, at every place."""
-    every = len(sought) if name.startswith("r") or name.endswith("strip") else min(len(sought), 128)
-    _charge(len(text) * (1 + every // 16))
-
-
-def _charge_comparison(sign: str, left: Any, right: Any) -> None:
-    if sign not in ("in", "notin"):
-        elements, characters = _weigh(left)
-        others, more = (0, characters) if right is None else _weigh(right)
-        _charge((elements + others) * _ELEMENT + min(characters, more))
-    elif isinstance(right, str):
-        _charge_search("", right, left if isinstance(left, str) else "")
-    else:
-        _charge_walk(left if isinstance(right, dict) else right)
-
-
-def _taken(made: Any, owner: Any) -> Any:
-    """What a method or a filter has made, charged unless it is its `owner`; elements of an iterator as they come."""
-    if made is owner or made is None or made is True or made is False:
-        return made
-    if isinstance(made, str | list | dict):
-        size = len(made)
-        _check_size(size)
-        _charge(size if isinstance(made, str) else size * _ELEMENT)
-    elif isinstance(made, int):
-        _check_size(made.bit_length(), _MOST_BITS)
-    elif isinstance(made, bytes):
-        raise SecurityError("it makes bytes")
-    elif isinstance(made, Iterator):
-        return _counted(made)
-    return made
-
-
-def _counted(made: Iterator[Any]) -> Iterator[Any]:
-    for each in made:
-        _charge(_ELEMENT + (8 * len(each) if isinstance(each, _SIZED) else 0))
-        yield each
-
-
-def _printable(value: Any) -> Any:
-    """The value, to be printed. Raises OverflowError where its text would be too long."""
-    if type(value) is str:
-        _charge(len(value))
-    else:
-        elements, characters = _check_printable(value)
-        _charge(elements * _ELEMENT + characters)
-    return value
-
-
-def _check_printable(value: Any) -> tuple[int, int]:
-    elements, characters = _weigh(value)
-    _check_size(characters)
-    return elements, characters
-
-
-def _check_numbers(args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    for each in (*args, *options.values()):
-        if isinstance(each, int):
-            _check_size(each)
-
-
-def _check_format(pattern: str, values: Any) -> None:
-    """Limit what a format makes: the widths in its text or among `values`, and values of a mapping, printed again."""
-    _check_size(sum(int(digits[:8]) for digits in _DIGITS.findall(pattern)) if len(pattern) > 3 else 0)
-    if isinstance(values, tuple) and "*" in pattern:
-        _check_size(sum(abs(each) for each in values if isinstance(each, int)))
-    elif isinstance(values, dict):
-        _check_size(pattern.count("%") * sum(_weigh(values)))
-
-
-def _check_made(name: str, value: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise OverflowError for a method of a text, or a filter, that would make something too large of `value`."""
-    if name in _PRINTING and (type(value) is not str or args):
-        _check_printable([value, args])
-    given = [*args, *options.values()]
-    texts = [each for each in given if isinstance(each, str)]
-    numbers = [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
-    if name == "replace" and isinstance(value, str) and len(texts) > 1:
-        _check_size(len(value) + (value.count(texts[0]) if texts[0] else len(value) + 1) * len(texts[1]))
-    elif name == "join":
-        parts, between = (given[0], value) if isinstance(value, str) and given else (value, texts[0] if texts else "")
-        if isinstance(parts, _SIZED):
-            _check_size(sum(len(str(each)) + len(str(between)) for each in parts))
-    elif name == "sum":
-        sizes = [len(each) for each in value if isinstance(each, _SIZED)]
-        _check_size(sum(sizes))
-        _charge(len(sizes) * sum(sizes))
-    elif name == "format":
-        _check_format(str(value), options or tuple(args))
-    elif name in ("indent", "wordwrap", "tojson", "pprint", "expandtabs"):
-        widths = max([*numbers, *map(len, texts)], default=4)
-        if not isinstance(value, str):
-            _check_size(widths * 16 * (1 + _weigh(value)[0]))  # 16 deep, say
-        elif widths > 64:
-            _check_size(widths * (1 + len(value)))
-    else:
-        for number in numbers:
-            _check_size(number, 1024 if name == "round" else _LARGEST)
-
-
-def _product_size(left: object, right: object) -> int:
-    """Elements of a repetition."""
-    for repeated, times in ((left, right), (right, left)):
-        if isinstance(repeated, _SIZED) and isinstance(times, int):
-            return len(repeated) * times
-    return 0
 
 
 class ChatTemplate:
@@ -511,30 +65,9 @@ class ChatTemplate:
         self.special_names = frozenset(special_tokens or ())
         # transformers has the first two in every rendering: "is defined" and "is not none" are asked of them.
         self._names: dict[str, object] = {"tools": None, "documents": None, **(special_tokens or {})}
-        environment = _Sandbox(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[loopcontrols, _GenerationBlock],
-            loader=DictLoader({}),
-            optimized=False,
-            finalize=_printable,
-        )
-        self._environment = environment
-        environment.filters["tojson"] = _to_json
-        environment.filters = {
-            name: each if name in _QUICK_FILTERS else environment.guarded(name, each)
-            for name, each in environment.filters.items()
-            if name not in _OF_PAGES
-        }
-        environment.tests = {
-            name: each if name in _QUICK_TESTS else environment.comparing(name, each)  # type: ignore[arg-type]
-            for name, each in environment.tests.items()
-        }
-        del environment.globals["lipsum"]  # texts of any length, for tests of pages
+        self._environment = environment = Sandbox([loopcontrols, _GenerationBlock], {"tojson": _to_json})
         environment.globals["raise_exception"] = _refuse_messages
         environment.globals["strftime_now"] = _now
-        environment.globals["namespace"] = _PublicNamespace
-        environment.globals["dict"] = _new_dict
         try:
             self._template = environment.from_string(text)
             parsed = environment.parse(text)
@@ -592,7 +125,7 @@ class ChatTemplate:
 
     def _render(self, names: dict[str, object]) -> str:
         try:
-            _budget.steps, _budget.work = _MOST_STEPS, _MOST_WORK
+            self._environment.begin()
             pieces, size = list[str](), 0
             for piece in self._template.generate(self._names | names):
                 pieces.append(piece)
@@ -687,21 +220,6 @@ class _MessagesRefusedError(TemplateError):
     """The template called `raise_exception`."""
 
 
-class _PublicNamespace(Namespace):
-    """Jinja's `namespace` without underscore names, through which a template could pose as another object."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        # No named `self`, as in Jinja: `namespace(self=1)` is allowed.
-        attributes = dict(*args[1:], **kwargs)
-        for name in attributes:
-            _check_public(name)
-        Namespace.__init__(args[0], attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_public(name)
-        super().__setitem__(name, value)
-
-
 class _GenerationBlock(Extension):
     """`{% generation %}` marks what training learns from; in a prompt its content stands there.
 
@@ -715,30 +233,12 @@ class _GenerationBlock(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-class _NewDict:
-    """`dict`, of which a template has no more than this."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-_new_dict = _NewDict()
-
-
-def _check_public(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace may not hold the name {name!r}")
-
-
 def _refuse_messages(message: object) -> NoReturn:
     raise _MessagesRefusedError(str(message))
 
 
 def _now(pattern: str) -> str:
-    _check_size(1024 * len(pattern))  # a width may stand before a letter
+    check_size(1024 * len(pattern))  # a width may stand before a letter
     return datetime.now().strftime(pattern)
 
 

@@ -40,7 +40,6 @@ from outrider.tools.bench.shapes import (
     within_block,
 )
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
 _PROGRESS = "building:"  # how the compiler's lines of progress begin, where it writes to no terminal
 
 
@@ -150,7 +149,7 @@ def _run(command: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]
     """Run the compiler; its lines of progress go to `show` as they come. Its exit status and its last words."""
     last_words = ""
     with subprocess.Popen(
-        command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
         assert process.stderr is not None
         try:
