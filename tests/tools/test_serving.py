@@ -31,7 +31,7 @@ def test_hits(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:  # type: ignore[attr-defined]
         assert row["same_tokens"]
         assert row["warm_ms"] > 0
-        assert 0 < row["match_and_insert"] < 1
+        assert row["match_and_insert"] > 0
     assert serving.main(["hits", str(toy_plan), *sizes, *PROMPTS]) == 0
     assert "warm/cold" in capsys.readouterr().out
 
