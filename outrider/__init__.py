@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from outrider.runtime.generation import FinishReason, Generation, Span, Stream
     from outrider.runtime.handle import Handle
     from outrider.runtime.memory import MemoryUse
+    from outrider.runtime.options.options import Options
     from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
     from outrider.runtime.prefix_cache.stats import PrefixCacheStats
-    from outrider.runtime.request import Options
     from outrider.runtime.runtime import Runtime
     from outrider.runtime.scheduler import SchedulerConfig
     from outrider.runtime.scheduler_stats import SchedulerStats
@@ -29,9 +29,9 @@ _MODULES = {
     "generation": ("FinishReason", "Generation", "Span", "Stream"),
     "handle": ("Handle",),
     "memory": ("MemoryUse",),
+    "options.options": ("Options",),
     "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
     "prefix_cache.stats": ("PrefixCacheStats",),
-    "request": ("Options",),
     "runtime": ("Runtime",),
     "scheduler": ("SchedulerConfig",),
     "scheduler_stats": ("SchedulerStats",),

@@ -1,4 +1,4 @@
-"""`python -m outrider.runtime generate | branches | skeleton | serve | batch | chat | embed`."""
+"""`python -m outrider.runtime generate | branches | skeleton | serve | batch | chat | embed | options`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import argparse
 import sys
 from contextlib import suppress
 
-from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
+from outrider.commands.arguments import Parser, at_least_1, number
 from outrider.commands.console import guarded, print_json, report_error, stderr
 from outrider.plans.errors import RequestError
 from outrider.runtime.batch.command import add_batch
@@ -20,6 +20,7 @@ from outrider.runtime.cli.arguments import (
     add_form,
     add_prompt,
     add_shared,
+    flag_of,
     generation_json,
     load,
     read_form,
@@ -28,6 +29,7 @@ from outrider.runtime.cli.arguments import (
 )
 from outrider.runtime.cli.branches import add_branches
 from outrider.runtime.cli.debug import RoundPrinter, log_to
+from outrider.runtime.cli.options import add_options
 from outrider.runtime.cli.skeleton import add_skeleton
 from outrider.runtime.embed.command import add_embed
 from outrider.runtime.generation import Generation
@@ -82,9 +84,6 @@ def _parser(called: str) -> Parser:
         "the entropy that chose the length; r and p/q decide by rejection. Lengths chosen and drafting that is stopped "
         "because it does not pay are told as well",
     )
-    generate.add_argument(
-        "--logprobs", type=at_least_0, metavar="N", help="with --json: log-probabilities, and the N best"
-    )
     beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
     beams.add_argument(
         "--beams", type=at_least_1, metavar="N", help="search with N beams; --json prints beams and stats"
@@ -118,6 +117,7 @@ def _parser(called: str) -> Parser:
     chat.set_defaults(command=_chat)
 
     add_embed(commands)
+    add_options(commands)
     return parser
 
 
@@ -131,7 +131,6 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = None if arguments.message is not None else read_prompt(arguments)
     messages = [{"role": "user", "content": arguments.message}] if prompt is None else None
     options = read_options(arguments)
-    options["logprobs"] = arguments.logprobs
     options["structured_outputs"] = read_form(arguments)
     runtime = load(arguments)
     if arguments.debug:
@@ -159,7 +158,9 @@ def _beam_search(arguments: argparse.Namespace) -> int:
             "Leave one of them out."
         )
     prompt = read_prompt(arguments)
-    options = BeamOptions(beams=arguments.beams, max_new_tokens=arguments.max_new_tokens)
+    options = BeamOptions(beams=arguments.beams)
+    if arguments.max_new_tokens is not None:
+        options["max_new_tokens"] = arguments.max_new_tokens
     if arguments.length_penalty is not None:
         options["length_penalty"] = arguments.length_penalty
     if arguments.early_stopping is not None:
@@ -183,7 +184,7 @@ def _beam_search(arguments: argparse.Namespace) -> int:
 def _given(arguments: argparse.Namespace, options: set[str]) -> list[str]:
     """Options that are not at their defaults, as they are spelled on the command line."""
     default = arguments.parser.get_default
-    return [f"--{name.replace('_', '-')}" for name in sorted(options) if getattr(arguments, name) != default(name)]
+    return [flag_of(name) for name in sorted(options) if getattr(arguments, name) != default(name)]
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,10 @@ from outrider.plans import names
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plugins import native
 from outrider.runtime.generation import FinishReason
-from outrider.runtime.numbers import as_real, shown
-from outrider.runtime.request import Options, Request, check_options
+from outrider.runtime.numbers import shown
+from outrider.runtime.options.kinds import Real, Whole
+from outrider.runtime.options.options import OPTIONS, Options
+from outrider.runtime.options.request import Request
 from outrider.runtime.session import Session
 from outrider.runtime.stats import Stats
 
@@ -128,26 +130,20 @@ class _Settings:
                 f"{', '.join(BeamOptions.__annotations__)}."
             )
         most = session.limits[names.LOGITS]
-        beams = _whole(options.get("beams", 4), "beams", most, "the plan gives the logits of that many tokens a step")
-        num_return = _whole(options.get("num_return", 1), "num_return", beams, "the number of beams")
-        penalty = as_real(given := options.get("length_penalty", 1.0))
-        if penalty is None or not abs(penalty) <= MAX_LENGTH_PENALTY:
-            limits = f"from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
-            raise RequestError(f"length_penalty is {shown(given)}; pass a number {limits}.")
+        beams = Whole(1, most).check(options.get("beams", 4), "beams")
+        num_return = Whole(1, beams).check(options.get("num_return", 1), "num_return")
+        bound = Real(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        penalty = bound.check(options.get("length_penalty", 1.0), "length_penalty")
         early_stopping = options.get("early_stopping", False)
         if not isinstance(early_stopping, bool) and early_stopping != "never":
             raise RequestError(f"early_stopping is {shown(early_stopping)}; pass False, True or 'never'.")
-        shared = Options(max_new_tokens=options.get("max_new_tokens", 128), cancel=options.get("cancel"))
-        if (ends := options.get("eos_token_ids")) is not None:
-            shared["eos_token_ids"] = ends
+        shared = {name: value for name, value in options.items() if name in OPTIONS}
         return cls(
             beams=beams,
             length_penalty=penalty,
             early_stopping=early_stopping,
             num_return=num_return,
-            request=check_options(
-                shared, [], session.manifest.text.eos_token_ids, vocab_size=session.manifest.target.vocab_size
-            ),
+            request=session.resolve(cast(Options, shared | {"drafter": "none", "partial_kv": "off"})),
             context=session.manifest.target.context,
             slots=session.limits[names.VIEW],
         )
@@ -267,9 +263,3 @@ def _highest(totals: NDArray[np.float64], count: int) -> NDArray[np.int64]:
     cut = np.partition(totals, len(totals) - count)[len(totals) - count]
     chosen = np.flatnonzero((totals >= cut) & np.isfinite(totals))
     return chosen[np.lexsort((chosen, -totals[chosen]))][:count]
-
-
-def _whole(value: object, name: str, most: int, why: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
-        raise RequestError(f"{name} is {shown(value)}; pass a whole number from 1 to {most}, {why}.")
-    return int(value)

@@ -13,7 +13,8 @@ from outrider.plans.manifest import Geometry, Manifest
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.generation import Generation
 from outrider.runtime.numbers import shown
-from outrider.runtime.request import Options, Request, check_request
+from outrider.runtime.options.options import Options
+from outrider.runtime.options.request import Request, resolve
 from outrider.runtime.sampling import new_seed
 from outrider.runtime.text.grammars import Grammars
 from outrider.runtime.text.prompt import prepare_prompt
@@ -57,7 +58,7 @@ def check_alone(
     shared: bool = False,
 ) -> BranchRequest:
     """Check a request for a sequence of its own, in a row that is `shared` with others or not. Raises RequestError."""
-    request = check_request(options, manifest, grammars, shared=shared)
+    request = resolve(options, manifest, grammars, shared=shared)
     given, least = request.generated, request.min_tokens
     prepared = prepare_prompt(prompt, (), request.stop, tokenizer, manifest.target, generated=given, min_tokens=least)
     return BranchRequest(prepared.ids, request, request.max_new_tokens)
@@ -104,11 +105,11 @@ def check_branches(
         try:
             own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
             merged = cast(Options, {**options, **own})
-            request = check_request(merged, manifest, grammars, shared=mode == "in-one-sequence")
+            request = resolve(merged, manifest, grammars, shared=mode == "in-one-sequence")
             if request.generated:
                 raise RequestError("generated is of a request that goes on alone; leave it out.")
             if "stream_id" not in own:
-                sampling = replace(request.sampling, stream=request.sampling.stream + place)
+                sampling = replace(request.sampling, stream_id=request.sampling.stream_id + place)
                 request = replace(request, sampling=sampling)
             predicted = branch.get("predicted_tokens", request.max_new_tokens)
             if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 1:

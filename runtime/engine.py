@@ -34,10 +34,10 @@ from outrider.runtime.execution.warmup import warm_up
 from outrider.runtime.generation import FinishReason, GrowingGeneration, Span
 from outrider.runtime.kv.cache import KvCache
 from outrider.runtime.launched_rounds import Launch, LaunchedRounds
+from outrider.runtime.options.request import Request
 from outrider.runtime.partial_passes import PartialPasses
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.prefix_cache.client import CacheClient
-from outrider.runtime.request import Options, Request, check_options
 from outrider.runtime.round_costs import note_round
 from outrider.runtime.sampling import SamplingParams, likeliest, logprobs
 from outrider.runtime.sequence import Committed, Sequence
@@ -208,9 +208,8 @@ class Engine:
     def warm_up(self, mode: Mode) -> None:
         """Run a pass of as many sequences as there can be, so that no later one waits for memory to be handed out."""
         kept, self.prefix_cache = self.prefix_cache, None
-        request = check_options(Options(max_new_tokens=1, drafter="none", ignore_eos=True), [], ())
         self.begin(mode=mode)
-        running = [self.admit(number, [0], request) for number in range(self._geometry.branches)]
+        running = [self.admit(number, [0], Request(1)) for number in range(self._geometry.branches)]
         for committed in self.step(running):
             self.show(committed)
         self.settle(running)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from time import perf_counter
 
 from outrider.plans.errors import OpError, RequestError
-from outrider.runtime.request import Request
+from outrider.runtime.options.request import Request
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.stats import Stats
 from outrider.runtime.text.stream import TextStream

@@ -30,10 +30,10 @@ from outrider.runtime.generation import Generation, Run, Stream
 from outrider.runtime.handle import Handle
 from outrider.runtime.mapped_files import MappedFiles, check_not_replaced
 from outrider.runtime.memory import MemoryUse, memory_use
+from outrider.runtime.options.options import Options
 from outrider.runtime.pass_prices import load_prices
 from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
 from outrider.runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
-from outrider.runtime.request import Options
 from outrider.runtime.scheduler import Scheduler, SchedulerConfig, check_place_in_queue
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.session import Session
@@ -185,7 +185,7 @@ class Runtime:
         Several are served at once, or one after another where the plan has one branch, with the tokens that each would
         get alone.
 
-        Of the `options`, all of which `runtime.request.Options` explains, these are asked for most: `max_new_tokens`
+        Of the `options`, all of which `outrider options` explains, these are asked for most: `max_new_tokens`
         (128), `temperature` (0: greedy), `top_k`, `top_p`, `min_p`, `seed`, `stop` (texts), `drafter` (a name, or
         "none"), `logprobs` (how many), `structured_outputs` (such as `{"json": schema}`), `ignore_eos` (False).
 

@@ -16,7 +16,7 @@ from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.drafters.base import HostDrafter
 from outrider.runtime.drafters.verify_length import VerifyLength
 from outrider.runtime.generation import FinishReason, GrowingGeneration
-from outrider.runtime.request import Request
+from outrider.runtime.options.request import Request
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.text.rules import LogitsRule
 from outrider.runtime.trace import Round

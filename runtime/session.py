@@ -22,7 +22,8 @@ from outrider.runtime.exclusive import Exclusive
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.program import Program
 from outrider.runtime.generation import Generation, Run, Stream
-from outrider.runtime.request import Options, Request, check_options, check_request
+from outrider.runtime.options.options import Options
+from outrider.runtime.options.request import Request, resolve, resolve_drafter
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import StageClock, Stats
 from outrider.runtime.text.common_length import common_length
@@ -159,10 +160,14 @@ class Session:
         With `whole` it is the whole sequence, as `messages` are the whole conversation: KV is kept as far as it agrees
         with the present one. Raises RequestError, before anything changes, for what cannot be served.
         """
-        request = check_request(options, self._manifest, self._pool.loaded.grammars)
+        request = self.resolve(options)
         prompt = "" if prompt is None and messages is None else prompt
         chosen = choose_prompt(prompt, messages, self._tokenizer, self._geometry, chat_template_kwargs)
         return Stream(self.run(chosen, request, whole=whole or messages is not None))
+
+    def resolve(self, options: Options) -> Request:
+        """Check options against the plan. Raises RequestError."""
+        return resolve(options, self._manifest, self._pool.loaded.grammars)
 
     def run(self, prompt: str | List[int], request: Request, *, whole: bool = False) -> Run:
         """Generate as `stream` does, from checked options: a span a pass, None for a pass over a part of a prompt."""
@@ -238,7 +243,7 @@ class Session:
         """
         by_name = {each.name: each for each in self._manifest.drafters}
         if drafter is not None:
-            check_options(Options(drafter=drafter), list(by_name), ())
+            resolve_drafter(drafter, self._manifest)
         if drafter not in (None, "none") and not isinstance(by_name[drafter], NgramDrafter):
             raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
         with self._exclusive:

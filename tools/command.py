@@ -48,6 +48,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "serve-ray": Command("outrider.runtime.ray_serve.command", "serve the plan by replicas on a Ray cluster"),
         "batch": Command(RUNTIME, "answer a file of requests", of_several=True),
         "embed": Command(RUNTIME, "build the C library", of_several=True),
+        "options": Command(RUNTIME, "the options of a generation", of_several=True),
     },
     "measure": {
         "doctor": Command("outrider.tools.doctor", "what is installed here, and which backends can run"),

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from outrider.plans.errors import RequestError
 from outrider.runtime.batch.requests import parse
+from outrider.runtime.options.options import Doors, offered
 from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.errors import ApiError
 from outrider.runtime.server.refusals import refusal, shown
@@ -19,7 +20,10 @@ _KINDS: dict[str, type[ChatAsked] | type[CompletionAsked]] = {
 }
 _OF_A_LINE = ("custom_id", "method", "url", "body")
 _PROMPTS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
-_OBJECTS = ("messages", "tools", "response_format", "structured_outputs", "logit_bias", "chat_template_kwargs")
+_OBJECTS = (
+    *("messages", "tools", "response_format", "chat_template_kwargs"),
+    *(name for name, option in offered(Doors.SERVER).items() if option.kind.c == "json"),
+)
 """Fields that may be JSON as a text: columns of a table have one type."""
 
 

@@ -8,18 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
 from outrider.commands.arguments import at_least_0, at_least_1, number, whole_number
 from outrider.commands.console import stderr
 from outrider.plans.errors import RequestError
-from outrider.plans.partial_kv import PARTIAL_MODES
 from outrider.plans.text_file import read_all, read_text_file
 from outrider.runtime.exactness import Exactness
 from outrider.runtime.generation import Generation
-from outrider.runtime.logits_options import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY
+from outrider.runtime.options.kinds import Biases, Choice, Real, Switch, Texts, TokenIds, Whole
+from outrider.runtime.options.options import OPTIONS, Doors, Option, Options, offered
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
-from outrider.runtime.request import Options
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.scheduler import SchedulerConfig
 from outrider.runtime.text.structured_outputs import StructuredOutputs
@@ -80,122 +79,55 @@ def cache_of(arguments: argparse.Namespace) -> PrefixCacheConfig | None:
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
-    """The plan, where it runs, and how tokens are chosen."""
+    """The plan, where it runs, and the options of a generation, which are None where they are left out."""
     add_machine(parser)
-    parser.add_argument("--max-new-tokens", type=at_least_1, default=128, help="most tokens to generate (default 128)")
-    parser.add_argument("--temperature", type=number(0), default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=at_least_0, default=0, help="keep the k most probable tokens; 0 is off")
-    parser.add_argument(
-        "--top-p", type=number(most=1, above=0), default=1.0, help="keep the most probable tokens up to p; 1 is off"
-    )
-    parser.add_argument(
-        "--min-p", type=number(0, 1), default=0.0,
-        help="keep tokens at least this share as probable as the most probable one; 0 is off",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seed",
-        type=whole_number(0, 2**64 - 1),
-        help="seed of the draws (default: a new one each time, printed by --json)",
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; up to 16 times"
-    )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past end tokens")
-    parser.add_argument(
-        "--filter-order",
-        choices=("temperature_first", "temperature_last"),
-        default="temperature_first",
-        help="temperature before top-k, top-p and min-p (default), or after them",
-    )
-    parser.add_argument(
-        "--stream-id", type=at_least_0, default=0, metavar="N", help="which of the seed's streams of draws"
-    )
-    _add_logits_options(parser)
-    parser.add_argument("--drafter", metavar="NAME|none", help="drafter of the plan (default: its first)")
-    parser.add_argument("--draft-tokens", type=at_least_1, metavar="N", help="draft at most N tokens a pass")
-    parser.add_argument("--draft-depth", type=at_least_1, metavar="N", help="at most N of them one behind another")
-    parser.add_argument(
-        "--gamma-min",
-        type=at_least_1,
-        metavar="N",
-        help="shortest chain of a drafter whose chains are as long as it is sure",
-    )
-    parser.add_argument("--gamma-max", type=at_least_1, metavar="N", help="longest of these chains")
-    parser.add_argument(
-        "--partial-kv",
-        choices=PARTIAL_MODES,
-        help="behind long contexts, where the plan has a partial KV cache (its mode)",
-    )
-    parser.add_argument(
-        "--partial-budget", type=_budget, metavar="N|auto", help="blocks that it retrieves (its budget)"
-    )
-    parser.add_argument(
-        "--keep-drafting",
-        action="store_true",
-        help="draft even while that costs more than it brings, by the clock, and verify whole drafts",
-    )
-    parser.add_argument(
-        "--skip-sample-adjustment",
-        action="store_true",
-        help="for debugging drafters with acceptance: rejection: draw a rejected token's replacement from the target's "
-        "own distribution, which is wrong",
-    )
+    for name, option in offered(Doors.COMMAND).items():
+        spelling = _spelling(option)
+        help = f"turn off: {option.help}" if option.default is True else option.help
+        help += "; repeatable" if spelling.get("action") == "append" else ""
+        help += "" if option.default in (None, (), {}, False, True) else f" (default {option.default})"
+        parser.add_argument(flag_of(name), dest=name, help=help, **spelling)
 
 
-def _add_logits_options(parser: argparse.ArgumentParser) -> None:
-    """Options that change logits; their meanings are those of `runtime.logits_options`."""
-    penalty = number(-MAX_PENALTY, MAX_PENALTY)
-    parser.add_argument(
-        "--presence-penalty",
-        type=penalty,
-        default=0.0,
-        metavar="X",
-        help="off a generated token's logit, once; -2 to 2",
-    )
-    parser.add_argument(
-        "--frequency-penalty",
-        type=penalty,
-        default=0.0,
-        metavar="X",
-        help="off a generated token's logit, as often as it was generated; -2 to 2",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=number(above=0, most=MAX_REPETITION_PENALTY),
-        default=1.0,
-        metavar="X",
-        help="logits of tokens of the prompt and the text are divided by it, those below 0 multiplied; 1 is off",
-    )
-    parser.add_argument(
-        "--logit-bias",
-        action="append",
-        default=[],
-        type=_bias,
-        metavar="TOKEN=X",
-        help="add X, -100 to 100, to the logit of a token id; repeatable",
-    )
-    parser.add_argument(
-        "--min-tokens",
-        type=at_least_0,
-        default=0,
-        metavar="N",
-        help="no end token, and no end by --stop, before N tokens",
-    )
-    parser.add_argument(
-        "--bad-word", action="append", default=[], metavar="TEXT", help="never complete this text; repeatable"
-    )
-    parser.add_argument(
-        "--allowed-token-ids", type=_token_ids, metavar="IDS", help="the only tokens that may come, separated by commas"
-    )
+def flag_of(name: str) -> str:
+    """The flag of an option on the command line."""
+    flag = OPTIONS[name].flag if name in OPTIONS else None
+    return flag or f"--{name.replace('_', '-')}"
 
 
-def _bias(text: str) -> tuple[int, float]:
+def _spelling(option: Option) -> dict[str, Any]:
+    """Keyword arguments of `add_argument` for an option."""
+    match option.kind:
+        case Whole() as kind:
+            return {"type": partial(_whole_or_word, kind), "metavar": "|".join(["N", *kind.words])}
+        case Real() as kind:
+            limits = {"least": kind.least, "most": kind.most, "above": kind.above}
+            return {"type": number(**{name: each for name, each in limits.items() if each is not None}), "metavar": "X"}
+        case Switch():
+            return {"action": "store_const", "const": not option.default}
+        case Choice() as kind:
+            return {"choices": kind.words}
+        case Texts():
+            return {"action": "append", "metavar": "TEXT"}
+        case TokenIds():
+            return {"type": _token_ids, "metavar": "IDS"}
+        case Biases() as kind:
+            return {"action": "append", "type": partial(_bias, kind.most), "metavar": "TOKEN=X"}
+        case _:
+            return {"metavar": "NAME"}
+
+
+def _whole_or_word(kind: Whole, text: str) -> int | str:
+    return text if text in kind.words else whole_number(kind.least, kind.most)(text)
+
+
+def _bias(most: float, text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
     try:
-        return int(token), number(-MAX_BIAS, MAX_BIAS)(bias)
+        return int(token), number(-most, most)(bias)
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
-            f"is {text!r}; pass a token id and a number from -100 to 100, such as 50256=-100"
+            f"is {text!r}; pass a token id and a number from {-most:g} to {most:g}, such as 50256={-most:g}"
         ) from None
 
 
@@ -232,46 +164,12 @@ def read_form(arguments: argparse.Namespace) -> StructuredOutputs | None:
     return None if arguments.choice is None else {"choice": arguments.choice}
 
 
-def _budget(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"is {text!r}; pass a number of blocks, or auto")
-    return text if text == "auto" else int(text)
-
-
 def read_options(arguments: argparse.Namespace) -> Options:
-    """Options of a generation from what `add_shared` has added."""
-    options = Options(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        stop=arguments.stop,
-        ignore_eos=arguments.ignore_eos,
-        filter_order=arguments.filter_order,
-        stream_id=arguments.stream_id,
-        auto_disable=not arguments.keep_drafting,
-        skip_sample_adjustment=arguments.skip_sample_adjustment,
-        presence_penalty=arguments.presence_penalty,
-        frequency_penalty=arguments.frequency_penalty,
-        repetition_penalty=arguments.repetition_penalty,
-        logit_bias=dict(arguments.logit_bias),
-        min_tokens=arguments.min_tokens,
-        bad_words=arguments.bad_word,
-        allowed_token_ids=arguments.allowed_token_ids,
-        draft_tokens=arguments.draft_tokens,
-        draft_depth=arguments.draft_depth,
-        gamma_min=arguments.gamma_min,
-        gamma_max=arguments.gamma_max,
-    )
-    if arguments.drafter is not None:
-        options["drafter"] = arguments.drafter
-    if arguments.partial_kv is not None:
-        options["partial_kv"] = arguments.partial_kv
-    if arguments.partial_budget is not None:
-        options["partial_budget"] = arguments.partial_budget
-    return options
+    """Options of a generation, of those that `add_shared` has added."""
+    given = {name: getattr(arguments, name) for name in offered(Doors.COMMAND)}
+    if given["logit_bias"] is not None:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return cast(Options, {name: value for name, value in given.items() if value is not None})
 
 
 def load(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.plans.manifest import Manifest, rejects
-from outrider.runtime.draft_options import DraftLimits
 from outrider.runtime.drafters.verify_length import PriceCurve, VerifyLength
-from outrider.runtime.request import Request
+from outrider.runtime.options.draft_limits import DraftLimits
+from outrider.runtime.options.request import Request
 from outrider.runtime.sampling import SamplingParams
 
 _LOG = logging.getLogger("outrider")
@@ -155,7 +155,7 @@ class AdaptiveSpeculations:
 
 
 def _way_of(request: Request) -> _Way:
-    return replace(request.sampling, seed=0, stream=0), bool(request.rules), request.limits
+    return replace(request.sampling, seed=0, stream_id=0), bool(request.rules), request.limits
 
 
 def _median(values: Sequence[float]) -> float:

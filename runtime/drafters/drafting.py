@@ -26,7 +26,7 @@ from outrider.runtime.drafters.verify_length import VerifyLength, common_rate, w
 from outrider.runtime.execution.assembly import Assembly, Loaded
 from outrider.runtime.execution.layout import Placed
 from outrider.runtime.execution.step import TargetStep
-from outrider.runtime.request import Request
+from outrider.runtime.options.request import Request
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import Stopwatch
 

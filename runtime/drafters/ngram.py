@@ -169,7 +169,7 @@ class NgramDrafter:
 
     def _races(self, sampling: SamplingParams) -> tuple[int, int, int, float]:
         """The races behind the tokens it was told: seed, stream, position of the next token, temperature."""
-        return sampling.seed, sampling.stream, self._told + self._ahead, sampling.temperature
+        return sampling.seed, sampling.stream_id, self._told + self._ahead, sampling.temperature
 
 
 def _plain(token_ids: Sequence[int] | NDArray[np.int64]) -> list[int]:

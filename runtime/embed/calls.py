@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -32,25 +32,21 @@ from outrider.runtime.embed.handles import (
 from outrider.runtime.embed.notifier import Notifier
 from outrider.runtime.embed.options import (
     AUTO,
-    BOOLEANS,
     BRANCH_KEYS,
-    DOUBLES,
-    INTEGER_LISTS,
-    INTEGERS,
-    OBJECTS,
     OF_A_BRANCH,
     OF_MESSAGES,
     OF_SUBMIT,
-    TEXT_LISTS,
-    TEXTS,
+    OFFERED,
     check_keys,
     json_messages,
     json_object,
+    keys_of,
     open_options,
     refuse,
 )
 from outrider.runtime.embed.requests import Functions, OnLogits, OpenRequest, seconds
 from outrider.runtime.generation import Generation
+from outrider.runtime.options.kinds import Call
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.scheduler import close_all
 from outrider.runtime.session import Session
@@ -281,32 +277,31 @@ class Calls:
         out[0] = self._handles.add(Kind.PARAMS, Params())
 
     def set_int(self, params: int, key: Any, length: int, value: int) -> None:
-        self._set(params, key, length, INTEGERS, "integer", value)
+        self._set(params, key, length, "int", value)
 
     def set_uint(self, params: int, key: Any, length: int, value: int) -> None:
-        self._set(params, key, length, INTEGERS, "integer", value)
+        self._set(params, key, length, "int", value)
 
     def set_double(self, params: int, key: Any, length: int, value: float) -> None:
-        self._set(params, key, length, DOUBLES, "double", value)
+        self._set(params, key, length, "double", value)
 
     def set_bool(self, params: int, key: Any, length: int, value: int) -> None:
         if value not in (0, 1):
             raise InvalidArgumentError(f"a bool is 0 or 1, not {value}")
-        self._set(params, key, length, BOOLEANS, "bool", bool(value))
+        self._set(params, key, length, "bool", bool(value))
 
     def set_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
         options = self._values(params)
-        name = self._key(key, length, (*TEXTS, *OBJECTS), "text options are set")
+        name = self._key(key, length, keys_of("text", "json"), "text options are set")
         text = self._text(value, value_length, "value")
-        options[name] = (
-            json_object(text, name, FORMS if name == "structured_outputs" else None) if name in OBJECTS else text
-        )
+        forms = FORMS if name == "structured_outputs" else None
+        options[name] = json_object(text, name, forms) if OFFERED[name] == "json" else text
 
     def add_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
-        self._add(params, key, length, TEXT_LISTS, [self._text(value, value_length, "value")])
+        self._add(params, key, length, "texts", [self._text(value, value_length, "value")])
 
     def add_ints(self, params: int, key: Any, length: int, values: Any, count: int) -> None:
-        self._add(params, key, length, INTEGER_LISTS, self._ffi.unpack(values, count) if count else [])
+        self._add(params, key, length, "ints", self._ffi.unpack(values, count) if count else [])
 
     def add_function(self, params: int, call: Any, function: Any, user: Any) -> None:
         held: Params = self._handles.get(Kind.PARAMS, params)
@@ -329,17 +324,17 @@ class Calls:
     def _values(self, params: int) -> dict[str, Any]:
         return cast(Params, self._handles.get(Kind.PARAMS, params)).values
 
-    def _set(self, params: int, key: Any, length: int, keys: tuple[str, ...], kind: str, value: object) -> None:
+    def _set(self, params: int, key: Any, length: int, kind: Call, value: object) -> None:
         options = self._values(params)
-        name = self._key(key, length, keys, f"{kind} options are set")
+        name = self._key(key, length, keys_of(kind), f"{kind} options are set")
         options[name] = "auto" if (name, value) == ("partial_budget", AUTO) else value
 
-    def _add(self, params: int, key: Any, length: int, keys: tuple[str, ...], values: list[Any]) -> None:
+    def _add(self, params: int, key: Any, length: int, kind: Call, values: list[Any]) -> None:
         options = self._values(params)
-        name = self._key(key, length, keys, "lists are added to")
+        name = self._key(key, length, keys_of(kind), "lists are added to")
         options[name] = [*options.get(name, ()), *values]
 
-    def _key(self, key: Any, length: int, keys: tuple[str, ...], how: str) -> str:
+    def _key(self, key: Any, length: int, keys: Collection[str], how: str) -> str:
         name = self._text(key, length, "key")
         if name not in keys:
             raise InvalidArgumentError(f"there is no key {name[:100]!r} here; by this call {how}: {', '.join(keys)}")

@@ -3,47 +3,27 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from outrider.plans.errors import RequestError
 from outrider.runtime.embed.handles import InvalidArgumentError
+from outrider.runtime.options.kinds import Call
+from outrider.runtime.options.options import Doors, offered
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
 from outrider.runtime.scheduler import SchedulerConfig
 
-INTEGERS = (
-    "max_new_tokens", "top_k", "seed", "stream_id", "partial_budget", "min_tokens", "draft_tokens", "draft_depth",
-    "gamma_min", "gamma_max", "logprobs", "priority",
-)  # fmt: skip
 AUTO = -1  # of partial_budget
-DOUBLES = (
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "deadline",
-)  # fmt: skip
-BOOLEANS = ("ignore_eos", "auto_disable", "skip_sample_adjustment", "remember")
-TEXTS = ("drafter", "filter_order", "partial_kv", "cache_salt", "client")
-OBJECTS = ("logit_bias", "structured_outputs", "chat_template_kwargs")  # set as texts of JSON
-TEXT_LISTS = ("stop", "bad_words")
-INTEGER_LISTS = ("eos_token_ids", "allowed_token_ids", "generated")
-FUNCTIONS = ("logits_processors",)  # added by a call of their own
-OFFERED = (*INTEGERS, *DOUBLES, *BOOLEANS, *TEXTS, *OBJECTS, *TEXT_LISTS, *INTEGER_LISTS, *FUNCTIONS)
-
-OF_SUBMIT = ("priority", "deadline", "client")
-OF_MESSAGES = ("chat_template_kwargs",)
-OF_A_BRANCH = (
-    "prompt",
-    "predicted_tokens",
-    *(key for key in OFFERED if key not in {*OF_SUBMIT, *OF_MESSAGES, *FUNCTIONS, "generated"}),
+OF_SUBMIT: dict[str, Call | None] = {"priority": "int", "deadline": "double", "client": "text"}
+OF_MESSAGES: dict[str, Call | None] = {"chat_template_kwargs": "json"}
+OFFERED: dict[str, Call | None] = (
+    {name: option.kind.c for name, option in offered(Doors.C).items()} | OF_SUBMIT | OF_MESSAGES
 )
+"""The call that sets each option; of lists, the one that adds to them."""
+OF_A_BRANCH = ("prompt", "predicted_tokens", *(name for name in offered(Doors.C) if name != "generated"))
 BRANCH_KEYS = ("prompt", "branches", "n", "mode", "max_parallel")
-
-NOT_OFFERED = {
-    "cancel": "an event of Python's; outrider_session_cancel, outrider_request_cancel and callbacks cancel",
-    "constraint": "an object of Python's; logits processors and structured_outputs constrain",
-    "on_round": "a record of drafts, for those who develop drafters; bench and generate --debug have it",
-    "tentative": "spans that may be taken back, for those who show text; the callbacks have no mark for them",
-}
-"""Options of Python's `generate` and `submit` that C has not, and why."""
 
 OPEN_OPTIONS: dict[str, type] = {
     "backend": str, "threads": int, "verify": bool, "cuda_graphs": bool, "share_memory": bool, "exactness": str,
@@ -126,3 +106,21 @@ def check_keys(given: Mapping[str, Any], keys: Collection[str]) -> None:
     for key in given:
         if key not in keys:
             raise InvalidArgumentError(f"there is no option {key[:100]!r}; the options are {', '.join(keys)}")
+
+
+def keys_of(*calls: Call) -> list[str]:
+    """Return the options that these calls set."""
+    return [name for name, call in OFFERED.items() if call in calls]
+
+
+def describe_options() -> str:
+    """Return the part of `outrider.h` that says what each option is; a test holds the two together."""
+    calls = {"json": "text", "texts": "add_text", "ints": "add_int"}
+    lines = []
+    for name, option in offered(Doors.C).items():
+        call = option.kind.c or ""
+        text = option.text.replace("or auto", f"or {AUTO} (auto)")
+        lines += textwrap.wrap(
+            f"{name} ({calls.get(call, call)}): {text}", 117, initial_indent=" * - ", subsequent_indent=" *   "
+        )
+    return "\n".join(lines)

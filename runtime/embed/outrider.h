@@ -187,24 +187,72 @@ OUTRIDER_API outrider_status outrider_session_destroy(outrider_session *session)
 /* Defaults of everything: greedy, 128 tokens, the plan's first drafter. Options may be used by any number of calls. */
 OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
 
-/* Sets the option `key`. Each has one type:
+/* Sets the option `key` by the call of its type: int, double, bool (0 or 1), text (JSON is a text too), or a call that
+ * adds to a list.
  *
- *   int     max_new_tokens, top_k, seed (default: a new one for each generation), stream_id, min_tokens,
- *           partial_budget (blocks; -1: auto), draft_tokens, draft_depth, gamma_min, gamma_max,
- *           logprobs (the number of most probable tokens to report, 0 to 20),
- *           priority (of a request: a higher one begins first; 0)
- *   double  temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty, deadline (of a request:
- *           seconds from its submission, after which it ends with what it has)
- *   bool    ignore_eos, auto_disable, skip_sample_adjustment, remember (0 or 1)
- *   text    drafter ("none" for none), filter_order, partial_kv ("lossless", "lossy", "off"), cache_salt (caches
- *           and memories are shared only among requests of equal salt), client (of a request: who asks, where each may
- *           have a share of the queue),
- *           logit_bias (a JSON object of numbers from -100 to 100 by token id, such as {"12": -100}),
- *           structured_outputs (the form of the text as a JSON object of one key: "json", a JSON schema; "json_object",
- *           true; "regex"; "grammar", for Lark or llama.cpp; "choice", a list of texts),
- *           chat_template_kwargs (of messages: a JSON object of what else the chat template reads)
+ * - max_new_tokens (int): Most tokens to generate; the context's end comes first where it is nearer. Pass a whole
+ *   number of at least 1; default: 128.
+ * - stop (add_text): Texts before which the generation ends; a special token's spelling makes it an end token. Pass
+ *   a text, or a list of at most 16 texts.
+ * - eos_token_ids (add_int): End tokens, in place of the plan's. Pass a list of token ids.
+ * - ignore_eos (bool): Continue past end tokens. Pass true or false; default: false.
+ * - temperature (double): What logits are divided by; 0 is greedy, and no filter has an effect. Pass a number from 0
+ *   to 100; default: 0.0.
+ * - top_k (int): Keep the k most probable tokens, ties included; 0 is off. Pass a whole number of at least 0;
+ *   default: 0.
+ * - top_p (double): Keep the most probable tokens up to a sum of p; 1 is off. Pass a number above 0 and at most 1;
+ *   default: 1.0.
+ * - min_p (double): Keep tokens that are at least this share as probable as the most probable one; 0 is off. Pass a
+ *   number from 0 to 1; default: 0.0.
+ * - filter_order (text): Temperature before the filters top_k, top_p and min_p, or after them. Pass one of
+ *   temperature_first, temperature_last; default: temperature_first.
+ * - seed (int): Seed of the draws; default: a new one, which the result has. Pass a whole number from 0 to
+ *   18446744073709551615.
+ * - stream_id (int): Which of the seed's streams of draws; a branch adds its number to it. Pass a whole number of at
+ *   least 0; default: 0.
+ * - skip_sample_adjustment (bool): For debugging drafters with acceptance: rejection: draw a rejected token's
+ *   replacement from the target's own distribution, which is wrong. Pass true or false; default: false.
+ * - structured_outputs (text): The form of the text: json (a schema), json_object (true), regex, grammar (Lark or
+ *   llama.cpp), choice. Pass an object of one key, such as {"regex": "[0-9]+"}.
+ * - allowed_token_ids (add_int): The only tokens that may be generated. Pass a list of at least one token id.
+ * - bad_words (add_text): Texts that are not generated: the last token of one is excluded after the ones before it.
+ *   Pass a text, or a list of at most 1000 texts.
+ * - min_tokens (int): No end token and no end by a stop text before this number of tokens. Pass a whole number of at
+ *   least 0; default: 0.
+ * - logit_bias (text): Numbers added to the logits of tokens, by their ids. Pass numbers by token id, such as
+ *   {"50256": -100}.
+ * - repetition_penalty (double): Divides logits above 0 of tokens of the prompt and the text, and multiplies those
+ *   below; 1 is off. Pass a number from 1e-06 to 1e+06; default: 1.0.
+ * - frequency_penalty (double): Subtracted from a token's logit for each time that the token was generated. Pass a
+ *   number from -2 to 2; default: 0.0.
+ * - presence_penalty (double): Subtracted once from the logit of a token that was generated. Pass a number from -2
+ *   to 2; default: 0.0.
+ * - drafter (text): A drafter of the plan, or none; default: its first. Pass the name of a drafter, or none.
+ * - draft_tokens (int): Draft at most this number of tokens in a pass, of a tree the likeliest. Pass a whole number
+ *   of at least 1.
+ * - draft_depth (int): Draft at most this number of tokens after each other. Pass a whole number of at least 1.
+ * - gamma_min (int): Shortest chain of a drafter whose chains are as long as it is sure (gamma of the recipe). Pass
+ *   a whole number of at least 1.
+ * - gamma_max (int): Longest of these chains. Pass a whole number of at least 1.
+ * - auto_disable (bool): Draft, run ahead and verify only where that pays, by the clock; off: draft even while that
+ *   costs more than it brings, and verify whole drafts. Pass true or false; default: true.
+ * - remember (bool): Keep the tokens for later drafts of other requests, where the drafter has a memory. Pass true
+ *   or false; default: true.
+ * - partial_kv (text): After long contexts, where the plan has a partial KV cache: lossless has the tokens of off;
+ *   default: the plan's. Pass one of lossless, lossy, off.
+ * - partial_budget (int): Blocks that the partial KV cache retrieves; default: the plan's. Pass a whole number of at
+ *   least 1 or -1 (auto).
+ * - logprobs (int): Return each token's log-probability, and those of this number of the most probable tokens. Pass
+ *   a whole number from 0 to 20.
+ * - cache_salt (text): Prefix cache and memories are shared among requests of equal salt alone, so that times reveal
+ *   nothing about other requests. Pass a text of at most 256 characters.
+ * - generated (add_int): Tokens that the same request has returned before, elsewhere or before a restart; it
+ *   continues after them with the tokens and the text that it would have had. Pass a list of token ids.
+ * - chat_template_kwargs (text): of messages, a JSON object of what else the chat template reads.
+ * - priority (int), deadline (double), client (text): of outrider_submit alone; a higher priority begins first (0), the
+ *   deadline is in seconds from the submission, after which the request ends with what it has, and clients take turns.
  *
- * Values are checked when a generation begins. "priority", "deadline" and "client" are for outrider_submit alone. */
+ * Values are checked when a generation begins. */
 OUTRIDER_API outrider_status outrider_params_set_int(outrider_params *params, const char *key, size_t key_length,
                                                      int64_t value);
 /* The same for a seed of 2**63 or more. */
@@ -216,13 +264,10 @@ OUTRIDER_API outrider_status outrider_params_set_bool(outrider_params *params, c
                                                       int32_t value);
 OUTRIDER_API outrider_status outrider_params_set_text(outrider_params *params, const char *key, size_t key_length,
                                                       const char *value, size_t value_length);
-/* Adds to a list: "stop", texts before which a generation ends, at most 16 of at most 1,000 bytes; "bad_words", texts
- * that are not generated. */
+/* Adds a text to a list. */
 OUTRIDER_API outrider_status outrider_params_add_text(outrider_params *params, const char *key, size_t key_length,
                                                       const char *value, size_t value_length);
-/* Adds to a list: "eos_token_ids", tokens that end a generation, in place of the plan's own; "allowed_token_ids", the
- * only tokens that may come; "generated", tokens that the same request has given before, in this process or another: it
- * goes on behind them with the tokens and the text that it would have had. */
+/* Adds a token id to a list. */
 OUTRIDER_API outrider_status outrider_params_add_int(outrider_params *params, const char *key, size_t key_length,
                                                      int64_t value);
 /* The same with `count` values at once. */

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from outrider.runtime.kv.partial_policy import Budget, Interval
-from outrider.runtime.request import Request
+from outrider.runtime.options.request import Request
 from outrider.runtime.sampling import SamplingParams
 from outrider.runtime.stats import Stats
 
@@ -99,7 +99,7 @@ class Intervals:
 
     def of(self, request: Request, tokens: int) -> Interval:
         """The interval measured for the same sampling behind a similar context; else a new one."""
-        key, unseeded = (request.drafter, request.partial_budget), replace(request.sampling, seed=0, stream=0)
+        key, unseeded = (request.drafter, request.partial_budget), replace(request.sampling, seed=0, stream_id=0)
         known = self._measured.get(key)
         if known is None or known.sampling != unseeded or not known.tokens / _ALIKE <= tokens <= known.tokens * _ALIKE:
             known = self._measured[key] = _Measured(Interval(self._most), unseeded, tokens)

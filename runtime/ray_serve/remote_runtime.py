@@ -17,11 +17,12 @@ from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.branch_request import check_alone
 from outrider.runtime.generation import FinishReason
 from outrider.runtime.handle import Handle
+from outrider.runtime.options.options import Options
+from outrider.runtime.options.request import Request
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.ray_serve.counts import Counts
 from outrider.runtime.ray_serve.following import Failover, Followed, Send
 from outrider.runtime.ray_serve.sent import Sent
-from outrider.runtime.request import Options, Request
 from outrider.runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.text.grammars import Grammars

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Sent:
     @property
     def owner(self) -> str:
         """Whose requests find what a replica keeps of it."""
-        return self.options.get("cache_salt", "")
+        return self.options.get("cache_salt") or ""
 
     @property
     def path(self) -> list[int]:
         """All tokens that a replica computes, or finds, before the next one."""
-        return [*self.token_ids, *self.options.get("generated", ())]
+        return [*self.token_ids, *(self.options.get("generated") or ())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,13 @@ OpenAI's API reference, `/v1/completions` and `/v1/chat/completions`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from outrider.plans.errors import RequestError
-from outrider.plans.partial_kv import PARTIAL_MODES, PartialMode
-from outrider.runtime.logits_options import MAX_PENALTY
-from outrider.runtime.request import MAX_LOGPROBS, MAX_SALT, MAX_STOPS, Options
+from outrider.plans.partial_kv import PartialMode
+from outrider.runtime.options.options import MAX_LOGPROBS, MAX_SALT, Doors, Option, Options, offered
 from outrider.runtime.sampling import new_seed
 from outrider.runtime.server.body import FIRST_FAULT, Body
 from outrider.runtime.server.messages import Message
@@ -33,10 +32,29 @@ class StreamOptions(Body):
     include_usage: bool = Field(False, description="true or false")
 
 
-class _Asked(Body):
-    """Fields of both kinds of request. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `bad_words`,
-    `allowed_token_ids`, `structured_outputs` and `ignore_eos` are as vLLM has them; `drafter`, how much it drafts,
-    `remember`, `partial_kv`, `cache_salt` (vLLM's too), `priority` and `deadline` are ours.
+def _field(option: Option) -> tuple[Any, Any]:
+    """The field of an option of ours: None where it is left out."""
+    return option.kind.annotation | None, Field(None, description=option.kind.what)
+
+
+if TYPE_CHECKING:
+
+    class _Options(Body):
+        """Options of `options.Options` that the server has; here those that it reads by name."""
+
+        drafter: str | None
+        partial_kv: PartialMode | None
+        structured_outputs: dict[str, Any] | None
+
+else:
+    _Options = create_model(
+        "_Options", __base__=Body, **{name: _field(option) for name, option in offered(Doors.SERVER).items()}
+    )
+
+
+class _Asked(_Options):
+    """Fields of both kinds of request: those of OpenAI here; the options that the server has, which are named as vLLM
+    names them where it has them; and `priority` and `deadline`, which are ours.
 
     A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
     """
@@ -49,35 +67,13 @@ class _Asked(Body):
     temperature: float = Field(1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1")
     n: int = Field(1, ge=1, le=MOST_CHOICES, description=f"a whole number from 1 to {MOST_CHOICES}")
-    stop: Any = Field(None, description=f"a text, or a list of at most {MAX_STOPS} texts")  # checked as an option
     seed: int | None = Field(None, description="a whole number")
     stream: bool = Field(False, description="true or false")
     stream_options: StreamOptions | None = Field(None, description='an object such as {"include_usage": true}')
-    presence_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY, description="a number from -2 to 2")
-    frequency_penalty: float = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY, description="a number from -2 to 2")
-    logit_bias: dict[str, Any] | None = Field(None, description="an object of numbers by token id")  # likewise
     user: str | None = Field(None, description="a text")
     metadata: dict[str, Any] | None = Field(None, description="an object")
     store: bool | None = Field(None, description="true or false")
-
-    top_k: int = Field(0, description="a whole number of at least 0")
-    min_p: float = Field(0.0, ge=0, le=1, description="a number from 0 to 1")
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description='an object such as {"regex": "[0-9]+"}'
-    )  # checked as an option
-    repetition_penalty: float = Field(1.0, gt=0, description="a number above 0")
-    min_tokens: int = Field(0, ge=0, description="a whole number of at least 0")
-    bad_words: list[Any] | None = Field(None, description="a list of texts")  # checked as an option
-    allowed_token_ids: list[Any] | None = Field(None, description="a list of token ids")  # likewise
-    drafter: str | None = Field(None, description="the name of a drafter, or none")
-    draft_tokens: int | None = Field(None, description="a whole number of at least 1")
-    draft_depth: int | None = Field(None, description="a whole number of at least 1")
-    gamma_min: int | None = Field(None, description="a whole number of at least 1")
-    gamma_max: int | None = Field(None, description="a whole number of at least 1")
-    remember: bool = Field(True, description="true or false")
     cache_salt: str = Field("", max_length=MAX_SALT // 2, description=f"a text of at most {MAX_SALT // 2} characters")
-    partial_kv: PartialMode | None = Field(None, description=f"one of {', '.join(PARTIAL_MODES)}")
-    ignore_eos: bool = Field(False, description="true or false")
     priority: int = Field(0, description="a whole number")
     deadline: float | None = Field(None, gt=0, description="a number of seconds above 0")
 
@@ -96,38 +92,15 @@ class _Asked(Body):
     def options(self, limit: int | None, logprobs: int | None, owner: str = "") -> list[Options]:
         """Options of every choice: one seed, a stream of draws each. Without a seed, one is drawn. What is known of
         earlier requests is that of the same `owner` and `cache_salt`."""
-        seed = new_seed() if self.seed is None else self.seed % 2**64
-        options = Options(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=seed,
-            stop=() if self.stop is None else self.stop,
-            ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            min_tokens=self.min_tokens,
-            bad_words=self.bad_words or (),
-            allowed_token_ids=self.allowed_token_ids,
-            draft_tokens=self.draft_tokens,
-            draft_depth=self.draft_depth,
-            gamma_min=self.gamma_min,
-            gamma_max=self.gamma_max,
-            remember=self.remember,
-            cache_salt=f"{owner}/{self.cache_salt}" if owner else self.cache_salt,
-            structured_outputs=self.form,
-        )
-        if limit is not None:
-            options["max_new_tokens"] = limit
-        if self.drafter is not None:
-            options["drafter"] = self.drafter
-        if self.partial_kv is not None:
-            options["partial_kv"] = self.partial_kv
-        return [Options(**{**options, "stream_id": place}) for place in range(self.n)]
+        options = {name: getattr(self, name) for name in offered(Doors.SERVER)} | {
+            "seed": new_seed() if self.seed is None else self.seed % 2**64,
+            "cache_salt": f"{owner}/{self.cache_salt}" if owner else self.cache_salt,
+            "structured_outputs": self.form,
+            "max_new_tokens": limit,
+            "logprobs": logprobs,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        return [cast(Options, given | {"stream_id": place}) for place in range(self.n)]
 
 
 class CompletionAsked(_Asked):

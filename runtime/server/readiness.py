@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.server.served import Served
 
 _TOKENS = 4  # of a warm-up: those behind the prompt are drafted and verified

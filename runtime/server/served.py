@@ -9,8 +9,8 @@ from typing import Protocol
 from outrider.plans.manifest import Manifest
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.handle import Handle
+from outrider.runtime.options.options import Options
 from outrider.runtime.prefix_cache.cache import PrefixCache
-from outrider.runtime.request import Options
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.text.grammars import Grammars
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from outrider.plans.errors import RequestError
 from outrider.runtime.handle import Handle
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.errors import ApiError
 from outrider.runtime.server.served import Served
@@ -85,7 +85,7 @@ class Submitter:
         )
 
     def _most_new(self, ids: list[int], options: Options) -> int:
-        return max(0, min(options["max_new_tokens"], self._served.manifest.target.context - len(ids)))
+        return max(0, min(options["max_new_tokens"] or 0, self._served.manifest.target.context - len(ids)))
 
     def _calling(self, asked: ChatAsked) -> ToolCalling | None:
         """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""

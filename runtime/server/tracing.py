@@ -19,10 +19,12 @@ from starlette.requests import Request
 
 from outrider.plans.errors import RequestError
 from outrider.runtime.generation import Generation
+from outrider.runtime.options.options import OPTIONS
 from outrider.runtime.server.asked import ChatAsked
 from outrider.runtime.server.record import Record
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_TRACED = ("top_k", "seed", "frequency_penalty", "presence_penalty")  # where they are not at their defaults
 _LONGEST = 200  # characters of a model's name
 _FLUSH_SECONDS = 5.0  # for the last spans to reach their collector
 
@@ -123,10 +125,7 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
         limit = asked.limit if isinstance(asked, ChatAsked) else asked.max_tokens
         for key, value, default in (
             ("gen_ai.request.max_tokens", limit, None),
-            ("gen_ai.request.top_k", asked.top_k, 0),
-            ("gen_ai.request.seed", asked.seed, None),
-            ("gen_ai.request.frequency_penalty", asked.frequency_penalty, 0.0),
-            ("gen_ai.request.presence_penalty", asked.presence_penalty, 0.0),
+            *((f"gen_ai.request.{name}", getattr(asked, name), OPTIONS[name].default) for name in _TRACED),
             ("gen_ai.request.choice.count", asked.n, 1),
         ):
             if value is not None and value != default:

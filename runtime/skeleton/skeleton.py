@@ -18,7 +18,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.skeleton import Skeleton as Settings
 from outrider.runtime.branch_request import Mode
 from outrider.runtime.generation import FinishReason, Generation
-from outrider.runtime.request import MAX_STOPS, Options, check_stops
+from outrider.runtime.options.options import MAX_STOPS, Options, check_options
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.skeleton.beginnings import Beginnings, Tool, check_tools
 from outrider.runtime.skeleton.outline import END, PLAN, Outline, OutlineError, Point, outline_grammar, parse_outline
@@ -111,7 +111,7 @@ class Skeleton:
         `max_new_tokens` is that of a point. Raises RequestError, and OutlineError for an outline without sense.
         """
         runtime = self._runtime
-        stop = check_stops(options.get("stop", ()))
+        stop = check_options({"stop": options.get("stop")})["stop"]
         if len(stop) == MAX_STOPS:  # behind them comes the points' own
             raise RequestError(f"stop holds {len(stop)} texts; a skeleton takes at most {MAX_STOPS - 1}.")
         system = self._settings.system if system is None else system

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.text.rules import Asked, LogitsRule
 
 
 class BadWords(LogitsRule):
@@ -20,6 +20,10 @@ class BadWords(LogitsRule):
             ending.setdefault(tuple(tokens[:-1]), []).append(tokens[-1])
         self._last = {before: np.array(last, np.int64) for before, last in ending.items()}
         self._lengths = sorted({len(before) for before in self._last})
+
+    @classmethod
+    def asked(cls, asked: Asked) -> list[LogitsRule]:
+        return [cls(token_sequences(asked.values["bad_words"], asked.grammars.tokenizer))]
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
         for length in self._lengths:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.runtime.text.common_length import common_length
-from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.text.rules import Asked, LogitsRule
 
 
 class Penalties(LogitsRule):
@@ -32,6 +32,13 @@ class Penalties(LogitsRule):
         self._ids = np.array(first, np.int64)
         self._counts = np.zeros(len(first), np.float32)  # how often each was generated
         self._path: list[int] = []
+
+    @classmethod
+    def asked(cls, asked: Asked) -> list[LogitsRule]:
+        presence, frequency, repetition = (
+            asked.values[f"{name}_penalty"] for name in ("presence", "frequency", "repetition")
+        )
+        return [cls(presence, frequency, repetition)]
 
     def begin(self, prompt: Sequence[int]) -> Penalties:
         return Penalties(float(self._presence), float(self._frequency), float(self._repetition), prompt)

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans.errors import RequestError
+
+if TYPE_CHECKING:
+    from outrider.runtime.text.grammars import Grammars
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks of its rules: the checked values of all options, its end tokens, and the plan's grammars."""
+
+    values: Mapping[str, Any]
+    ends: Collection[int]
+    grammars: Grammars
 
 
 class LogitsRule(ABC):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.text.rules import Asked, LogitsRule
 
 
 class AllowedTokens(LogitsRule):
@@ -27,6 +27,10 @@ class MinTokens(LogitsRule):
 
     def __init__(self, count: int, ends: Collection[int]) -> None:
         self._count, self._ends = count, np.array(sorted(set(ends)), np.int64)
+
+    @classmethod
+    def asked(cls, asked: Asked) -> list[LogitsRule]:
+        return [cls(asked.values["min_tokens"], asked.ends)] if asked.ends else []
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
         if len(path) < self._count:

@@ -11,7 +11,7 @@ import pytest
 from outrider import Runtime
 from outrider.plans import names
 from outrider.runtime.backends import BACKENDS, Driver, onnxruntime_cuda
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.integration.long_context import prompt
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator

@@ -13,7 +13,7 @@ from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.plans.manifest import Buckets
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import PARTIAL_KV, TOY_DRAFTERS
 from tests.plans.damage import edit
 

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from outrider import FinishReason, Generation, Runtime, Session
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks

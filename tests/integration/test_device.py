@@ -17,7 +17,7 @@ from outrider.runtime.backends import BACKENDS, Driver, choose_backend, cuda_dri
 from outrider.runtime.backends.cuda_driver import fitting_kernels, kernels_reason
 from outrider.runtime.backends.device_layout import LARGE, lay_out
 from outrider.runtime.engine import Engine
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.cpu_session import cpu_session
 from tests.integration.shifting_rule import Shifting

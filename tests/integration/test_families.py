@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.verify.verification import verify_plan
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.conftest import made_once

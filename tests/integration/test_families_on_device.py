@@ -14,7 +14,7 @@ from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.backends import BACKENDS, Driver
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
 from tests.integration.long_context import prompt

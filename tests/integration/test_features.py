@@ -21,7 +21,7 @@ from outrider import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import Mode
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import TOY_DRAFTERS, forget_what_drafting_cost
 from tests.integration.long_context import prompt
 from tests.integration.served import client_of, listening

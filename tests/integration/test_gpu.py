@@ -14,7 +14,7 @@ from outrider import Runtime
 from outrider.compiler.recipe_backends import RtxCapability
 from outrider.plans.errors import PlanError
 from outrider.runtime.backends.cuda_driver import architecture, call
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import find_parting
 from tests.conftest import TOY_DRAFTERS, made_once
 from tests.integration.gpu_plans import gpu_plan

@@ -7,7 +7,7 @@ import pytest
 from outrider import Runtime
 from outrider.plans import names
 from outrider.runtime.drafters.engine import EngineDrafter
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Node, Round
 from tests.integration.long_context import prompt
 

@@ -28,7 +28,7 @@ from outrider.plans.manifest import StageKind
 from outrider.plans.plan import Plan
 from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.drafters.drafting import Drafting
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
 from tests.integration.shifting_rule import Shifting

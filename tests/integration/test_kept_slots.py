@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from outrider import Runtime, Session
 from outrider.plans import names
 from outrider.runtime.drafters.engine import EngineDrafter
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks

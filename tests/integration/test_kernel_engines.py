@@ -24,7 +24,7 @@ from outrider.plans.plan import open_plan
 from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS
 from outrider.plugins.cuda.resources import kernel_resources
 from outrider.runtime.backends import BACKENDS, Driver
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import made_once, write_toy
 from tests.fake_cuda.provider import CudaProvider
 from tests.integration.test_features import PREFIX, Doors

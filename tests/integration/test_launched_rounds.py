@@ -26,7 +26,8 @@ from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.backends.device import DeviceBuffers
 from outrider.runtime.engine import Engine
 from outrider.runtime.launched_rounds import Launch
-from outrider.runtime.request import Options, check_request
+from outrider.runtime.options.options import Options
+from outrider.runtime.options.request import resolve
 from outrider.runtime.sequence import Sequence
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
@@ -243,7 +244,7 @@ def run(
         engine.settle(running)
         while waiting and len(running) < 4 and (not running or chance.random() < 0.6):
             place, (tokens, options) = waiting[0]
-            request = check_request(options, runtime.manifest, runtime.loaded.grammars)
+            request = resolve(options, runtime.manifest, runtime.loaded.grammars)
             if not engine.fits(len(tokens), request):
                 break
             running.append(engine.admit(place, tokens, request))
@@ -271,7 +272,7 @@ def test_a_prompt_that_is_cancelled_in_parts_leaves_nothing(four: Runtime, every
     try:
         engine.begin([], {None}, mode)  # type: ignore[arg-type]
         asked = [(PROMPT[:9], SAMPLED | Options(max_new_tokens=12)), (prompt(2, 75), SAMPLED | Options(cancel=cancel))]
-        requests = [check_request(options, four.manifest, four.loaded.grammars) for _, options in asked]
+        requests = [resolve(options, four.manifest, four.loaded.grammars) for _, options in asked]
         running = [engine.admit(0, asked[0][0], requests[0])]
         for _ in range(4):
             for committed in engine.step(running, 8):
@@ -307,7 +308,7 @@ def test_a_text_that_ends_while_a_step_runs(cuda_plan: Plan, emulator: Emulator,
         patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
         runtime = Runtime.load(cuda_plan.root, prefix_cache=PrefixCacheConfig())
     engine = runtime.engines.borrow()
-    request = check_request(SAMPLED | Options(max_new_tokens=30), runtime.manifest, runtime.loaded.grammars)
+    request = resolve(SAMPLED | Options(max_new_tokens=30), runtime.manifest, runtime.loaded.grammars)
     for ending in range(4, 7):
         engine.begin([], {None})
         sequence = engine.admit(0, PROMPT, request)

@@ -20,7 +20,7 @@ from transformers import (
 
 from outrider import Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.text.bad_words import token_sequences
 from tests.conftest import TOY_DRAFTERS
 
@@ -277,36 +277,6 @@ def test_an_exit_in_the_main_thread_stays_one(toy: Runtime) -> None:
 def test_what_a_processor_returns_is_looked_at(toy: Runtime, processor: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         toy.generate(PROMPT, drafter="chain", **asked({"logits_processors": [processor]}))
-
-
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; pass a number from -2 to 2"),
-        ({"frequency_penalty": "much"}, "frequency_penalty is 'much'; pass a number from -2 to 2"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan; pass a number from -2 to 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; pass a number above 0"),
-        ({"repetition_penalty": True}, "repetition_penalty is True; pass a number above 0"),
-        ({"logit_bias": [5]}, r"logit_bias is \[5\]; pass numbers by token id"),
-        ({"logit_bias": {300: 1}}, "logit_bias holds 300, which is not in the vocabulary; ids go from 0 to 299"),
-        ({"logit_bias": {"x": 1}}, "logit_bias holds 'x'; pass token ids"),
-        ({"logit_bias": {5: 101}}, r"logit_bias\[5\] is 101; pass a number from -100 to 100"),
-        ({"min_tokens": 41}, "min_tokens is 41; pass a whole number from 0 to max_new_tokens, which is 40"),
-        ({"min_tokens": True}, "min_tokens is True; pass a whole number"),
-        ({"bad_words": "x"}, "bad_words is 'x'; pass a list of texts"),
-        ({"bad_words": ["x", " "]}, r"bad_words\[1\] is ' '; pass a text that is more than spaces"),
-        ({"bad_words": ["x"] * 1001}, "bad_words holds more than 1000 texts"),
-        ({"bad_words": ["x" * 1001]}, r"bad_words\[0\] has 1001 bytes; pass a text of at most 1000"),
-        ({"allowed_token_ids": []}, r"allowed_token_ids is \[\]; pass a list of at least one token id"),
-        ({"allowed_token_ids": [5, -1]}, "allowed_token_ids holds -1; pass token ids"),
-        ({"allowed_token_ids": [999]}, "allowed_token_ids holds 999, which is not in the vocabulary"),
-        ({"logits_processors": 5}, "logits_processors is 5; pass a list of functions"),
-        ({"logits_processors": [5]}, r"logits_processors is \[5\]; pass a list of functions"),
-    ],
-)
-def test_what_cannot_be_is_refused(toy: Runtime, own: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        toy.generate(PROMPT, **asked(own))
 
 
 def test_they_go_with_full_kv_alone(long: Runtime) -> None:

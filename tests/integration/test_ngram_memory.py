@@ -16,7 +16,7 @@ from outrider.compiler.recipe import load_recipe
 from outrider.plugins.native import NgramMemory
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.execution.program import Program
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import PARTIAL_KV, made_once
 from tests.integration.served import client_of, listening
 

@@ -18,7 +18,7 @@ from outrider.runtime import engine
 from outrider.runtime.branch_request import MODES
 from outrider.runtime.drafters.base import Draft
 from outrider.runtime.drafters.drafting import Drafting
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.sampling import TokenLogprob, logprobs
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, Toy, write_toy

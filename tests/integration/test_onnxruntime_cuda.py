@@ -21,7 +21,7 @@ from outrider.plans.plan import Plan
 from outrider.plugins.cuda import LAUNCHES
 from outrider.runtime.backends import BACKENDS
 from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import compare_drafters
 from tests.compiler.grouped_attention import in_float32, norms_outside
 from tests.conftest import TOY_DRAFTERS

@@ -21,7 +21,7 @@ from outrider.compiler.recipe import Recipe, load_recipe
 from outrider.plans.errors import RecipeError
 from outrider.plugins.quant_layout import QuantLayout, unpack
 from outrider.plugins.reference import dequantize
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import compare_drafters
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.compiler.packed_heads import pack_head

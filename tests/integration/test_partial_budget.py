@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider import Runtime
-from outrider.runtime.request import check_options
+from outrider.runtime.options.request import resolve
 from tests.integration.long_context import prompt
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
@@ -37,8 +37,9 @@ def test_another_budget_fills_the_cache_anew(long: Runtime) -> None:
 def test_the_plans_budget_is_that_of_requests_that_do_not_say(long: Runtime) -> None:
     for budget in (None, 2, "auto"):
         plans = long.manifest.partial_kv.model_copy(update={"budget": budget})  # type: ignore[union-attr]
-        assert check_options({}, (), (), plans).partial_budget == budget
-        assert check_options({"partial_budget": 1}, (), (), plans).partial_budget == 1
+        manifest = long.manifest.model_copy(update={"partial_kv": plans})
+        assert resolve({}, manifest, long.grammars).partial_budget == budget
+        assert resolve({"partial_budget": 1}, manifest, long.grammars).partial_budget == 1
 
 
 def test_what_was_measured_holds_for_a_drafter_a_budget_and_a_way_of_sampling(long: Runtime) -> None:

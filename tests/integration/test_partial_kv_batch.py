@@ -9,7 +9,7 @@ import pytest
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import BranchPrompt
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
 

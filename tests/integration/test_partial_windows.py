@@ -17,7 +17,7 @@ from outrider.compiler.inspect import describe, print_description
 from outrider.compiler.recipe import load_recipe
 from outrider.plans import names
 from outrider.plans.errors import RecipeError, RequestError
-from outrider.runtime.request import check_options
+from outrider.runtime.options.request import resolve
 from outrider.runtime.session import Session
 from outrider.tools.verify.partial_check import check_partial
 from tests.conftest import HELD_OUT, PARTIAL_KV, made_once
@@ -179,8 +179,7 @@ def test_budgets_that_do_not_reach_the_window_are_refused(
     assert (
         "--budgets has 1; layers of the target see the last 17 tokens, which 2 blocks reach" in capsys.readouterr().err
     )
-    partial = one.manifest.partial_kv
-    assert check_options({"partial_budget": 2}, (), (), partial, window=WINDOW).partial_budget == 2
+    assert resolve({"partial_budget": 2}, one.manifest, one.grammars).partial_budget == 2
 
 
 def test_inspect_tells_windows(plan: Path, family: str) -> None:

@@ -21,7 +21,7 @@ from outrider.runtime.backends.recorder import Recorder
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation, AdaptiveSpeculations
 from outrider.runtime.drafters.verify_length import PriceCurve
 from outrider.runtime.engine import Engine
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting

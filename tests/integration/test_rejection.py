@@ -20,7 +20,8 @@ from outrider.plans.errors import RecipeError
 from outrider.runtime.branch_request import MODES, BranchPrompt, Mode
 from outrider.runtime.cli.debug import RoundPrinter
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
-from outrider.runtime.request import Options, check_request
+from outrider.runtime.options.options import Options
+from outrider.runtime.options.request import resolve
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.trace import Round
 from tests.conftest import REJECTING
@@ -153,7 +154,7 @@ def test_tokens_do_not_depend_on_slots_that_neighbours_have_left(everything: Run
     engine.warm_up("in-one-sequence")
 
     def admit(id: int, prompt: list[int], own: Options) -> Sequence:
-        return engine.admit(id, prompt, check_request(own, everything.manifest, everything.grammars, shared=True))
+        return engine.admit(id, prompt, resolve(own, everything.manifest, everything.grammars, shared=True))
 
     found: list[int] = []
 

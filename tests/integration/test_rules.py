@@ -14,7 +14,7 @@ from outrider import Runtime, SchedulerConfig
 from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.runtime.generation import Span
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.text.rules import LogitsRule
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting

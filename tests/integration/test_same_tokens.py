@@ -16,7 +16,7 @@ from outrider.compiler.build import build
 from outrider.compiler.held_out import read_prompts
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from outrider.tools.verify.agreement import compare_drafters
 from outrider.tools.verify.verification import LOGIT_BOUND

@@ -343,7 +343,7 @@ def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, runtime: 
     [
         ({"prompt": "x", "echo": True}, "echo is not served"),
         ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty is 2.5; pass a number from -2 to 2"),
-        ({"prompt": "x", "extra_body": {"repetition_penalty": 0}}, "repetition_penalty is 0; pass a number above 0"),
+        ({"prompt": "x", "extra_body": {"repetition_penalty": 0}}, "repetition_penalty is 0; pass a number from 1e-06"),
         ({"prompt": "x", "extra_body": {"min_tokens": 17}}, "min_tokens is 17; pass a whole number from 0 to"),
         ({"prompt": "x", "extra_body": {"draft_tokens": 99}}, "draft_tokens is 99; pass a whole number from 1 to 11"),
         ({"prompt": "x", "extra_body": {"bad_words": [5]}}, r"bad_words\[0\] is 5; pass a text"),
@@ -355,7 +355,7 @@ def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, runtime: 
         ({"prompt": "x", "logit_bias": {"5": 101}}, r"logit_bias\[5\] is 101; pass a number from -100 to 100"),
         ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias holds 999, which is not in the vocabulary"),
         ({"prompt": "x", "stop": ["a"] * 17}, "stop holds more than 16 texts"),
-        ({"prompt": "x", "stop": {"a": 1}}, "stop is .*; pass a list of texts"),
+        ({"prompt": "x", "stop": {"a": 1}}, "stop is .*; pass a text, or a list of at most 16 texts"),
         ({"prompt": []}, "prompt is an empty list"),
         ({"prompt": [""]}, r"prompt\[0\] is empty; pass a text of at least one character"),
         ({"prompt": ["x", 5]}, r"prompt\[1\] is 5; pass text, token ids"),

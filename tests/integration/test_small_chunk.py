@@ -7,7 +7,7 @@ from pathlib import Path
 from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 
 HEAD = "drafters=[{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 16, depth: 1, nodes: 64}}]"
 

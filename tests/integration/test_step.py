@@ -9,7 +9,7 @@ import pytest
 from outrider import Runtime
 from outrider.plans.errors import RequestError
 from outrider.runtime.backends import onnxruntime_cpu
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 
 PROMPT = list(range(100, 1100))  # a view of over 1,000 keys: its mask alone is 4.6 kB, its logits 16 kB
 SMALL = 4096  # bytes: Python's own objects of a step stay below, any array of the step would not

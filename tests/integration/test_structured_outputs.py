@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from outrider import Runtime
 from outrider.plans.errors import RequestError
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.skeleton.outline import END, outline_grammar, parse_outline
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.json_schemas import draw_schema

@@ -16,8 +16,8 @@ from outrider.plans.pass_prices import PassPrices, Price, write_pass_prices
 from outrider.plans.plan import open_plan
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.drafters.verify_length import VerifyLength
+from outrider.runtime.options.options import Options
 from outrider.runtime.pass_prices import conditions_here
-from outrider.runtime.request import Options
 from outrider.runtime.trace import Round
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.long_context import prompt

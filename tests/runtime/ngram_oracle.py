@@ -18,7 +18,7 @@ GREEDY = SamplingParams()
 SAMPLINGS = st.one_of(
     st.just(GREEDY),
     st.builds(
-        SamplingParams, temperature=st.sampled_from([0.5, 1.0]), seed=st.integers(0, 99), stream=st.integers(0, 3)
+        SamplingParams, temperature=st.sampled_from([0.5, 1.0]), seed=st.integers(0, 99), stream_id=st.integers(0, 3)
     ),
 )
 
@@ -182,7 +182,7 @@ class ScanningOracle:
         """Chances in the target's race at `position`, run by weights: half of a chance is the share of all paces."""
         ids, given = np.array(list(weights)), np.array([*weights.values()])
         weight = (given / given.max()) ** (1 / self.sampling.temperature)
-        key = RaceKey(self.sampling.seed, self.sampling.stream, position, Purpose.TARGET)
+        key = RaceKey(self.sampling.seed, self.sampling.stream_id, position, Purpose.TARGET)
         pace = weight / exponential(noise_words(ids, key))
         chances = 0.5 * pace / pace.sum() + 0.5 * weight / weight.sum()
         if (np.diff(np.sort(chances)) < 1e-6).any():

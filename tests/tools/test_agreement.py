@@ -15,7 +15,7 @@ from outrider import Generation, Runtime
 from outrider.plugins.reference import RaceKey, Sampling, choice
 from outrider.plugins.reference.choice import filtered_weights
 from outrider.plugins.schema import FilterOrder, Purpose
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import DrafterCheck, Parting, compare_drafters, margin
 from tests.conftest import TOY_DRAFTERS
 

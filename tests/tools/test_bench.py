@@ -17,7 +17,7 @@ from rich.console import Console
 
 from outrider import Runtime, Stats
 from outrider.plans.errors import OutriderError, RequestError
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench.alternating import divergences
 from outrider.tools.bench.columns import COLUMNS

@@ -11,7 +11,7 @@ import pytest
 
 from outrider import Generation, Stats
 from outrider.runtime.generation import FinishReason
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.sampling import SamplingParams
 from outrider.tools.bench import alternating
 from outrider.tools.bench.alternating import alternate, compare

@@ -15,7 +15,7 @@ from outrider import Runtime, Session
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.plans.errors import RequestError
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench.synthetic import forced_session

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from outrider import Session, Stats
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.bench.rows import OPENING, Divergence, Mode, Run, first_tokens
 from outrider.tools.verify.agreement import find_parting
 

@@ -15,7 +15,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.manifest import NgramDrafter
 from outrider.plans.partial_kv import PARTIAL_MODES
 from outrider.plans.plan import read_manifest
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.arguments import drafters_named
 from outrider.tools.bench.identity import identity_columns
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts

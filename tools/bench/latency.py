@@ -16,7 +16,7 @@ from outrider.plans.manifest import Manifest
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.backends import choose_backend
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.runtime import check_threads
 from outrider.runtime.text.structured_outputs import StructuredOutputs
 from outrider.tools.bench.alternating import alternate, compare, generate

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from typing import cast
 
 from outrider.plans.errors import RequestError
-from outrider.runtime.request import Options
+from outrider.runtime.options.kinds import Real, Whole
+from outrider.runtime.options.options import OPTIONS, Options
 from outrider.runtime.sampling import SamplingParams
 
 GREEDY = SamplingParams()
-_KEYS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int}
+_KEYS = [
+    each.name
+    for each in fields(SamplingParams)
+    if isinstance(OPTIONS[each.name].kind, Real | Whole) and each.name != "stream_id"
+]
 _EXAMPLE = "write greedy, or such as temperature=0.7,top_p=0.9,seed=3"
 
 
@@ -23,18 +30,20 @@ def read_sampling(text: str) -> SamplingParams:
         if key not in _KEYS or key in settings:
             reason = "stands twice" if key in settings else f"is none of {', '.join(_KEYS)}"
             raise argparse.ArgumentTypeError(f"{key!r} in {text!r} {reason}; {_EXAMPLE}")
+        kind = OPTIONS[key].kind
         try:
-            settings[key] = _KEYS[key](value)
+            number = int(value) if isinstance(kind, Whole) else float(value)
         except ValueError:
             raise argparse.ArgumentTypeError(
                 f"{key} in {text!r} is {value!r}, which is no number; {_EXAMPLE}"
             ) from None
+        try:
+            settings[key] = kind.check(number, key)
+        except RequestError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     if not settings.get("temperature"):
         raise argparse.ArgumentTypeError(f"{text!r} has no temperature above 0, and would be greedy; {_EXAMPLE}")
-    try:
-        return SamplingParams(**settings)  # type: ignore[arg-type]
-    except RequestError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return SamplingParams(**settings)  # type: ignore[arg-type]
 
 
 def name_sampling(sampling: SamplingParams) -> str:
@@ -49,10 +58,4 @@ def _written(sampling: SamplingParams) -> list[tuple[str, float]]:
 
 
 def as_options(sampling: SamplingParams) -> Options:
-    return Options(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-    )
+    return cast(Options, {key: getattr(sampling, key) for key in _KEYS})

@@ -15,7 +15,7 @@ from outrider.plans.machine import peak_rss_bytes
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from outrider.runtime.backends import choose_backend
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.runtime import check_threads
 from outrider.tools.bench.alternating import alternate, compare, generate
 from outrider.tools.bench.conversation import Conversation

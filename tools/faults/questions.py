@@ -17,8 +17,8 @@ from outrider import Runtime
 from outrider.plans.errors import OutriderError, RequestError
 from outrider.plans.manifest import rejects
 from outrider.runtime.handle import Handle
+from outrider.runtime.options.options import Options
 from outrider.runtime.prefix_cache.cache import PrefixCache
-from outrider.runtime.request import Options
 from outrider.runtime.server.answers import Answer as Written
 from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.submitting import Submitter

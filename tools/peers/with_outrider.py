@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnxruntime
 
 from outrider import Runtime
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.peers.engine import Clock, Generated, Settings
 from outrider.tools.verify.agreement import find_parting
 

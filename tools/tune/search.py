@@ -32,7 +32,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.manifest import GraphDrafter, Manifest, Tree
 from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round, Watcher
 from outrider.tools.bench.variants import tokens_of_block
 from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify

@@ -16,7 +16,8 @@ from outrider.plugins.reference import RaceKey, Sampling
 from outrider.plugins.reference.choice import filtered_weights
 from outrider.plugins.reference.race import race_times
 from outrider.plugins.schema import FilterOrder, Purpose
-from outrider.runtime.request import Options, check_options
+from outrider.runtime.options.options import Options, check_options
+from outrider.runtime.sampling import SamplingParams
 
 EXACT = frozenset({"onnxruntime-cpu"})
 """Backends on which a draft's tokens have the very logits of plain decoding."""
@@ -112,10 +113,10 @@ def find_parting(
         return None
     again: Options = options | Options(drafter="none", partial_kv="off", ignore_eos=True, max_new_tokens=index + 1)
     session.generate(prompt, whole=True, **again)
-    params = check_options(again, (), ()).sampling
+    params = SamplingParams.of(check_options(again))
     order = FilterOrder[params.filter_order.upper()]
     sampling = Sampling(params.temperature, params.top_k, params.top_p, params.min_p, order)
-    key = RaceKey(params.seed, params.stream, len(prompt) + index, Purpose.TARGET)
+    key = RaceKey(params.seed, params.stream_id, len(prompt) + index, Purpose.TARGET)
     return index, margin(session.step_logits(0), sampling, key)
 
 

@@ -9,7 +9,7 @@ from itertools import chain, cycle
 from outrider import Session, Stats
 from outrider.plans.manifest import Manifest
 from outrider.plans.partial_kv import PartialMode
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 
 _TIMES = 2  # contexts are so much longer than the first at which the partial KV cache serves
 

@@ -21,7 +21,7 @@ from outrider.plans.errors import PlanError, RecipeError, RequestError
 from outrider.plans.manifest import Manifest, rejects
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import choose_backend
-from outrider.runtime.request import Options
+from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
 from outrider.tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
 from outrider.tools.verify.oracle import Oracle, OracleChoice, load_oracle

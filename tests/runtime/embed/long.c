@@ -46,7 +46,7 @@ int main(int count, char **arguments) {
   outrider_session *session = create_session(runtime);
   outrider_params *params = params_of(NEW);
   EXPECT_OK(outrider_params_set_int(params, "partial_budget", 14, -2));
-  EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "pass auto, or 1 to");
+  EXPECT_FAILURE(outrider_generate(session, "a", 1, params, NULL, NULL, &result), OUTRIDER_REQUEST, "or auto");
   EXPECT_OK(outrider_params_destroy(params));
   EXPECT_OK(outrider_session_destroy(session));
   EXPECT_OK(outrider_runtime_close(runtime));

@@ -1,31 +1,14 @@
-"""Options of how much is drafted in a pass, within what the plan drafts. Tokens stay the same."""
+"""How much is drafted in a pass, within what the plan drafts. Tokens stay the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, longest_draft, rejects
-from outrider.runtime.numbers import shown
-
-
-class DraftOptions(TypedDict, total=False):
-    """Options of how much is drafted in a pass; without them, what the plan says.
-
-    - `draft_tokens`: at most so many tokens; of a tree, the likeliest.
-    - `draft_depth`: at most so many one behind another.
-    - `gamma_min`, `gamma_max`: the shortest and the longest chain of a drafter whose chains are as long as it is sure
-      (`gamma: {min: .., max: ..}` of the recipe).
-
-    Of drafters with `acceptance: rejection`, tokens depend on what was drafted: they take none of these.
-    """
-
-    draft_tokens: int | None
-    draft_depth: int | None
-    gamma_min: int | None
-    gamma_max: int | None
+from outrider.runtime.options.kinds import Whole
 
 
 @dataclass(frozen=True)
@@ -37,9 +20,15 @@ class DraftLimits:
     gamma: EntropyGamma | None = None
 
 
-def check_draft_limits(options: DraftOptions, drafter: str | None, drafters: Sequence[Drafter]) -> DraftLimits:
-    """Check the options against the plan's `drafters`, of which `drafter` is asked. Raises RequestError."""
-    given = {name: options.get(name) for name in DraftOptions.__annotations__ if options.get(name) is not None}
+_NAMES = ("draft_tokens", "draft_depth", "gamma_min", "gamma_max")
+
+
+def check_draft_limits(values: Mapping[str, Any], drafter: str | None, drafters: Sequence[Drafter]) -> DraftLimits:
+    """Check values of options against the plan's `drafters`, of which `drafter` is asked. Raises RequestError.
+
+    Of drafters with `acceptance: rejection`, tokens depend on what is drafted: they have no limits.
+    """
+    given = {name: values[name] for name in _NAMES if values[name] is not None}
     if not given:
         return DraftLimits()
     first, by_name = next(iter(given)), {each.name: each for each in drafters}
@@ -69,9 +58,6 @@ def check_draft_limits(options: DraftOptions, drafter: str | None, drafters: Seq
     return DraftLimits(tokens, depth, EntropyGamma(gamma_min=least, gamma_max=longest, beta=own.beta))
 
 
-def _whole(value: object, name: str, least: int, most: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise RequestError(f"{name} is {shown(value)}; pass a whole number from {least} to {most}.")
-    return value
+def _whole(value: int | None, name: str, least: int, most: int) -> int | None:
+    checked: int | None = None if value is None else Whole(least, most).check(value, name)
+    return checked
