@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -219,7 +222,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 EXPORTS = (outrider.compiler.export.draft, outrider.compiler.export.target, attention_forms)
 """Modules whose `trace` is shared."""
-_KEPT = 24 * 3600.0  # seconds for which exports are kept of code that has changed
+_KEPT = 24 * 3600.0  # seconds for which exports and libraries are kept of code that has changed
 
 # Exports and compilers leave millions of objects alive, which every collection of the oldest generation goes over.
 gc.set_threshold(100_000, 20, 100)
@@ -273,24 +276,53 @@ def made_in(root: Path, name: str, make: Callable[[Path], object]) -> Path:
     with open(made.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
+            shutil.rmtree(root / name, ignore_errors=True)  # of a run that was ended while it made it
             make(root / name)
             made.touch()
     return root / name
 
 
+def kept_folder(kind: str, digest: str) -> Path:
+    """A folder of `build/`, for what any run makes of the sources of `digest`."""
+    kept = REPOSITORY / "build" / kind / digest
+    kept.mkdir(parents=True, exist_ok=True)
+    kept.touch()
+    for other in kept.parent.glob("*"):
+        if other.stat().st_mtime < kept.stat().st_mtime - _KEPT:  # another run may be under way
+            shutil.rmtree(other, ignore_errors=True)
+    return kept
+
+
+@cache
+def _of_kernels() -> Path:
+    """Of what is compiled of kernels and of what stands for a device: by their sources, and by the compilers."""
+    compilers = (
+        subprocess.run(["g++", "--version"], check=True, capture_output=True).stdout if shutil.which("g++") else b""
+    )
+    digest = hashlib.sha256(f"{platform.machine()} {compile._nvrtc_version()}".encode() + compilers)
+    for folder in (compile.SOURCES.parent, REPOSITORY / "tests" / "plugins", REPOSITORY / "tests" / "fake_cuda"):
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in (".cc", ".cu", ".h", ".py") and not file.name.startswith("test_"):
+                digest.update(str(file).encode() + file.read_bytes())
+    return kept_folder("kernels", digest.hexdigest()[:16])
+
+
+def compiled_once(name: str, make: Callable[[Path], object]) -> Path:
+    """As `made_once`, of what `_of_kernels` has all sources of: kept for later runs."""
+    return made_in(_of_kernels(), name, make)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No kernels are compiled twice, by whatever process, nor at once by two."""
-    root = tmp_path_factory.getbasetemp()
-    os.environ.setdefault(CUBINS, str((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cubins"))
+def _kept_cubins() -> Iterator[None]:
+    """No kernels are compiled twice, by whatever process, nor at once by two, nor in a later run."""
+    os.environ.setdefault(CUBINS, str(_of_kernels() / "cubins"))
     compiled = compile._compile
 
     def once(architecture: str, source: str, sources: Path) -> bytes:
         if sources != compile.SOURCES or Path(source).is_absolute():
             return compiled(architecture, source, sources)
         name = f"{architecture}.{source}.cubin"
-        made = made_once(tmp_path_factory, name, lambda out: out.write_bytes(compiled(architecture, source, sources)))
-        return made.read_bytes()
+        return compiled_once(name, lambda out: out.write_bytes(compiled(architecture, source, sources))).read_bytes()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "_compile", once)
@@ -300,12 +332,7 @@ def _kept_cubins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _shared_exports() -> Iterator[None]:
     """No graph is exported twice, nor in a later run, unless what exports it has changed."""
-    kept = REPOSITORY / "build" / "exports" / sources_digest()
-    kept.mkdir(parents=True, exist_ok=True)
-    kept.touch()
-    for other in kept.parent.glob("*"):
-        if other.stat().st_mtime < kept.stat().st_mtime - _KEPT:  # another run may be under way
-            shutil.rmtree(other, ignore_errors=True)
+    kept = kept_folder("exports", sources_digest())
     shared = SharedExports(lambda name, make: made_in(kept, name, make))
     with pytest.MonkeyPatch.context() as patch:
         for exports in EXPORTS:
@@ -476,44 +503,44 @@ def reference(reference_plan: Path) -> Runtime:
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def emulator() -> Emulator:
     """Our ops' CUDA kernels on the CPU, compiled once."""
     if shutil.which("g++") is None:
         pytest.skip("the emulator is compiled with g++")
-    return Emulator(made_once(tmp_path_factory, "emulator.so", compile_emulator))
+    return Emulator(compiled_once("emulator.so", compile_emulator))
 
 
 @pytest.fixture(scope="session")
-def engine_emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def engine_emulator() -> Emulator:
     """Our ops' CUDA kernels and those of engines on the CPU, compiled once."""
     if shutil.which("g++") is None:
         pytest.skip("the emulator is compiled with g++")
-    return Emulator(made_once(tmp_path_factory, "engines.so", lambda out: compile_emulator(out, ENGINES)))
+    return Emulator(compiled_once("engines.so", lambda out: compile_emulator(out, ENGINES)))
 
 
 @pytest.fixture(scope="session")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fake_cuda() -> Path:
     """The folder of CUDA's libraries for a machine without a GPU, compiled once."""
     if shutil.which("g++") is None or sys.platform != "linux":
         pytest.skip("CUDA's libraries are compiled with g++, for Linux")
-    return made_once(tmp_path_factory, "fake-cuda", compile_libraries)
+    return compiled_once("fake-cuda", compile_libraries)
 
 
 @pytest.fixture(scope="session")
-def cuda_provider(fake_cuda: Path, tmp_path_factory: pytest.TempPathFactory) -> CudaProvider:
+def cuda_provider(fake_cuda: Path) -> CudaProvider:
     """ONNX Runtime's real CUDA provider, of the version that the tests run with; kept in `build/`."""
     requirement = f"onnxruntime-gpu=={version('onnxruntime')}"
     kept = REPOSITORY / "build" / "cuda_provider" / f"{requirement}-{sys.implementation.cache_tag}"
     site = install_apart(requirement, kept)
-    return CudaProvider(site, fake_cuda, made_once(tmp_path_factory, "emulator.so", compile_emulator))
+    return CudaProvider(site, fake_cuda, compiled_once("emulator.so", compile_emulator))
 
 
 @pytest.fixture(scope="session")
-def plugin_shells(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+def plugin_shells() -> StandIn:
     """TensorRT's plugins with their kernels, compiled once for the CPU."""
     if shutil.which("g++") is None:
         pytest.skip("plugins' kernels are compiled with g++")
-    return StandIn.load(made_once(tmp_path_factory, "shells.so", compile_shells))
+    return StandIn.load(compiled_once("shells.so", compile_shells))
 
 
 @pytest.fixture(scope="session")

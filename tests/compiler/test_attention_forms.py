@@ -33,6 +33,9 @@ CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
 CAPACITY = 64
 TREES = {1: ([9], [[-1, 0, 0, 1, 1, 2]]), 2: ([9, 4], [[-1, 0, 0, 1, 1, 2], [-1, 0]])}  # by rows: pasts, parents
 
+COMBINED = ("gemma 3", "smollm 3", "phi 3")
+"""Whose layers have nothing that those of the other forms have not, and the whole body in the long run alone."""
+
 
 @cache
 def module(name: str, queries: bool = False) -> Forms:
@@ -73,7 +76,7 @@ def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("target", [CPU, CUDA, RTX])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in COMBINED else n for n in FORMS])
 def test_every_backend_computes_the_references(name: str, target: str, rows: int, tmp_path: Path) -> None:
     model, _ = lowered(name, target, rows)
     feeds = random_step(FORMS[name], CAPACITY, *TREES[rows])

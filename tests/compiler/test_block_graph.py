@@ -43,8 +43,9 @@ CASES: dict[str, tuple[dict[str, Any], Tree]] = {
     "speculators": ({"layout": "speculators-dspark", "draft_vocab": 25, "markov": ("rnn", 6)}, BUSHY),
 }
 
-SHORT = ("dflash-tree", "jetspec-short", "dspark-front", "dspark-confident-tree", "speculators")
-"""Every layout, a bias with a state and one without, a confidence, chains and trees; the others combine these."""
+SHORT = ("dflash-tree", "speculators")
+"""With those that other backends are given, every layout, a bias with a state and one without, a confidence, chains and
+trees; the others combine these."""
 
 
 class BlockOracle:

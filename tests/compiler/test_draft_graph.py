@@ -172,12 +172,11 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(21)]
 @pytest.mark.parametrize(
     "tree",
     [
-        Tree(top_k=1, depth=0, nodes=2),
         Tree(top_k=2, depth=1, nodes=7),  # every candidate
         Tree(top_k=3, depth=3, nodes=20),
         *(
             pytest.param(Tree(top_k=top_k, depth=depth, nodes=nodes), marks=pytest.mark.long)
-            for top_k, depth, nodes in ((1, 4, 6), (3, 0, 3), (4, 3, 9), (10, 5, 60), (3, 6, 40))
+            for top_k, depth, nodes in ((1, 0, 2), (1, 4, 6), (3, 0, 3), (4, 3, 9), (10, 5, 60), (3, 6, 40))
         ),
     ],
     ids=str,
@@ -258,7 +257,9 @@ class HeadOracle:
     ids=str,
 )
 @pytest.mark.usefixtures("_grouped")
-@pytest.mark.parametrize(("draft_vocab", "target"), [(None, CPU), (33, CPU), (33, CUDA), (33, RTX)])
+@pytest.mark.parametrize(
+    ("draft_vocab", "target"), [(None, CPU), pytest.param(33, CPU, marks=pytest.mark.long), (33, CUDA), (33, RTX)]
+)
 def test_the_tree_of_a_head_is_the_one_of_the_definition(
     tree: Tree, draft_vocab: int | None, target: str, tmp_path: Path
 ) -> None:

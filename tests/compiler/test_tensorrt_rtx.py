@@ -124,6 +124,7 @@ def test_every_form_of_attention_is_built(name: str, dtype: torch.dtype, tmp_pat
     assert engine.layers["KV_CACHE_UPDATE"] == 2 * len(forms)
 
 
+@pytest.mark.long
 def test_quantised_weights_stay_integers_in_the_engine(toy_recipe: Path, tmp_path: Path) -> None:
     """The layers' weights in 4 bits and the tied embedding in 8, which a look-up and the head dequantise each."""
     options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"

@@ -72,21 +72,26 @@ def network_of(builder: Any, front: Any, model: ir.Model, workplace: Path) -> tu
 
 # float32 sums in other orders; weights and every result rounded to float16, whose steps are 2e-3 at these logits
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 2e-5), pytest.param("float16", 0.1, marks=pytest.mark.long)]
+    ("model", "dtype", "tolerance"),
+    [
+        ("drafter", "float32", 2e-5),
+        pytest.param("target", "float32", 2e-5, marks=pytest.mark.long),
+        pytest.param("target", "float16", 0.1, marks=pytest.mark.long),
+    ],
 )
 def test_the_network_computes_what_the_model_does(
-    dtype: str, tolerance: float, builder: Any, front: Any, log: Any, toy_recipe: Path, tmp_path: Path
+    model: str, dtype: str, tolerance: float, builder: Any, front: Any, log: Any, toy_recipe: Path, tmp_path: Path
 ) -> None:
     """In chunks over poisoned caches; so does the parser's network, which checks the reading itself."""
-    checkpoint = toy_recipe.parent / "target"
+    checkpoint = toy_recipe.parent / model
     decoder = load_decoder(checkpoint, "float32")
-    model = lowered(checkpoint, dtype)
+    graph = lowered(checkpoint, dtype, TAPS[: decoder.config.num_layers])
     config = decoder.config
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 11)
     expected = sequence_logits(decoder, tokens.tolist()).numpy()
     for reader in (front, OnnxFront(trt, log)):
         log.clear()
-        network, _held = network_of(builder, reader, model.clone(), tmp_path)
+        network, _held = network_of(builder, reader, graph.clone(), tmp_path)
         assert log.said() == "it gives no reason"
         shape = (1, config.num_kv_heads, CAPACITY, config.head_dim)
         caches = {

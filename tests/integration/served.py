@@ -57,11 +57,11 @@ def serving(
     readiness = Readiness()
     config = ServerConfig("toy", drain_seconds=drain_seconds, **options)
     app = make_app(runtime, config, readiness=readiness, tracing=tracing)
-    end = partial(runtime.close, drain=False, timeout=20)
+    end = partial(runtime.close, drain=False, timeout=60)
     server = server_of(app, limits, drain_seconds, end, readiness)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not server.started:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -69,7 +69,7 @@ def serving(
         yield server
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -79,7 +79,7 @@ def client_of(address: str, key: str = "-") -> openai.OpenAI:
 
 def settle(runtime: Runtime) -> None:
     """Wait until nothing runs."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while runtime.scheduler_stats.running or runtime.scheduler_stats.waiting:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -166,7 +166,7 @@ def server_process(
             yield server
         finally:
             process.kill()  # nothing to one that has ended
-            process.wait(20)
+            process.wait(60)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:

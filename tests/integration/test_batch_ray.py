@@ -116,7 +116,7 @@ def test_an_actor_that_is_killed_costs_what_runs_and_changes_nothing(
         for done in run_on_ray(branch_plan, folder, state, blocks, 1, 1, {"threads": 1, "max_running": 1}):
             computed += done.new_tokens
             if not before:
-                until = time.monotonic() + 30
+                until = time.monotonic() + 60
                 while not kept:  # the actor goes on with the next blocks, of which it has a part when it dies
                     assert time.monotonic() < until
                     os.kill(actor := an_actor(os.environ["RAY_TMPDIR"]), signal.SIGSTOP)

@@ -156,7 +156,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
     monkeypatch.setattr(KvCache, "begin_alone", lambda self, *given: (begin_alone(self, *given), poisoned(self)))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("in-one-sequence", marks=pytest.mark.long), "batching"])
 def test_nothing_of_others_is_read(branching, mode, monkeypatch) -> None:
     """Neither what is dead or behind the last row, nor rows of live branches: large finite garbage, equal bits."""
     prefix = [3, 1, 4] * 5

@@ -526,4 +526,4 @@ def test_chat_as_a_process_answers_before_it_is_asked_again(toy_plan: Path) -> N
             talk.stdin.flush()
             assert set(json.loads(talk.stdout.readline())) == GENERATION_KEYS
         talk.stdin.close()
-        assert talk.wait(timeout=30) == 0
+        assert talk.wait(timeout=60) == 0

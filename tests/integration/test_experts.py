@@ -60,7 +60,7 @@ def plan(request: pytest.FixtureRequest, recipe_path: Path, tmp_path_factory: py
 def alone(plan: Path) -> Iterator[Runtime]:
     runtime = Runtime.load(plan, threads=1)
     yield runtime
-    runtime.close(timeout=10)
+    runtime.close(timeout=60)
 
 
 def kind_of(plan: Path) -> str:
@@ -109,16 +109,25 @@ def test_tokens_do_not_depend_on_the_drafter(plan: Path, drafter: str) -> None:
             assert drafted.token_ids == plain.token_ids
             accepted += drafted.stats.accepted
     assert accepted > 0
-    runtime.close(timeout=10)
+    runtime.close(timeout=60)
 
 
-@pytest.mark.parametrize("mode", ["batching", "in-one-sequence"])
+@pytest.mark.parametrize(
+    ("plan", "mode"),
+    [
+        ("int4", "batching"),
+        *(pytest.param(kind, mode, marks=pytest.mark.long) for kind, mode in (
+            ("int4", "in-one-sequence"), ("float32", "batching"), ("float32", "in-one-sequence"),
+        )),
+    ],
+    indirect=["plan"],
+)  # fmt: skip
 def test_tokens_depend_on_neither_drafter_nor_company(plan: Path, alone: Runtime, mode: str) -> None:
     used = Runtime.load(plan, threads=2, scheduler=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
     user = RandomUse(alone, used, mode, seed=3, coupled=("none", *DRAFTERS), rejecting=())
     user.run(25)
     assert user.compared > 25
-    assert used.close(timeout=10)
+    assert used.close(timeout=60)
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:
@@ -145,6 +154,7 @@ def test_inspect_counts_the_bytes_of_experts(plan: Path) -> None:
     assert weights[kind] == own + (head if kind == "int8" else 0)
 
 
+@pytest.mark.long
 def test_float32_plans_agree_with_their_checkpoint(recipe_path: Path, plan: Path) -> None:
     if kind_of(plan) != "float32":
         pytest.skip("rounding may choose other experts")

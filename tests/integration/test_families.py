@@ -116,7 +116,7 @@ def test_tokens_and_logits_are_those_of_transformers(some_plan: Path, oracle: Pr
     assert error < 1e-4
 
 
-@each_of({"gemma2": "float32", "phi3": "int4"})
+@each_of({"gemma2": "float32"})
 def test_verify_holds_a_plan_against_transformers(recipe: Path, any_plan: Path) -> None:
     """Scalings that depend on the context, fused projections, norms that lack 1: the oracle has what the plan has."""
     overrides = int4(name_of(recipe)) if any_plan.name == "int4" else []
@@ -135,8 +135,8 @@ def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any,
     user = RandomUse(alone, used, mode, seed=3, coupled=DRAFTERS, rejecting=())
     user.run(25)
     assert user.compared > 25
-    assert used.close(timeout=10)
-    assert alone.close(timeout=10)
+    assert used.close(timeout=60)
+    assert alone.close(timeout=60)
 
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("olmo3", marks=pytest.mark.long)])
@@ -151,5 +151,5 @@ def test_a_head_drafts_for_layers_of_any_kind(name: str, toy_recipe: Path, tmp_p
     user = RandomUse(alone, used, "in-one-sequence", seed=5, coupled=("none", "head"), rejecting=())
     user.run(30)
     assert user.compared > 30
-    assert used.close(timeout=10)
-    assert alone.close(timeout=10)
+    assert used.close(timeout=60)
+    assert alone.close(timeout=60)

@@ -24,6 +24,7 @@ from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels
 
 pytest.importorskip("cuda.core")
+pytestmark = pytest.mark.long  # `test_features_on_device.py` and `test_kernel_engines.py` have the toy in every run
 
 ONE_ROW = ["capacity.batching=false", "capacity.branches=4"]
 CACHE = PrefixCacheConfig(max_cached_tokens=512)
@@ -31,13 +32,7 @@ PREFIX = prompt(3, 50)  # longer than every window
 PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "gemma2",
-        *(pytest.param(name, marks=pytest.mark.long) for name in TOYS if name != "gemma2"),
-    ],
-)
+@pytest.fixture(scope="module", params=[*TOYS])
 def recipe(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, tokenizer = request.param, toy_recipe.parent / "target"
     return made_once(tmp_path_factory, f"family-{name}", lambda out: write_toy(name, out, tokenizer)) / "model.yaml"
@@ -51,9 +46,7 @@ def on_cpu(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     return Runtime.load(plan, threads=1)
 
 
-@pytest.fixture(
-    scope="module", params=[*(pytest.param(name, marks=pytest.mark.long) for name in (CUDA, "tensorrt-rtx")), "cuda"]
-)
+@pytest.fixture(scope="module", params=[CUDA, "tensorrt-rtx", "cuda"])
 def runtime(request: pytest.FixtureRequest, recipe: Path) -> Runtime:
     """By the recipe, too, so that another one makes another runtime."""
     if request.param == "cuda" and TOYS[recipe.parent.name.removeprefix("family-")].experts:

@@ -314,7 +314,7 @@ def test_a_runtime_holds_one_set_of_buffers_for_what_it_serves_one_after_another
         ask()
         if ask is asked[-1]:
             assert runtime._scheduler is not None
-            runtime._scheduler.close(timeout=20)  # else it keeps its engine for a while
+            runtime._scheduler.close(timeout=60)  # else it keeps its engine for a while
         assert runtime.memory().engines == 1
     held = runtime.memory()
     assert held.idle == 1

@@ -19,12 +19,11 @@ from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
 from tests.integration.step_logits import expect_the_same_bits
 
-TYPES = ("float16", "int8")
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]
 SLOT_BYTES = {"float32": 4 * 16, "float16": 2 * 16, "int8": 16 + 4}  # of the toy's heads of 16
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=[pytest.param("float16", marks=pytest.mark.long), "int8"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -40,12 +39,12 @@ def plan(kind: str, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) 
 def alone(plan: Path) -> Iterator[Runtime]:
     runtime = Runtime.load(plan, threads=1)
     yield runtime
-    runtime.close(timeout=10)
+    runtime.close(timeout=60)
 
 
 @pytest.mark.usefixtures("run_ahead")
 @pytest.mark.parametrize("rounds", [25, pytest.param(400, marks=pytest.mark.long)])
-@pytest.mark.parametrize("mode", ["batching", "in-one-sequence"])
+@pytest.mark.parametrize("mode", ["batching", pytest.param("in-one-sequence", marks=pytest.mark.long)])
 def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
     plan: Path, alone: Runtime, mode: str, rounds: int
 ) -> None:
@@ -59,7 +58,7 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
     user = RandomUse(alone, used, mode, seed=5)
     user.run(rounds)
     assert user.compared > rounds
-    assert used.close(timeout=10)
+    assert used.close(timeout=60)
     assert used.prefix_cache is not None
     used.prefix_cache.check()
 
@@ -73,7 +72,7 @@ def test_the_same_holds_with_quantised_weights(toy_recipe: Path, tmp_path: Path)
     user = RandomUse(Runtime.load(tmp_path / "plan", threads=1), used, "batching", seed=6)
     user.run(40)
     assert user.compared > 40
-    assert used.close(timeout=10)
+    assert used.close(timeout=60)
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:

@@ -140,6 +140,9 @@ def test_tokens_are_those_of_a_plain_account(toy: Runtime, case: str) -> None:
     assert ("min_tokens" in own) == (len(found) == 31)
 
 
+ONE_OTHER = (("batching", 0.0), ("in-one-sequence", 0.0), ("in-one-sequence", 1.0))
+
+
 @pytest.fixture(scope="module", params=["in-one-sequence", "batching"])
 def serving(branch_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(mode=request.param))
@@ -147,7 +150,14 @@ def serving(branch_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runti
     runtime.close(timeout=60)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("serving", "temperature"),
+    [
+        ("batching", 1.0),
+        *(pytest.param(mode, t, marks=pytest.mark.long) for mode, t in ONE_OTHER),
+    ],
+    indirect=["serving"],
+)
 def test_drafts_and_company_change_nothing(serving: Runtime, toy: Runtime, temperature: float) -> None:
     drafters, others = ["none", *TOY_DRAFTERS], [own for own, _ in CASES.values()]
     accepted, options = 0, Options(temperature=temperature, seed=4)

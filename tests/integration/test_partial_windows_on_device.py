@@ -21,7 +21,7 @@ from tests.plugins.emulator import Emulator
 from tests.runtime.emulated_device import EmulatedDevice
 
 pytest.importorskip("cuda.core")
-pytestmark = pytest.mark.usefixtures("run_ahead")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("run_ahead")]
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,11 @@ from tests.integration.quantised import calibration_text, quantised
 from tests.integration.random_use import RandomUse
 from tests.integration.step_logits import expect_the_bits_of_plain_code, expect_the_same_bits
 
-TYPES = ("int4", "int8")
 INT4_RECIPE = REFERENCE_RECIPE.with_name("reference-int4.yaml")
 ROUNDED = ["target.weights={type: int4}", "drafters[1].weights={type: int4}"]
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=["int4", pytest.param("int8", marks=pytest.mark.long)])
 def plan(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = calibration_text(tmp_path_factory.mktemp("calibration"))
     recipe = load_recipe(toy_recipe, quantised(EVERYTHING, request.param, text))
@@ -34,7 +33,7 @@ def plan(request: pytest.FixtureRequest, toy_recipe: Path, tmp_path_factory: pyt
 def alone(plan: Path) -> Iterator[Runtime]:
     runtime = Runtime.load(plan, threads=1)
     yield runtime
-    runtime.close(timeout=10)
+    runtime.close(timeout=60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
@@ -45,13 +44,13 @@ def test_weights_are_mapped_where_they_lie_and_not_copied(plan: Path, alone: Run
 
 
 @pytest.mark.usefixtures("run_ahead")
-@pytest.mark.parametrize("mode", ["batching", "in-one-sequence"])
+@pytest.mark.parametrize("mode", ["batching", pytest.param("in-one-sequence", marks=pytest.mark.long)])
 def test_tokens_depend_on_neither_drafter_nor_company(plan: Path, alone: Runtime, mode: str) -> None:
     used = Runtime.load(plan, threads=2, scheduler=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
     user = RandomUse(alone, used, mode, seed=3)
     user.run(25)
     assert user.compared > 25
-    assert used.close(timeout=10)
+    assert used.close(timeout=60)
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:

@@ -45,7 +45,7 @@ def test_tokens_do_not_depend_on_what_was_done_before(
     user = RandomUse(everything, used, mode, seed)
     user.run(ROUNDS)
     assert user.compared > ROUNDS
-    assert used.close(timeout=10)
+    assert used.close(timeout=60)
     if used.prefix_cache is not None:
         used.prefix_cache.check()
         assert used.prefix_cache.in_use == 0

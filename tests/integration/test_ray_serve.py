@@ -193,7 +193,7 @@ def test_nobody_notices_that_a_replica_died(served: Deployed, alone: Runtime, cl
     with ThreadPoolExecutor(12) as clients:
         asked = [clients.submit(ask, seed) for seed in range(12)]
         began.wait()
-        assert all(each.wait(30) for each in first)
+        assert all(each.wait(60) for each in first)
         victim = max(served.replicas(), key=lambda each: each.stats.running)
         assert victim.stats.running  # in the middle of them
         os.kill(victim.pid, signal.SIGKILL)

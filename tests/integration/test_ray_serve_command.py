@@ -54,8 +54,8 @@ def started(command: list[str], address: str, seconds: float = 120) -> Iterator[
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(20)
-        left = psutil.wait_procs(known, timeout=20)[1]
+            process.wait(60)
+        left = psutil.wait_procs(known, timeout=60)[1]
         assert left == [], "the command left processes"
 
 
@@ -116,7 +116,7 @@ def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path, tell: Cal
             assert time.monotonic() < until
             time.sleep(0.1)
         tell(process.pid, signal.SIGTERM)
-        asking.join(30)
+        asking.join(60)
         assert len(texts) == 64
         _, said = process.communicate(timeout=60)
         assert process.returncode == 0, said

@@ -44,7 +44,7 @@ def expected(branch_plan: Path) -> list[str]:
     own: dict[str, Any] = {"max_new_tokens": 150, "ignore_eos": True, **OWN}
     handles = [runtime.submit(prompt, **own, stream_id=place) for prompt in PROMPTS for place in range(8)]
     texts = [handle.result(timeout=120).text for handle in handles]
-    assert runtime.close(timeout=20)
+    assert runtime.close(timeout=60)
     return texts
 
 

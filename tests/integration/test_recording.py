@@ -375,5 +375,5 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert serving[0].is_alive()
     del thread
     gc.collect()
-    serving[0].join(2.0)
+    serving[0].join(60)
     assert not serving[0].is_alive()

@@ -181,7 +181,7 @@ def test_handles_are_awaited_and_iterated_in_an_event_loop(serving: Runtime, alo
                 await asyncio.sleep(0)
 
         def slow(_: object) -> None:
-            time.sleep(0.002)
+            time.sleep(0.01)
 
         handles = [serving.submit([4, 5, 6], max_new_tokens=150, ignore_eos=True, on_round=slow) for _ in range(3)]
         with pytest.raises(TimeoutError):

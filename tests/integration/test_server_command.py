@@ -28,7 +28,7 @@ def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: pyt
     assert "there is no folder no/where" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
+@pytest.mark.parametrize("plan", ["branch_plan", pytest.param("toy_plan", marks=pytest.mark.long)])
 def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(
     plan: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -56,7 +56,7 @@ def test_the_command_serves_until_it_is_told_to_end_and_keeps_its_cache(
             assert found.usage.prompt_tokens_details.cached_tokens == (29 if start else 0)
         finally:
             server.send_signal(signal.SIGTERM)
-            _, said = server.communicate(timeout=30)
+            _, said = server.communicate(timeout=60)
         assert server.returncode == 0
         assert kept.exists()
         assert "serving 'toy'" in said

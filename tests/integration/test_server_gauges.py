@@ -43,7 +43,7 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     passes, original = [10**9], Engine.step
 
     def step(self: Engine, *arguments: Any) -> Any:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while not passes[0]:
             assert time.monotonic() < until
             time.sleep(0.002)

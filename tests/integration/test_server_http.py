@@ -32,7 +32,7 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 def asked(address: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of an answer; headers' names have `_` for `-`."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body, named, encode_chunked=isinstance(body, Iterator))
     answer = connection.getresponse()

@@ -206,7 +206,7 @@ def test_requests_that_never_reach_the_application_have_lines(branch_plan: Path,
             (b"GET /", "request_timeout"),
             (post, "request_timeout"),
         ):
-            with socket.create_connection((host, int(port)), timeout=20) as plain:
+            with socket.create_connection((host, int(port)), timeout=60) as plain:
                 plain.sendall(sent)
                 head = b"".join(iter(lambda plain=plain: plain.recv(4096), b"")).decode().lower()  # type: ignore[misc]
             (request_id,) = (line[14:] for line in head.split("\r\n") if line.startswith("x-request-id: "))

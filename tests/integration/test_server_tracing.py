@@ -163,7 +163,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, ExportTraceServiceRequest
         yield f"http://127.0.0.1:{server.server_address[1]}", received
     finally:
         server.shutdown()
-        thread.join(10)
+        thread.join(60)
         server.server_close()
 
 
@@ -183,11 +183,11 @@ def test_a_server_process_sends_its_spans_to_the_collector_that_the_environment_
                     model="toy", prompt="wombat", max_tokens=3, extra_headers=TRACEPARENT
                 )
             host, port = server.address.removeprefix("http://").split(":")
-            with socket.create_connection((host, int(port)), timeout=20) as plain:
+            with socket.create_connection((host, int(port)), timeout=60) as plain:
                 plain.sendall(b"no HTTP\r\n\r\n")
                 assert b" 400 " in plain.recv(4096)
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(30) == 0
+            assert server.process.wait(60) == 0
             lines = [json.loads(line) for line in server.said.splitlines()]
     assert {path for path, _ in received} == {"/v1/traces"}
     (resource,) = (each for _, body in received for each in body.resource_spans)

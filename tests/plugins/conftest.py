@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from outrider.plugins.reference import SamplingSlots
-from tests.conftest import made_once
+from tests.conftest import compiled_once
 from tests.plugins.emulator import KERNELS, OF_ENGINES, Emulator
 from tests.plugins.gpu import Gpu
 from tests.plugins.ptx import compile_translated
@@ -66,23 +66,23 @@ def logits_rows():
     return _logits
 
 
-def _translated(factory: pytest.TempPathFactory, name: str, source: str) -> Emulator:
+def _translated(name: str, source: str) -> Emulator:
     pytest.importorskip("cuda.bindings")
     if shutil.which("g++") is None:
         pytest.skip("translated PTX is compiled with g++")
-    return Emulator(made_once(factory, name, lambda out: compile_translated(out, source)))
+    return Emulator(compiled_once(name, lambda out: compile_translated(out, source)))
 
 
 @pytest.fixture(scope="session")
-def translated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def translated() -> Emulator:
     """The CUDA kernels of our ops as NVRTC compiles them, translated for the CPU, once."""
-    return _translated(tmp_path_factory, "translated.so", KERNELS)
+    return _translated("translated.so", KERNELS)
 
 
 @pytest.fixture(scope="session")
-def translated_engines(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def translated_engines() -> Emulator:
     """The same of those that engines of the backend `cuda` are made of."""
-    return _translated(tmp_path_factory, "engines-translated.so", OF_ENGINES)
+    return _translated("engines-translated.so", OF_ENGINES)
 
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)

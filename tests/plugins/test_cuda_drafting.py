@@ -29,7 +29,6 @@ from tests.plugins.drafting import (
     settings_in,
     settings_of,
 )
-from tests.plugins.emulator import Emulator
 from tests.plugins.test_cuda_kernels import FEW
 from tests.plugins.test_tree_ops import candidates, grown
 
@@ -253,9 +252,9 @@ def test_big_trees_and_chains(kernels, k, depth, nodes, zeros) -> None:
     check_rerank(inputs, found, nodes)
 
 
+@pytest.mark.parametrize("kernels", ["emulated", pytest.param("ptx", marks=pytest.mark.long)], indirect=True)
 def test_how_many_threads_a_block_has_leaves_no_trace(kernels) -> None:
-    if not isinstance(kernels, Emulator):
-        pytest.skip("a GPU runs as many as the table says")
+    """A GPU runs as many as the table says."""
     random = np.random.default_rng(2)
     branches = [GREEDY, (0.7, 0, 1.0, 0.05), (1.3, 40, 0.8, 0.0)]
     noise = noise_of(random, 3, 777)

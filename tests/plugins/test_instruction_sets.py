@@ -47,7 +47,10 @@ def of_ops(_: Path) -> Results:
     return found
 
 
-@pytest.mark.parametrize("isa", BETTER_THAN_PLAIN)
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param(isa, marks=pytest.mark.long) if isa in ("avxvnni", "avx512") else isa for isa in BETTER_THAN_PLAIN],
+)
 def test_it_has_the_bits_of_plain_code(isa) -> None:
     found = with_instructions(isa, __name__, "of_ops", Path())
     plain = with_instructions("plain", __name__, "of_ops", Path())

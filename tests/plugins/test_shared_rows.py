@@ -36,7 +36,7 @@ SETTINGS = [
     (100.0, 0, 1.0, 1.0, 0),
     (1e-3, 0, 0.9, 0.0, 0),
 ]
-BIG = [32_000, 50_257, 128_256, 152_064]
+BIG = [32_000, 50_257, pytest.param(128_256, marks=pytest.mark.long), 152_064]
 USUAL = 7  # of the settings: those after them are of flat or of steep distributions
 
 

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.plugins.cuda.compile import compile_kernels
-from tests.conftest import made_once
+from tests.conftest import compiled_once
 from tests.fake_cuda.provider import CudaProvider
 from tests.plugins.emulator import Emulator, compile_emulator
 from tests.plugins.gpu import Gpu
@@ -48,18 +48,18 @@ print(json.dumps(back.array(0, (32,), "uint32").tolist()))
 """
 
 
-def library(factory: pytest.TempPathFactory, name: str) -> Path:
+def library(name: str) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("kernels are emulated with g++")
     compile_library = compile_translated if name == "ptx" else compile_emulator
     source = SOURCE.read_text(encoding="utf-8")
-    return made_once(factory, f"warp-{name}.so", lambda out: compile_library(out, source))
+    return compiled_once(f"warp-{name}.so", lambda out: compile_library(out, source))
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def watched() -> Emulator:
     pytest.importorskip("cuda.bindings")
-    return Emulator(library(tmp_path_factory, "ptx"))
+    return Emulator(library("ptx"))
 
 
 @pytest.fixture(scope="module", params=["emulated", "ptx", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -69,7 +69,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "ptx":
         found: Emulator = request.getfixturevalue("watched")
         return found
-    return Emulator(library(tmp_path_factory, "emulated"))
+    return Emulator(library("emulated"))
 
 
 def launch(
@@ -233,12 +233,8 @@ def test_memory_that_is_written_while_others_read_it_is_found(watched: Emulator)
     ],
 )
 @pytest.mark.parametrize("way", ["emulated", "ptx"])
-def test_lanes_that_part_are_found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, way: str, kernel: str, threads: int
-) -> None:
-    emulator: Emulator = (
-        request.getfixturevalue("watched") if way == "ptx" else Emulator(library(tmp_path_factory, way))
-    )
+def test_lanes_that_part_are_found(request: pytest.FixtureRequest, way: str, kernel: str, threads: int) -> None:
+    emulator: Emulator = request.getfixturevalue("watched") if way == "ptx" else Emulator(library(way))
     with pytest.raises(AssertionError, match="do not all come to the same barriers, or lanes to the same collectives"):
         launch(emulator, kernel, np.zeros((2, threads), np.uint32), threads=threads, shared=4 * threads)
 
@@ -251,8 +247,8 @@ def test_dynamic_shared_memory_holds_anything_at_first(kernels: Kernels) -> None
         assert found.all()
 
 
-def test_a_write_beside_dynamic_shared_memory_is_found(tmp_path_factory: pytest.TempPathFactory) -> None:
-    emulator = Emulator(library(tmp_path_factory, "emulated"))
+def test_a_write_beside_dynamic_shared_memory_is_found() -> None:
+    emulator = Emulator(library("emulated"))
     for place in (-1, 128):
         with pytest.raises(AssertionError, match="found_there writes beside its 128 bytes of dynamic shared memory"):
             launch(
@@ -266,12 +262,10 @@ def test_a_write_beside_dynamic_shared_memory_is_found(tmp_path_factory: pytest.
             )
 
 
-def test_a_device_asks_leave_for_much_shared_memory(
-    fake_cuda: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_a_device_asks_leave_for_much_shared_memory(fake_cuda: Path, tmp_path: Path) -> None:
     """Of the driver, which else refuses the launch."""
     pytest.importorskip("cuda.bindings")
-    device = CudaProvider(tmp_path, fake_cuda, library(tmp_path_factory, "emulated"))
+    device = CudaProvider(tmp_path, fake_cuda, library("emulated"))
     ended = device.run(ON_A_DEVICE, folder=tmp_path)
     assert ended.events("fault") == []
     assert ended.events("kernel") == ["found_there"] * 4

@@ -151,7 +151,8 @@ def test_every_stage_is_measured_whatever_happens_to_others(
 
     monkeypatch.delenv("SABOTAGE")
     shutil.copytree(first, second)
-    status, said, stages = run(prepared, first, "--resume", str(second))
+    limits_of_all = ",".join(f"{name}=600" for name in measure.STAGES)
+    status, said, stages = run(prepared, first, "--resume", str(second), "--stages", limits_of_all)
     assert status == 0, (first / "log.txt").read_text()
     assert [line for line in said if "before" in line] == ["steps: complete before", "plan: complete before"]
     assert all(row["passed"] for row in stages["smoke"][:-1])

@@ -49,7 +49,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "leave.c": ("/plans/branches", "40", "main"),
 }
 """The C API's own tests, and what they are run with."""
-SHORT = ("requests.c", "throwing.cc")
+SHORT = ("requests.c",)
 MOST_BYTES = 130e6
 
 
