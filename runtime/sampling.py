@@ -39,7 +39,7 @@ class SamplingParams:
     skip_sample_adjustment: bool = False
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_options(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Take the settings from checked values of all options; without a seed, draw one."""
         own = {each.name: values[each.name] for each in fields(cls)}
         return cls(**own | {"seed": new_seed() if own["seed"] is None else own["seed"]})

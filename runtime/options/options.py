@@ -35,7 +35,7 @@ from outrider.runtime.sampling import FilterOrder
 from outrider.runtime.text.bad_words import BadWords
 from outrider.runtime.text.penalties import Penalties
 from outrider.runtime.text.processors import LogitsProcessor, processors
-from outrider.runtime.text.rules import Asked, LogitsRule
+from outrider.runtime.text.rules import LogitsRule, RuleContext
 from outrider.runtime.text.structured_outputs import StructuredOutputs
 from outrider.runtime.text.token_rules import AllowedTokens, LogitBias, MinTokens
 from outrider.runtime.trace import Watcher
@@ -68,7 +68,7 @@ class Option:
     default: Any = None
     doors: Doors = ALL
     flag: str | None = None
-    rule: Callable[[Asked], Sequence[LogitsRule]] | None = None
+    rule: Callable[[RuleContext], Sequence[LogitsRule]] | None = None
 
     @property
     def text(self) -> str:
@@ -157,7 +157,7 @@ class Options(TypedDict, total=False):
             Object('an object of one key, such as {"regex": "[0-9]+"}'),
             "the form of the text: json (a schema), json_object (true), regex, grammar (Lark or llama.cpp), choice",
             doors=Doors.SERVER | Doors.C,  # the command line has a flag for each form
-            rule=lambda asked: [asked.grammars.rule(asked.values["structured_outputs"], asked.ends)],
+            rule=lambda context: [context.grammars.rule(context.values["structured_outputs"], context.ends)],
         ),
     ]
     constraint: Annotated[
@@ -166,7 +166,7 @@ class Options(TypedDict, total=False):
             Instance(LogitsRule, "a LogitsRule"),
             "a rule of your own",
             doors=NONE,
-            rule=lambda asked: [asked.values["constraint"]],
+            rule=lambda context: [context.values["constraint"]],
         ),
     ]
     allowed_token_ids: Annotated[
@@ -174,7 +174,7 @@ class Options(TypedDict, total=False):
         Option(
             TokenIds(1),
             "the only tokens that may be generated",
-            rule=lambda asked: [AllowedTokens(asked.values["allowed_token_ids"])],
+            rule=lambda context: [AllowedTokens(context.values["allowed_token_ids"])],
         ),
     ]
     bad_words: Annotated[
@@ -184,7 +184,7 @@ class Options(TypedDict, total=False):
             "texts that are not generated: the last token of one is excluded after the ones before it",
             (),
             flag="--bad-word",
-            rule=BadWords.asked,
+            rule=BadWords.from_options,
         ),
     ]
     min_tokens: Annotated[
@@ -193,7 +193,7 @@ class Options(TypedDict, total=False):
             Whole(),
             "no end token and no end by a stop text before this number of tokens",
             0,
-            rule=MinTokens.asked,
+            rule=MinTokens.from_options,
         ),
     ]
     logit_bias: Annotated[
@@ -202,7 +202,7 @@ class Options(TypedDict, total=False):
             Biases(100.0),
             "numbers added to the logits of tokens, by their ids",
             {},
-            rule=lambda asked: [LogitBias(asked.values["logit_bias"])],
+            rule=lambda context: [LogitBias(context.values["logit_bias"])],
         ),
     ]
     logits_processors: Annotated[
@@ -222,7 +222,7 @@ class Options(TypedDict, total=False):
             Real(1e-6, 1e6),
             "divides logits above 0 of tokens of the prompt and the text, and multiplies those below; 1 is off",
             1.0,
-            rule=Penalties.asked,
+            rule=Penalties.from_options,
         ),
     ]
     frequency_penalty: Annotated[
@@ -231,12 +231,17 @@ class Options(TypedDict, total=False):
             Real(-2, 2),
             "subtracted from a token's logit for each time that the token was generated",
             0.0,
-            rule=Penalties.asked,
+            rule=Penalties.from_options,
         ),
     ]
     presence_penalty: Annotated[
         float | None,
-        Option(Real(-2, 2), "subtracted once from the logit of a token that was generated", 0.0, rule=Penalties.asked),
+        Option(
+            Real(-2, 2),
+            "subtracted once from the logit of a token that was generated",
+            0.0,
+            rule=Penalties.from_options,
+        ),
     ]
 
     # Drafting. Tokens stay the same, but for drafters with `acceptance: rejection`.

@@ -15,7 +15,7 @@ from outrider.runtime.options.draft_limits import DraftLimits, check_draft_limit
 from outrider.runtime.options.options import OPTIONS, Options, check_options
 from outrider.runtime.sampling import SamplingParams
 from outrider.runtime.text.grammars import Grammars
-from outrider.runtime.text.rules import Asked, LogitsRule
+from outrider.runtime.text.rules import LogitsRule, RuleContext
 from outrider.runtime.trace import Watcher
 
 
@@ -67,7 +67,7 @@ def resolve(options: Options, manifest: Manifest, grammars: Grammars, *, shared:
     spelled = _special_stops(values["stop"], grammars)
     own_ends = manifest.text.eos_token_ids if values["eos_token_ids"] is None else values["eos_token_ids"]
     ends = frozenset(own_ends) | spelled
-    rules = _rules(Asked(values, ends, grammars))
+    rules = _rules(RuleContext(values, ends, grammars))
     rejected = rejects([each for each in manifest.drafters if each.name == drafter])
     mode, budget = _resolve_partial_kv(values, manifest, drafter, next(iter(rules), None), rejected, shared)
     ending = spelled if values["ignore_eos"] else ends
@@ -75,7 +75,7 @@ def resolve(options: Options, manifest: Manifest, grammars: Grammars, *, shared:
     read = ("max_new_tokens", "stop", "auto_disable", "on_round", "logprobs", "cancel", "min_tokens", "tentative")
     return Request(
         **{name: values[name] for name in (*read, "remember", "cache_salt", "generated")},
-        sampling=SamplingParams.of(values),
+        sampling=SamplingParams.from_options(values),
         eos_token_ids=ending,
         drafter=drafter,
         rules=tuple(rule for of_option in rules.values() for rule in of_option),
@@ -94,16 +94,16 @@ def resolve_drafter(asked: str | None, manifest: Manifest) -> str | None:
     return None if drafter == "none" else drafter
 
 
-def _rules(asked: Asked) -> dict[str, Sequence[LogitsRule]]:
+def _rules(context: RuleContext) -> dict[str, Sequence[LogitsRule]]:
     """Return the rules of each option that has some, in their order. Options of one rule are named by the first."""
     found: dict[str, Sequence[LogitsRule]] = {}
     made = set()
     for name, option in OPTIONS.items():
-        value = asked.values[name]
+        value = context.values[name]
         given = value is not option.default and not (type(value) is type(option.default) and value == option.default)
         if option.rule is not None and given and option.rule not in made:
             made.add(option.rule)
-            if rules := option.rule(asked):
+            if rules := option.rule(context):
                 found[name] = rules
     return found
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.text.rules import Asked, LogitsRule
+from outrider.runtime.text.rules import LogitsRule, RuleContext
 
 
 class BadWords(LogitsRule):
@@ -22,8 +22,8 @@ class BadWords(LogitsRule):
         self._lengths = sorted({len(before) for before in self._last})
 
     @classmethod
-    def asked(cls, asked: Asked) -> list[LogitsRule]:
-        return [cls(token_sequences(asked.values["bad_words"], asked.grammars.tokenizer))]
+    def from_options(cls, context: RuleContext) -> list[LogitsRule]:
+        return [cls(token_sequences(context.values["bad_words"], context.grammars.tokenizer))]
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
         for length in self._lengths:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.runtime.text.common_length import common_length
-from outrider.runtime.text.rules import Asked, LogitsRule
+from outrider.runtime.text.rules import LogitsRule, RuleContext
 
 
 class Penalties(LogitsRule):
@@ -34,9 +34,9 @@ class Penalties(LogitsRule):
         self._path: list[int] = []
 
     @classmethod
-    def asked(cls, asked: Asked) -> list[LogitsRule]:
+    def from_options(cls, context: RuleContext) -> list[LogitsRule]:
         presence, frequency, repetition = (
-            asked.values[f"{name}_penalty"] for name in ("presence", "frequency", "repetition")
+            context.values[f"{name}_penalty"] for name in ("presence", "frequency", "repetition")
         )
         return [cls(presence, frequency, repetition)]
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from outrider.plans.errors import RequestError
-from outrider.runtime.text.rules import Asked, LogitsRule
+from outrider.runtime.text.rules import LogitsRule, RuleContext
 
 LogitsProcessor = Callable[[list[int], NDArray[np.float32]], ArrayLike | None]
 """A function of the tokens generated so far and the logits f32 `[vocab]`: it returns logits, or None if it has changed
@@ -34,6 +34,6 @@ class Processor(LogitsRule):
             logits[:] = given
 
 
-def processors(asked: Asked) -> list[LogitsRule]:
+def processors(context: RuleContext) -> list[LogitsRule]:
     """Return the rules of `logits_processors`."""
-    return [Processor(each, place) for place, each in enumerate(asked.values["logits_processors"])]
+    return [Processor(each, place) for place, each in enumerate(context.values["logits_processors"])]

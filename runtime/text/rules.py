@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RuleContext:
     """What a request asks of its rules: the checked values of all options, its end tokens, and the plan's grammars."""
 
     values: Mapping[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime.text.rules import Asked, LogitsRule
+from outrider.runtime.text.rules import LogitsRule, RuleContext
 
 
 class AllowedTokens(LogitsRule):
@@ -29,8 +29,8 @@ class MinTokens(LogitsRule):
         self._count, self._ends = count, np.array(sorted(set(ends)), np.int64)
 
     @classmethod
-    def asked(cls, asked: Asked) -> list[LogitsRule]:
-        return [cls(asked.values["min_tokens"], asked.ends)] if asked.ends else []
+    def from_options(cls, context: RuleContext) -> list[LogitsRule]:
+        return [cls(context.values["min_tokens"], context.ends)] if context.ends else []
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
         if len(path) < self._count:

@@ -113,7 +113,7 @@ def find_parting(
         return None
     again: Options = options | Options(drafter="none", partial_kv="off", ignore_eos=True, max_new_tokens=index + 1)
     session.generate(prompt, whole=True, **again)
-    params = SamplingParams.of(check_options(again))
+    params = SamplingParams.from_options(check_options(again))
     order = FilterOrder[params.filter_order.upper()]
     sampling = Sampling(params.temperature, params.top_k, params.top_p, params.min_p, order)
     key = RaceKey(params.seed, params.stream_id, len(prompt) + index, Purpose.TARGET)
