@@ -30,8 +30,7 @@ def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str,
 
 
 def batch_buckets(sequences: int) -> tuple[int, ...]:
-    """Return the sizes of steps of 2 to so many sequences: 2, 4, 8, then every eighth, and all of them (FEATURES row
-    27)."""
+    """Return the sizes of steps of 2 to `sequences`: 2, 4, 8, then every eighth, and `sequences` itself."""
     sizes = {size for size in (2, 4, *range(8, sequences, 8)) if size < sequences}
     return tuple(sorted(sizes | {sequences})) if sequences > 1 else ()
 

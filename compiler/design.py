@@ -279,7 +279,7 @@ def _check_experts(recipe: Recipe, config: DecoderConfig, sources: Sequence[Grap
 
 def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:
     """Check that the partial KV cache is large enough for windows of layers and for a step, and no larger than the full
-    one (FEATURES row 36).
+    one.
 
     Raises `RecipeError`, naming the key.
     """

@@ -1,4 +1,4 @@
-"""The recipe's section on partial KV, for contexts that are long (DESIGN section 8, FEATURES rows 31 to 37)."""
+"""The recipe's section on partial KV, for contexts that are long."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Text(Strict):
 
 
 class NgramDrafter(Strict):
-    """The n-gram drafter's settings; FEATURES row 16. The drafter itself checks their limits.
+    """The n-gram drafter's settings. The drafter itself checks their limits.
 
     Where it foresees fewer than `least` tokens, the drafter named `otherwise` has the round, if there is one. It drafts
     from a memory of earlier outputs too, of at most `memory` tokens; 0 is none.
@@ -91,8 +91,8 @@ class NgramDrafter(Strict):
 
 
 class Tree(Strict):
-    """A draft tree's static shape, DESIGN section 7: `top_k` children a node and nodes a frontier, `depth` expansions
-    behind the root's own, `nodes` with the root."""
+    """A draft tree's static shape: `top_k` children of a node and nodes of a frontier, `depth` expansions after the
+    root's own, `nodes` with the root."""
 
     top_k: Size
     depth: Count

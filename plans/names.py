@@ -44,7 +44,7 @@ BIM = "bim"  # int64 [R, capacity], the branch index map: which branch each slot
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
 
-# The partial KV cache: the target's for long contexts (DESIGN section 8). The step is the target's.
+# The partial KV cache: the target's for long contexts. The step is the target's.
 PARTIAL = "partial"
 ROW = "row"  # int64 [1], the row that `refresh` fills; the next ones are of that
 COVERED = "covered"  # int64 [1], tokens of the full KV cache that it stands for

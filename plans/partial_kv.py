@@ -1,4 +1,4 @@
-"""Partial KV for long contexts (DESIGN section 8): its settings, and how its partial KV cache is laid out."""
+"""Partial KV for long contexts: its settings, and how its partial KV cache is laid out."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ class PartialKv(Strict):
         return max(1, self.candidates(capacity))
 
     def pays(self, covered: int, budget: int) -> bool:
-        """Whether so many tokens are long enough for a partial KV cache (FEATURES row 34)."""
+        """Whether so many tokens are long enough for a partial KV cache."""
         return covered > self.partial_threshold and covered > self.front(budget)

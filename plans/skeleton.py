@@ -17,7 +17,7 @@ SKELETON_FILE = "skeleton.json"
 
 
 class Skeleton(Strict):
-    """How an answer is outlined and its points written as branches (FEATURES rows 9 to 12).
+    """How an answer is outlined and its points written as branches.
 
     `branch` is what a point's branch begins with, behind system and question: `{outline}`, and `{point}`, its line,
     which stands behind the points that it waits for and what its tool has found.

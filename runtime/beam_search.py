@@ -2,7 +2,7 @@
 
 No KV ever moves. A pass feeds one token per live beam, each keeps the slot it gets, and the bias that the host
 writes says which slots a beam sees: the prompt and its own ancestors. Scores and ends are those of
-`generate(num_beams=...)` in transformers 5 (`GenerationMixin._beam_search`); FEATURES row 19.
+`generate(num_beams=...)` in transformers 5 (`GenerationMixin._beam_search`).
 """
 
 from __future__ import annotations

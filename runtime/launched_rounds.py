@@ -1,5 +1,4 @@
-"""Rounds that the host launches before it has seen the tokens of the round before: it stays one step behind the device
-(FEATURES row 29).
+"""Rounds that the host launches before it has seen the tokens of the round before: it stays one step behind the device.
 
 Such a round gives each sequence one token, whatever the tokens are, so that places in the KV cache are known before
 them: only the tokens stay on the device. What a sequence is given behind its end counts for nothing.

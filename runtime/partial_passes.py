@@ -1,4 +1,4 @@
-"""Which KV cache the next pass of a sequence reads: the full one, or its row of the partial one (DESIGN section 8).
+"""Which KV cache the next pass of a sequence reads: the full one, or its row of the partial one.
 
 In lossless mode, passes over the partial cache make tentative tokens, which one pass over the full cache confirms or
 retracts; in lossy mode their tokens count.

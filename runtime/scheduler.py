@@ -1,4 +1,4 @@
-"""Serve many requests on one runtime: one thread runs passes, each over all running requests (FEATURES rows 26 to 30).
+"""Serve many requests on one runtime: one thread runs passes, each over all running requests.
 
 A request waits until the KV cache has room for its longest outcome. Its prompt is then computed in parts, one in every
 pass, beside the decoding of the others. A plan of one branch serves one request at a time. Every request gets the

@@ -1,4 +1,4 @@
-"""The draft graph of DESIGN sections 4 and 7: one pass over the new tokens, then the levels of a tree, in ONE graph.
+"""The draft graph: one pass over the new tokens, then the levels of a tree, in ONE graph.
 
 The tree's shape is static. A `Growth` gives the logits of each level: `level_graph` runs the model for every level,
 `block_graph` has run it once for all of them.

@@ -1,4 +1,4 @@
-"""The target graph of DESIGN section 4: new tokens of any number of rows, over a KV cache, to logits and features.
+"""The target graph: new tokens of any number of rows, over a KV cache, to logits and features.
 
 BranchAttention is one node and takes several rows; `lowering` rewrites the graph for a backend.
 """
@@ -18,7 +18,7 @@ from outrider.plans import names
 
 
 class TargetGraph(nn.Module):
-    """The decoder over a KV cache; its `forward` has the inputs and outputs of DESIGN section 4."""
+    """The decoder over a KV cache."""
 
     def __init__(self, decoder: Decoder, positions: int, taps: Sequence[int], *, queries: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tokens of all branches on the device (FEATURES row 26): a step may be laid out before the host has seen the
+"""The tokens of all branches on the device: a step may be laid out before the host has seen the
 tokens that it feeds."""
 
 from __future__ import annotations

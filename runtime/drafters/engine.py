@@ -539,7 +539,7 @@ class EngineDrafter:
         return self._buffers.rows(self.name, names.DRAFT_PROBS, first + 1, first + self._nodes).copy()
 
     def _draft_chains(self, waiting: list[Sequence], wanting: Mapping[int, int], in_place: bool) -> dict[int, Draft]:
-        """Draft chains, a token a run of the engine, as long as the first distribution says (EGAG, FEATURES row 15)."""
+        """Draft chains, a token a run of the engine, as long as the first distribution says (EGAG, `entropy.py`)."""
         settings, by_number = self.settings.entropy, {each.number: each for each in waiting}
         assert settings is not None
         assert self._entropy is not None

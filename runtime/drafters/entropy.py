@@ -1,4 +1,4 @@
-"""How long a chain is, by how sure its drafter is of the first token: EGAG, FEATURES row 15."""
+"""The length of a drafted chain, by the entropy of the drafter's first distribution (EGAG)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows of unequal lengths as a rectangle, for engines that need one: padded on the left, with their true lengths.
-Source: FEATURES rows 6 and 7.
-"""
+"""Rows of unequal lengths as a rectangle, for engines that need one: padded on the left, with their true lengths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The partial KV cache of the target: sink | retrieval | window | buffer, for steps behind a long context.
 
 It stands for the tokens that had KV in the full cache when it was filled; those of later steps lie in the buffer. A
-pass over it is a pass like any other, of the same engine: only the cache is another (DESIGN section 8). Of layers that
+pass over it is a pass like any other, of the same engine: only the cache is another. Of layers that
 see the last tokens alone, the blocks retrieved are the last ones, so that they see the same as in the full cache. Every
 sequence that has a row of the full cache to itself may have the same row of this one.
 """
@@ -73,7 +73,7 @@ class PartialCache:
 
     def ready(self, tokens: int) -> bool:
         """Whether the next step of a sequence of so many tokens may run here: only its tip lacks KV, and there is room
-        for a whole step and one token more (FEATURES rows 34 and 35)."""
+        for a whole step and one token more."""
         fits = self._steps < self.settings.full_refresh_interval and self._most < self.room
         return not self.broken and self.computed == tokens - 1 and fits
 

@@ -1,4 +1,4 @@
-"""Lossless partial KV: passes over the partial cache run ahead, and one over the full cache confirms (DESIGN 8).
+"""Lossless partial KV: passes over the partial cache run ahead, and one over the full cache confirms.
 
 Passes over the partial cache, with the sequence's drafter, make *tentative* tokens. One pass over the full cache takes
 all of them as a chain behind the tip and accepts by the rule of all drafts: what leaves the runtime is the target's.

@@ -1,4 +1,4 @@
-"""KV of earlier sequences, found by their tokens (DESIGN section 9, FEATURES rows 20 to 24).
+"""KV of earlier sequences, found by their tokens.
 
 A radix tree says which beginnings are known, and a pool of pages holds their KV: of the target, and of the drafters
 that were asked. KV is copied in and out, so that no two sequences ever write the same slots.

@@ -1,4 +1,4 @@
-"""Token sequences by what they have in common: a radix tree (FEATURES rows 21 and 22). Pure data, no KV, no lock.
+"""Token sequences by what they have in common: a radix tree. Pure data, no KV, no lock.
 
 Each owner's sequences have a root of their own: nothing of one owner is found by another. An edge holds tokens and a
 value that covers them. Where a sequence leaves an edge half way, the edge is split, and its

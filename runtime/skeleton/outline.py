@@ -6,7 +6,7 @@
     [END]
 
 A point has its number, the tokens that it is thought to take, the tool that it wants or None, the points that it waits
-for or -, and its title. A direct answer stands between `[DIRECT]` and `[END]`. Source: FEATURES rows 10 and 11.
+for or -, and its title. A direct answer stands between `[DIRECT]` and `[END]`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Decoding of the outline is constrained by a grammar (`outline.py`). Its KV is th
 the system's words and the question, and every branch goes on from there: the outline again, its point, what it says.
 A point that waits for others begins once these have been written, and sees their text; a point with a tool begins once
 that has been called (`beginnings.py`).
-Source: FEATURES rows 8 to 12.
+Source: arXiv 2307.15337.
 """
 
 from __future__ import annotations
