@@ -1,7 +1,8 @@
 """Drafts what followed the same words before: counts of what continued every context of the sequence so far.
 
-Source: arXiv 2404.08698 (n-gram assisted speculative decoding); long contexts, trees and a memory of earlier outputs as in suffix decoding (arXiv 2411.04975). No model runs: a draft costs
-microseconds, and pays wherever a text repeats itself (code, summaries, edits, quotations) or others.
+Source: arXiv 2404.08698 (n-gram assisted speculative decoding); long contexts, trees and a memory of earlier outputs as
+in suffix decoding (arXiv 2411.04975). No model runs: a draft costs microseconds, and pays wherever a text repeats
+itself (code, summaries, edits, quotations) or others.
 """
 
 from __future__ import annotations
