@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +20,6 @@ from outrider.runtime.request import Options
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench.alternating import divergences
 from outrider.tools.bench.columns import COLUMNS
-from outrider.tools.bench.embedded import _Process
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
 from outrider.tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
 from outrider.tools.bench.shapes import Variant
@@ -317,39 +315,3 @@ def test_startup_refuses_what_the_runtime_refuses(toy_plan: Path, tmp_path: Path
     assert "--threads is '-1'" in capsys.readouterr().err
     assert bench.main(["startup", str(toy_plan), "--reps", "0"]) == 2
     assert "--reps is '0'; pass a whole number of at least 1; see " in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("raise SystemExit('no such plan')", "no such plan"),
-        ("print('hello')", "it says 'hello' where it should be ready"),
-        ("print('ready', flush=True)", "exit status 0"),
-        (
-            "print('ready', flush=True); input(); print('soon', flush=True); input()",
-            "it says 'soon' in place of a time",
-        ),
-        ("print('ready', flush=True); input(); raise SystemExit('out of memory')", "out of memory"),
-        ("print('ready', flush=True); input(); print('1.5', flush=True); raise SystemExit('late')", "late"),
-    ],
-)
-def test_a_process_that_fails_is_heard(program: str, said: str) -> None:
-    noise = "import sys; print(200_000 * chr(10), file=sys.stderr); "
-    with pytest.raises(OutriderError, match=said), _Process([sys.executable, "-c", noise + program]) as process:
-        process.generate()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
-def test_embedded_compares_c_with_python(workplace: Path, capsys: Captured) -> None:
-    pytest.importorskip("cffi")
-    prompts = str(workplace / "held_out.jsonl")
-    sizes = ("--new", "4", "--reps", "2", "--runs", "2")
-    assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ms_per_token"].keys() == {"c", "python"}
-    assert found["threads"] >= 1
-    assert (found["new_tokens"], len(found["prompts_sha256"])) == (4, 64)
-    assert 0 < found["ratio_p10"] <= found["ratio"] <= found["ratio_p90"]
-    assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes]) == 0
-    assert "C takes " in capsys.readouterr().out
