@@ -8,14 +8,13 @@ if __name__ == "__main__":  # before the imports, which take a second
     begin()
 
 import argparse
-import shlex
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from outrider.commands.arguments import Parser, at_least_0, at_least_1
-from outrider.commands.console import guarded, stderr
+from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import read_manifest
@@ -37,8 +36,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m outrider.t
 
 def _run(arguments: list[str], called: str) -> int:
     options = _parser(called).parse_args(arguments)
-    options.typed = f"{called} {shlex.join(arguments)}"
-    with optional_packages("This benchmark", "compiler,report"):
+    with optional_packages("This benchmark", "compiler"):
         return int(options.command(options))
 
 
@@ -56,7 +54,7 @@ def _parser(called: str) -> Parser:
         "each shape of draft, in a temporary plan built for it.",
         epilog="examples: %(prog)s build/reference --drafters ngram,eagle3 "
         "--sampling temperature=0.7; %(prog)s build/reference --drafters eagle3 "
-        "--tree own,2/3/6 --report build/report",
+        "--tree own,2/3/6",
     )
     _add_measuring(latency, count=12)
     latency.add_argument(
@@ -76,8 +74,7 @@ def _parser(called: str) -> Parser:
         "plan of all trees is built first (temporary; a minute or so for each tree of a small drafter). Plain decoding "
         "is measured anew at every length, and speedups are over that. Drafters always draft, as with latency's "
         "--keep-drafting.",
-        epilog="example: %(prog)s build/reference --drafters eagle3 --prompt-len 64,512 "
-        "--tree 1/3/5,2/3/8,2/6/10 --report build/report",
+        epilog="example: %(prog)s build/reference --drafters eagle3 --prompt-len 64,512 --tree 1/3/5,2/3/8,2/6/10",
     )
     _add_measuring(sweep, count=4)
     sweep.add_argument(
@@ -99,8 +96,8 @@ def _parser(called: str) -> Parser:
         "DeepSpec's evaluation data, in one process: speedup, mean accepted tokens (tokens per verify) and acceptance "
         "rate by category and overall. Questions of several turns go through one session turn after turn, through the "
         "plan's chat template where it has one. Answers end by themselves, or after --new tokens.",
-        epilog="examples: %(prog)s build/plan question.jsonl --count 10 --new 256 --report build/suite; "
-        "%(prog)s build/plan gsm8k.jsonl mt-bench.jsonl --drafters ngram --aiperf build/aiperf",
+        epilog="examples: %(prog)s build/plan question.jsonl --count 10 --new 256; "
+        "%(prog)s build/plan gsm8k.jsonl mt-bench.jsonl --drafters ngram",
     )
     suite.add_argument("plan", type=Path, help="folder of the plan")
     suite.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl", help="questions, a JSON object a line")
@@ -114,10 +111,6 @@ def _parser(called: str) -> Parser:
     suite.add_argument("--tree", type=read_trees, metavar="TREE,...", help=_TREE)
     _add_drafting(suite, reps=1)
     _add_output(suite)
-    suite.add_argument(
-        "--aiperf", type=Path, metavar="DIR",
-        help="also write DIR/DRAFTER/profile_export_aiperf.json, as NVIDIA AIPerf does, for every drafter",
-    )  # fmt: skip
     suite.set_defaults(command=_suite, task=None, form=None, synthetic_accept=None)
 
     startup = commands.add_parser(
@@ -196,9 +189,6 @@ def _add_output(command: argparse.ArgumentParser) -> None:
     )
     printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
     command.add_argument("--stages", action="store_true", help="also print where a round's milliseconds go, by stage")
-    command.add_argument(
-        "--report", type=Path, metavar="DIR", help="also write DIR/report.html: figures and plots on one page"
-    )
 
 
 def _length(text: str) -> tuple[int, ...]:
@@ -237,30 +227,16 @@ def _latency(options: argparse.Namespace) -> int:
 
 
 def _suite(options: argparse.Namespace) -> int:
-    from outrider.tools.bench.aiperf import write_exports
-    from outrider.tools.bench.report import prepare
     from outrider.tools.bench.suite import measure
 
     _prepare(options)
-    if options.aiperf is not None:
-        prepare(options.aiperf, "--aiperf")
-    run = describe_run()
-    found, modes = measure(options)
-    status = _print_drafting({**run, **found}, options)
-    if options.aiperf is not None:
-        for path in write_exports(options.aiperf, modes, run["time"], options):
-            stderr.print(f"wrote {path}")
-    return status
+    return _print_drafting({**describe_run(), **measure(options)}, options)
 
 
 def _prepare(options: argparse.Namespace) -> None:
     """Refuse what can be refused before anything is read."""
     if options.tree is not None and options.depth is not None:
         raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
-    if options.report is not None:
-        from outrider.tools.bench.report import prepare
-
-        prepare(options.report)
 
 
 def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
@@ -273,10 +249,6 @@ def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
         print(to_markdown(report), flush=True)
     else:
         print_report(report, options.json, partial(print_table, stages=options.stages))
-    if options.report is not None:  # last: nothing that was measured is lost if it cannot be written
-        from outrider.tools.bench.report import write_page
-
-        stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
     return 0
 
 

@@ -31,9 +31,9 @@ from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
 from outrider.tools.bench.variants import plan_to_measure
 
 
-def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Mode]]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A row for plain decoding and for every variant, with the figures of every category, as `latency` has them of
-    tasks; and the modes with all their runs, of which a turn is one.
+    tasks.
 
     Whatever can be refused is refused before a plan is built, and that before anything is measured.
     """
@@ -80,7 +80,7 @@ class _Talks:
 
 def _measure(
     options: argparse.Namespace, plan: Path, variants: Sequence[Variant], talks: _Talks, sizes: Sequence[list[int]]
-) -> tuple[dict[str, Any], list[Mode]]:
+) -> dict[str, Any]:
     started = perf_counter()
     runtime = Runtime.load(plan, backend=options.backend, threads=options.threads)
     load_ms = (perf_counter() - started) * 1000
@@ -133,4 +133,4 @@ def _measure(
         "chat_template": talks.conversation.templated,
         "most_new_tokens": options.new,
     }
-    return {"plan": str(options.plan), "suite": about, "rows": rows}, modes
+    return {"plan": str(options.plan), "suite": about, "rows": rows}
