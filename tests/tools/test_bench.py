@@ -18,10 +18,10 @@ from outrider import Runtime, Stats
 from outrider.plans.errors import OutriderError, RequestError
 from outrider.runtime.request import Options
 from outrider.tools.bench import __main__ as bench
-from outrider.tools.bench.alternating import divergences
 from outrider.tools.bench.columns import COLUMNS
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
-from outrider.tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
+from outrider.tools.bench.rows import _along_context, summary
+from outrider.tools.bench.runs import Mode, Run, divergences, first_tokens
 from outrider.tools.bench.shapes import Variant
 from outrider.tools.bench.tables import print_table
 from tests.conftest import TOY_DRAFTERS
@@ -270,13 +270,6 @@ def test_times_along_the_context_are_medians_of_equal_stretches(toy: Runtime) ->
     assert [at["tokens"] for at in along] == [4 * stretch + 2 for stretch in range(1, 17)]
     assert [at["ms"] for at in along] == [2.0, *(4 * stretch + 1.5 for stretch in range(1, 16))]
     assert _along_context([replace(run, gaps_ms=())]) == []
-
-
-def test_percentiles() -> None:
-    ranked = [float(value) for value in range(1, 101)]
-    assert [percentile(ranked, share) for share in (10, 50, 90, 99)] == [10, 50, 90, 99]
-    assert [percentile([7.0], share) for share in (10, 99)] == [7.0, 7.0]
-    assert percentile([], 50) is None
 
 
 def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, capsys: Captured) -> None:

@@ -129,7 +129,7 @@ def test_files_without_questions_are_refused(toy_plan: Path, tmp_path: Path, cap
 def test_a_question_without_room_is_refused_before_anything_runs(
     run, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr(suite, "alternate", lambda *_: pytest.fail("that came too early"))
+    monkeypatch.setattr(suite, "run_in_turn", lambda *_: pytest.fail("that came too early"))
     assert run("--new", "70") == 2
     error = capsys.readouterr().err
     assert "question.jsonl:1: the question has " in error

@@ -32,12 +32,12 @@ from outrider.tools.exactness.conditions import (
     processes,
     usable_drafters,
 )
-from outrider.tools.exactness.outcome import Logprob, Outcome, compare, divergence
 from outrider.tools.exactness.process import environment, run_process
 from outrider.tools.exactness.requests import plan_requests
 from outrider.tools.exactness.server import Server
 from outrider.tools.exactness.ways import outcome_of
 from outrider.tools.exactness.worker import run_job
+from outrider.tools.parting import Logprob, Outcome, compare, divergence
 from tests.conftest import HELD_OUT, REPOSITORY
 from tests.inexact import make_target_inexact
 from tests.integration.served import listening

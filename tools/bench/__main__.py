@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.commands.arguments import Parser, at_least_0, at_least_1
+from outrider.commands.arguments import Parser, at_least_1
 from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import read_manifest
 from outrider.runtime.cli.arguments import add_form, read_form
-from outrider.tools.bench.machine import describe_run
 from outrider.tools.bench.sampling import GREEDY, read_sampling
 from outrider.tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
-from outrider.tools.output import print_report
+from outrider.tools.identity import describe_run
+from outrider.tools.measuring import add_arguments, print_report
 
 SWEPT = (64, 256, 1024, 4096)  # tokens of prompts
 TREES = ("1/1/3", "1/3/5", "2/3/8", "2/6/12", "3/6/16", "own")  # of 2 to 15 drafted tokens: what a CPU may pay for
@@ -99,7 +99,7 @@ def _parser(called: str) -> Parser:
         epilog="examples: %(prog)s build/plan question.jsonl --count 10 --new 256; "
         "%(prog)s build/plan gsm8k.jsonl mt-bench.jsonl --drafters ngram",
     )
-    suite.add_argument("plan", type=Path, help="folder of the plan")
+    add_arguments(suite, "plan")
     suite.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl", help="questions, a JSON object a line")
     suite.add_argument(
         "--count", type=at_least_1, metavar="N", help="the first N questions of each category (default: all)"
@@ -120,25 +120,21 @@ def _parser(called: str) -> Parser:
         "the first token of a short prompt. Medians and spread.",
         epilog="example: %(prog)s build/reference --reps 9",
     )
-    startup.add_argument("plan", type=Path, help="folder of the plan")
-    startup.add_argument("--reps", type=at_least_1, default=5, help="processes to start (default 5)")
-    startup.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    startup.add_argument("--json", action="store_true")
+    add_arguments(startup, "plan reps threads json", reps=5)
     startup.set_defaults(command=_startup)
     return parser
 
 
 def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
     """Add the arguments that `latency` and `sweep` share."""
-    command.add_argument("plan", type=Path, help="folder of the plan")
-    command.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    add_arguments(command, "plan prompts")
     command.add_argument(
         "--task",
         metavar="NAME",
         help="prompts of one task alone (default: of all, in turn); edit: files, each asked for again with a name "
         "changed, made of those of the task long",
     )
-    command.add_argument("--count", type=at_least_1, default=count, help=f"prompts to run (default {count})")
+    add_arguments(command, "count", count=count)
     _add_drafting(command, reps=3)
     add_form(command)
     command.add_argument(
@@ -164,14 +160,12 @@ def _add_drafting(command: argparse.ArgumentParser, reps: int) -> None:
         help="drafts of at most N tokens one behind another: n-grams of so many nodes, chains of that length, trees of "
         "so many levels with no more nodes than they have; own is what the plan has. Not together with --tree",
     )  # fmt: skip
-    command.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
-    command.add_argument("--reps", type=at_least_1, default=reps, help=f"runs of each prompt and mode (default {reps})")
+    add_arguments(command, "new reps threads", new=128, reps=reps)
     command.add_argument(
         "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...",
         help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p, min_p and seed, such "
         "as temperature=0.7,top_p=0.9,seed=3",
     )  # fmt: skip
-    command.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     command.add_argument("--backend", help="backend (default: the best that this machine drives)")
     command.add_argument("--recipe", type=Path, help="for --tree and --depth: the recipe (default: the plan's own)")
     command.add_argument(

@@ -29,11 +29,11 @@ from outrider.commands.arguments import Parser, at_least_1
 from outrider.commands.console import guarded
 from outrider.plans.errors import RequestError
 from outrider.runtime.exactness import Exactness
-from outrider.tools.bench.machine import describe_run
 from outrider.tools.exactness.against import measure_server
 from outrider.tools.exactness.measure import measure
 from outrider.tools.exactness.table import print_groups, print_table
-from outrider.tools.output import print_report
+from outrider.tools.identity import describe_run
+from outrider.tools.measuring import print_report
 
 _QUICK = (8, 24)  # requests, and tokens of each
 _WHOLE = (24, 48)

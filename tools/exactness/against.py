@@ -13,13 +13,13 @@ from typing import Any
 
 from outrider.commands.console import progress_bar
 from outrider.plans.errors import RequestError
-from outrider.tools.bench.identity import git_sha
 from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import LeftOut
 from outrider.tools.exactness.measure import shown
-from outrider.tools.exactness.outcome import Outcome, compare
 from outrider.tools.exactness.requests import read_texts, server_requests
 from outrider.tools.exactness.server import Server
+from outrider.tools.identity import git_sha
+from outrider.tools.parting import Outcome, compare
 
 OURS = "outrider"
 """The owner of models that our own server names."""

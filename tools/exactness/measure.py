@@ -15,8 +15,6 @@ from outrider.plans.manifest import Geometry, Manifest
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.backends import choose_backend, on_processor
-from outrider.tools.arguments import drafters_named
-from outrider.tools.bench.identity import git_sha
 from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import (
     REFERENCE,
@@ -26,9 +24,11 @@ from outrider.tools.exactness.conditions import (
     processes,
     usable_drafters,
 )
-from outrider.tools.exactness.outcome import Compared, Outcome, compare
 from outrider.tools.exactness.process import run_process
 from outrider.tools.exactness.requests import TOP_LOGPROBS, plan_requests, read_texts
+from outrider.tools.identity import git_sha
+from outrider.tools.measuring import drafters_named
+from outrider.tools.parting import Compared, Outcome, compare
 
 _LENGTH, _SHORTEST = 256, 24
 _LACKS = "that this processor lacks"

@@ -11,7 +11,7 @@ from outrider import Generation, Handle, Runtime
 from outrider.runtime.generation import FinishReason
 from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import Condition
-from outrider.tools.exactness.outcome import Logprob, Outcome
+from outrider.tools.parting import Logprob, Outcome
 
 
 @dataclass

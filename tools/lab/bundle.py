@@ -25,20 +25,29 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from outrider.commands.arguments import Parser, at_least_1
-from outrider.commands.console import progress_bar
+from outrider.commands.arguments import Parser
 from outrider.plans.errors import OutriderError, RequestError
 from outrider.plans.plan import read_manifest
 from outrider.runtime.embed.build import Compilers
 from outrider.runtime.embed.bundle.bundle import LIST
-from outrider.tools.measuring import run_tool
+from outrider.tools.measuring import Column, add_arguments, make_table, run_in_turn, run_tool
 
 SOURCE = Path(__file__).resolve().parent / "bundle.c"
 PROMPT = "def main():\n"
 STAGES = ("first_call", "open", "first_token", "second_token")
 _COLUMNS = ("ms", "processor_ms", "modules", "pss_kb", "peak_rss_kb")
+_TABLE = (
+    Column("", "kind", text=True),
+    Column("", "stage", text=True),
+    Column("median ms", "ms", ".0f"),
+    Column("lowest", "lowest_ms", ".0f"),
+    Column("highest", "highest_ms", ".0f"),
+    Column("processor ms", "processor_ms", ".0f"),
+    Column("modules", "modules", ".0f"),
+    Column("PSS MB", "pss_kb", ".0f", per=1e3),
+    Column("peak MB", "peak_rss_kb", ".0f", per=1e3),
+)
 _LARGEST = 8
 """Components that the table shows one by one."""
 
@@ -52,18 +61,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if not (bundle / LIST).is_file():
         raise RequestError(f"{options.bundle} is no bundle; make one with `outrider embed --bundle DIR`.")
     manifest = read_manifest(options.plan)
-    found: dict[str, list[dict[str, list[float]]]] = {"unknown machine": [], "known machine": []}
-    with TemporaryDirectory(prefix="outrider-bundle-") as folder, progress_bar("measuring") as progress:
-        program = _compile(bundle, Path(folder))
-        names = Path(folder) / "modules"
-        for pair in range(options.reps + 1):
-            progress(pair, options.reps + 1, "warming up" if pair == 0 else f"pair {pair}")
-            cache = Path(folder) / "cache"
-            for rows in found.values():
-                stages = _run(program, options.plan.resolve(), cache, names)
-                if pair:
-                    rows.append(stages)
+    kinds = ("unknown machine", "known machine")
+    with TemporaryDirectory(prefix="outrider-bundle-") as folder:
+        program, cache, names = _compile(bundle, Path(folder)), Path(folder) / "cache", Path(folder) / "modules"
+
+        def pair(*_: object) -> list[dict[str, list[float]]]:
+            """Run where the cache is empty, and where it is not."""
+            stages = [_run(program, options.plan.resolve(), cache, names) for _ in kinds]
             shutil.rmtree(cache)
+            return stages
+
+        pairs = run_in_turn(["a pair of processes"], [None], options.reps, pair)["a pair of processes"]
+        found = dict(zip(kinds, zip(*pairs, strict=True), strict=True))
         modules = names.read_text(encoding="utf-8").split()
     listed = json.loads((bundle / LIST).read_text(encoding="utf-8"))
     ready = [rows["first_call"][0] + rows["open"][0] for rows in found["known machine"]]
@@ -100,7 +109,7 @@ def _run(program: Path, plan: Path, cache: Path, names: Path) -> dict[str, list[
     return {words[0]: [float(word) for word in words[1:]] for words in lines}
 
 
-def _medians(rows: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+def _medians(rows: Sequence[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
     return {
         stage: {
             column: median(row[stage][place] for row in rows) for place, column in enumerate(_COLUMNS)
@@ -124,17 +133,16 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         f"{sum(report['modules'].values())} modules imported: "
         + ", ".join(f"{name} {count}" for name, count in packages[:_LARGEST])
     )
-    table = Table("", "", box=None, pad_edge=False)
-    for heading in ("median ms", "lowest", "highest", "processor ms", "modules", "PSS MB", "peak MB"):
-        table.add_column(heading, justify="right")
-    for kind, stages in report["stages"].items():
-        for stage, row in stages.items():
-            table.add_row(
-                kind, stage.replace("_", " "), f"{row['ms']:.0f}", f"{row['lowest_ms']:.0f}",
-                f"{row['highest_ms']:.0f}", f"{row['processor_ms']:.0f}", f"{row['modules']:.0f}",
-                f"{row['pss_kb'] / 1e3:.0f}", f"{row['peak_rss_kb'] / 1e3:.0f}",
-            )  # fmt: skip
-    console.print(table)
+    rows = [
+        {
+            "kind": kind,
+            "stage": stage.replace("_", " "),
+            **row,
+        }
+        for kind, stages in report["stages"].items()
+        for stage, row in stages.items()
+    ]
+    console.print(make_table(_TABLE, rows))
     ready = report["ready_ms"]
     console.print(
         f"first call and open together, where the plan has run before: {ready['median']:.0f} ms "
@@ -144,7 +152,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return run_tool(lambda: _parser().parse_args(arguments), measure, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _parser() -> Parser:
@@ -157,9 +165,7 @@ def _parser() -> Parser:
         epilog="example: %(prog)s build/bundle build/reference --reps 9",
     )
     parser.add_argument("bundle", type=Path, help="folder of the bundle")
-    parser.add_argument("plan", type=Path, help="folder of the plan")
-    parser.add_argument("--reps", type=at_least_1, default=9, help="pairs of processes (default 9)")
-    parser.add_argument("--json", action="store_true")
+    add_arguments(parser, "plan reps json", reps=9)
     return parser
 
 

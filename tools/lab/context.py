@@ -10,27 +10,34 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
 from outrider import PrefixCacheConfig, Runtime, Session, Stats
-from outrider.commands.arguments import Parser, at_least_0, at_least_1, counts
-from outrider.commands.console import progress_bar
+from outrider.commands.arguments import Parser, at_least_1, counts
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import NgramDrafter
 from outrider.plans.partial_kv import PARTIAL_MODES
 from outrider.plans.plan import read_manifest
 from outrider.runtime.request import Options
-from outrider.tools.arguments import drafters_named
-from outrider.tools.bench.identity import identity_columns
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts
 from outrider.tools.bench.sampling import GREEDY, as_options, read_sampling
+from outrider.tools.identity import identity_columns
 from outrider.tools.lab.random_rows import RandomRows
-from outrider.tools.measuring import run_tool
-from outrider.tools.output import figure, make_table, print_head
+from outrider.tools.measuring import (
+    Column,
+    add_arguments,
+    drafters_named,
+    make_table,
+    measuring,
+    middle,
+    print_head,
+    run_in_turn,
+    run_tool,
+)
+from outrider.tools.parting import same_share
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 OFF = "off"
@@ -79,15 +86,13 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
         for budget in (budgets if mode != OFF else [None])
     ]
     found: dict[tuple[Any, ...], list[Stats]] = {}
-    first_differences: dict[tuple[Any, ...], list[float]] = {}
+    same: dict[tuple[Any, ...], list[float]] = {}
     verify: dict[int, list[dict[Any, float | None]]] = {length: [] for length in lengths}
-    with progress_bar("measuring") as progress:
-        total = len(prompts) * len(lengths) * (1 + len(cases) * options.reps)
-        done = 0
+    with measuring([1.0] * len(prompts) * len(lengths) * (1 + len(cases) * options.reps)) as begin:
         for prompt in prompts:
             session = runtime.session()
             for length in lengths:
-                progress(done, total, f"{length} tokens of context")
+                begin(f"{length} tokens of context")
                 tokens = prompt[-length:] if options.random_rows else prompt[:length]
                 if options.random_rows:
                     assert runtime.prefix_cache is not None
@@ -95,26 +100,27 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
                     runtime.prefix_cache.clear()  # it has room for one length
                     RandomRows().insert(runtime.prefix_cache, tokens)
                 verify[length].append(_verify_ms(session, tokens, runtime, options, budgets))
-                done += 1
-                for rep in range(options.reps):
-                    made: dict[tuple[Any, ...], list[int]] = {}
-                    order = cases[::-1] if rep % 2 else cases  # what comes later has a warmer machine
-                    for mode, drafter, budget in order:
-                        progress(done, total, f"{length} tokens of context, {drafter}, {mode}")
-                        made[mode, drafter, budget], stats = _run(session, tokens, mode, drafter, budget, options)
-                        found.setdefault((length, drafter, mode, budget), []).append(stats)
-                        done += 1
-                    for (mode, drafter, budget), tokens_of in made.items():
-                        if (expected := made.get((OFF, drafter, None))) is not None:
-                            same = first_differences.setdefault((length, drafter, mode, budget), [])
-                            same.append(_same(expected, tokens_of))
+
+                def run(case: Any, tokens: list[int], _: int, session: Session = session) -> tuple[list[int], Stats]:
+                    mode, drafter, budget = case
+                    return _run(session, tokens, mode, drafter, budget, options)
+
+                made = run_in_turn(
+                    cases, [tokens], options.reps, run, warm_up=(), begin=begin, within=f"{length} tokens of context, "
+                )
+                for (mode, drafter, budget), answers in made.items():
+                    key = length, drafter, mode, budget
+                    found.setdefault(key, []).extend(stats for _, stats in answers)
+                    if (full := made.get((OFF, drafter, None))) is not None:
+                        pairs = zip(full, answers, strict=True)
+                        same.setdefault(key, []).extend(same_share(one[0], other[0]) for one, other in pairs)
     rows = []
     for (length, drafter, mode, budget), runs in found.items():
         plain = found.get((length, drafter, OFF, None))
         passes = {"full": [ms[OFF] for ms in verify[length]]}
         if mode != OFF:
             passes["partial"] = [ms[budget] for ms in verify[length]]
-        row = _row(runs, plain, passes, first_differences.get((length, drafter, mode, budget), []))
+        row = _row(runs, plain, passes, same.get((length, drafter, mode, budget), []))
         rows.append({"context": length, "drafter": drafter, "mode": mode, "budget": budget, **row})
     return {
         **identity_columns(runtime, options),
@@ -168,14 +174,6 @@ def _chain(runtime: Runtime, tokens: list[int]) -> tuple[str, list[int]]:
     return host, [] if host == "none" else tokens[:_CHAIN]
 
 
-def _same(expected: list[int], found: list[int]) -> float:
-    """Share of the tokens that come before the first that differs."""
-    for index, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
-        if theirs != ours:
-            return index / len(expected)
-    return 1.0
-
-
 def _row(
     runs: Sequence[Stats],
     plain: Sequence[Stats] | None,
@@ -189,15 +187,11 @@ def _row(
     passes = sum(stats.rounds for stats in runs)
     speedups = [a / p.decode_tokens_per_second for a, p in zip(rates, plain, strict=True)] if plain else []
 
-    def of(cache: str) -> float | None:
-        times = [ms for ms in verify.get(cache, []) if ms is not None]
-        return median(times) if times else None
-
     return {
-        "verify_full_ms": of("full"),
-        "verify_partial_ms": of("partial"),
+        "verify_full_ms": middle(verify["full"]),
+        "verify_partial_ms": middle(verify.get("partial", [])),
         "tokens_per_second": median(rates),
-        "speedup": median(speedups) if speedups else None,
+        "speedup": middle(speedups),
         "speedup_least": min(speedups, default=None),
         "speedup_most": max(speedups, default=None),
         "tokens_per_verify": sum(stats.new_tokens for stats in runs) / passes,
@@ -210,7 +204,7 @@ def _row(
         "refreshes": sum(stats.refreshes for stats in runs),
         "refresh_share": refreshing / whole,
         "full_share": 1 - sum(stats.partial_ms for stats in runs) / whole,
-        "same": median(same) if same else None,
+        "same": middle(same),
         "runs": len(runs),
     }
 
@@ -226,27 +220,30 @@ def print_context(report: dict[str, Any], console: Console) -> None:
         "tokens that were taken back;\nfill: time that filling the partial cache takes; same: tokens before the first "
         "that differs from mode off"
     )
-    table = make_table(
-        "context", "drafter", "mode", "blocks", "full", "partial", "tokens/s", "off", "from-to", "a verify", "agreed",
-        "back", "fill", "same",
-    )  # fmt: skip
-    for row in report["rows"]:
-        table.add_row(
-            str(row["context"]), row["drafter"], row["mode"],
-            f"{row['retrieved'] or '-'}{' auto' if row['budget'] == 'auto' else ''}",
-            figure(row["verify_full_ms"], ".1f"), figure(row["verify_partial_ms"], ".1f"),
-            f"{row['tokens_per_second']:.0f}", figure(row["speedup"], ".2f", "x"),
-            "-" if row["speedup"] is None else f"{row['speedup_least']:.2f}-{row['speedup_most']:.2f}",
-            f"{row['tokens_per_verify']:.1f}",
-            figure(row["agreement"], ".1%"), f"{row['retracted']}/{row['tentative']}" if row["tentative"] else "-",
-            f"{row['refresh_share']:.1%}", figure(row["same"], ".0%"),
-        )  # fmt: skip
-    console.print(table)
+    console.print(make_table(_COLUMNS, report["rows"]))
+
+
+_COLUMNS = (
+    Column("context", "context"),
+    Column("drafter", "drafter", text=True),
+    Column("mode", "mode", text=True),
+    Column("blocks", lambda row: f"{row['retrieved'] or '-'}{' auto' if row['budget'] == 'auto' else ''}"),
+    Column("full", "verify_full_ms", ".1f"),
+    Column("partial", "verify_partial_ms", ".1f"),
+    Column("tokens/s", "tokens_per_second", ".0f"),
+    Column("off", "speedup", ".2f", "x"),
+    Column("from-to", lambda row: row["speedup"] and "{speedup_least:.2f}-{speedup_most:.2f}".format_map(row)),
+    Column("a verify", "tokens_per_verify", ".1f"),
+    Column("agreed", "agreement", ".1%"),
+    Column("back", lambda row: f"{row['retracted']}/{row['tentative']}" if row["tentative"] else None),
+    Column("fill", "refresh_share", ".1%"),
+    Column("same", "same", ".0%"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return run_tool(lambda: _parser().parse_args(arguments), measure_context, print_context)
+    return run_tool(_parser, arguments, measure_context, print_context)
 
 
 def _budgets(text: str) -> list[int | str]:
@@ -262,20 +259,15 @@ def _parser() -> Parser:
         "did, as lossless mode finds it; same is the share of tokens before the first that differs from mode off.",
         epilog="example: %(prog)s build/long --drafters eagle3 --budgets 64,256,auto",
     )
-    parser.add_argument("plan", type=Path, help="folder of the plan")
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    add_arguments(parser, "plan prompts drafters count new reps threads json", count=1, new=128, reps=3)
     parser.add_argument(
         "--task", metavar="NAME", help="contexts made of the prompts of one task alone (default: of all)"
     )
     parser.add_argument("--lengths", type=counts, metavar="N,...", help="tokens of context (1024 to 32768)")
     parser.add_argument("--modes", type=lambda text: text.split(","), metavar="MODE,...", help="(default: all three)")
-    parser.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: all of the plan)")
     parser.add_argument(
         "--budgets", type=_budgets, metavar="N|auto,...", help="blocks to retrieve (default: the plan's)"
     )
-    parser.add_argument("--count", type=at_least_1, default=1, help="prompts (default 1)")
-    parser.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
-    parser.add_argument("--reps", type=at_least_1, default=3, help="runs of each (default 3)")
     parser.add_argument(
         "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...", help="as of latency"
     )
@@ -287,8 +279,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--random-rows", action="store_true", help="keys and values of random numbers: no prefill, times alone"
     )
-    parser.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

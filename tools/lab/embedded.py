@@ -18,19 +18,17 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from time import sleep
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from outrider.commands.arguments import Parser, at_least_1
-from outrider.commands.console import progress_bar
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.embed.build import build
 from outrider.tools.bench.prompts import choose_prompts, encode_prompts
-from outrider.tools.bench.threads import threads_used
-from outrider.tools.measuring import run_tool
+from outrider.tools.identity import threads_used
+from outrider.tools.measuring import add_arguments, measuring, paired_ratios, run_in_turn, run_tool, spread
 
 SOURCE = Path(__file__).resolve().parent / "embedded.c"
 _PYTHON = """
@@ -64,20 +62,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prompts = encode_prompts(first, tokenizer, manifest.target.context, options.new)
     arguments = [str(options.plan.resolve()), first[0].text, str(options.new)]
     found: dict[str, list[float]] = {"c": [], "python": []}
-    with TemporaryDirectory(prefix="outrider-embedded-") as folder, progress_bar("measuring") as progress:
+    with TemporaryDirectory(prefix="outrider-embedded-") as folder:
         program = _compile(Path(folder))
         commands = {"c": [str(program), *arguments], "python": [sys.executable, "-c", _PYTHON, *arguments]}
-        for pair in range(options.reps):
-            with ExitStack() as stack:
-                processes = {name: stack.enter_context(_Process(command)) for name, command in commands.items()}
-                for run in range(options.runs + 1):
-                    progress(pair * (options.runs + 1) + run, options.reps * (options.runs + 1), f"pair {pair + 1}")
-                    for name in list(commands) if run % 2 else reversed(commands):
+        with measuring([1.0] * options.reps * (options.runs + 1) * len(commands)) as begin:
+            for _ in range(options.reps):
+                with ExitStack() as stack:
+                    processes = {name: stack.enter_context(_Process(command)) for name, command in commands.items()}
+
+                    def run(name: str, *_: object, processes: dict[str, _Process] = processes) -> float:
                         sleep(_REST_SECONDS)
-                        milliseconds = processes[name].generate()
-                        if run:
-                            found[name].append(milliseconds)
-    ratios = np.divide(found["c"], found["python"])
+                        return processes[name].generate()
+
+                    times = run_in_turn(list(commands), [None], options.runs, run, begin=begin)
+                    found = {name: [*found[name], *times[name]] for name in commands}
     return {
         "plan": str(options.plan),
         "identity": manifest.identity,
@@ -88,9 +86,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "reps": options.reps,
         "runs": options.runs,
         "ms_per_token": {name: median(values) for name, values in found.items()},
-        "ratio": float(np.median(ratios)),
-        "ratio_p10": float(np.percentile(ratios, 10)),
-        "ratio_p90": float(np.percentile(ratios, 90)),
+        **spread("ratio", paired_ratios(found["c"], found["python"])),
     }
 
 
@@ -183,7 +179,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return run_tool(lambda: _parser().parse_args(arguments), measure, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _parser() -> Parser:
@@ -193,12 +189,9 @@ def _parser() -> Parser:
         "turn, a generation each: plain greedy decoding of a held-out prompt, milliseconds a token.",
         epilog="example: %(prog)s build/reference --runs 10",
     )
-    parser.add_argument("plan", type=Path, help="folder of the plan")
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    parser.add_argument("--new", type=at_least_1, default=256, help="tokens to generate (default 256)")
+    add_arguments(parser, "plan prompts new json", new=256)
     parser.add_argument("--reps", type=at_least_1, default=4, help="pairs of processes (default 4)")
     parser.add_argument("--runs", type=at_least_1, default=30, help="generations of each process (default 30)")
-    parser.add_argument("--json", action="store_true")
     return parser
 
 

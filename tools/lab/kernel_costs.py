@@ -33,7 +33,7 @@ from outrider.plugins.cuda.compile import compile_kernels
 from outrider.plugins.cuda.launches import THREADS
 from outrider.plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
 from outrider.tools.lab.gpu.models import CAPACITY, SHAPES, TYPES, model_of
-from outrider.tools.output import figure, markdown_table
+from outrider.tools.measuring import figure, markdown_table
 
 Row = dict[str, Any]
 

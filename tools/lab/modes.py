@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -23,19 +24,26 @@ from time import perf_counter
 from typing import Any, cast
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider import Runtime, Stats
-from outrider.commands.arguments import Parser, at_least_0, at_least_1, counts
-from outrider.commands.console import progress_bar
+from outrider.commands.arguments import Parser, counts
 from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import MODES, Mode
-from outrider.tools.arguments import drafters_named
-from outrider.tools.bench.identity import identity_columns
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
 from outrider.tools.bench.sampling import GREEDY
-from outrider.tools.measuring import run_tool
-from outrider.tools.output import figure, print_head
+from outrider.tools.identity import identity_columns
+from outrider.tools.measuring import (
+    Column,
+    add_arguments,
+    drafters_named,
+    make_table,
+    measuring,
+    middle,
+    paired_ratios,
+    print_head,
+    run_in_turn,
+    run_tool,
+)
 
 ALONE = "one by one"
 _OPENING = 12  # tokens that a branch begins with
@@ -63,15 +71,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             raise RequestError(f"--prefix is {length}; pass 1 to {most}, what the context leaves beside --new tokens.")
     prefixes = {length: _several(cut_prompts(held_out, length, most)) for length in options.prefix}
     openings = cut_prompts(held_out, _OPENING, most)
-    rows: list[dict[str, Any]] = []
     cases = [(length, count, drafter) for length in prefixes for count in counts for drafter in drafters]
-    with progress_bar("measuring") as progress:
-        for place, (length, count, drafter) in enumerate(cases):
-            progress(place, len(cases), f"prefix {length}, {count} branches, {drafter}")
+    runs = (1 + len(modes)) * (1 + options.reps)
+    rows: list[dict[str, Any]] = []
+    with measuring([1.0] * len(cases) * runs) as begin:
+        for length, count, drafter in cases:
             branches = [openings[index % len(openings)] for index in range(count)]
-            case = _Case(runtime, prefixes[length], branches, drafter, options.new)
+            case = _Case(runtime, branches, drafter, options.new)
+            found = run_in_turn(
+                [*modes, ALONE],
+                [[next(prefixes[length]) for _ in range(1 + options.reps)]],
+                options.reps,
+                case.run,
+                begin=begin,
+                within=f"prefix {length}, {count} branches, {drafter}, ",
+            )
             columns = {"prefix": length, "branches": count, "drafter": drafter}
-            rows += [columns | row for row in case.rows(modes, options.reps)]
+            rows += [columns | case.row(mode, found) for mode in found]
     return {
         **identity_columns(runtime, options),
         "plan": str(options.plan),
@@ -81,82 +97,61 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Case:
-    """Branches behind prefixes of one length, with one drafter."""
+@dataclass(frozen=True)
+class _Run:
+    """All branches once: milliseconds, the tokens of each, and, where they ran together, what that cost."""
 
-    def __init__(
-        self, runtime: Runtime, prefixes: Iterator[list[int]], branches: Sequence[list[int]], drafter: str, new: int
-    ) -> None:
-        self._runtime, self._prefixes, self._branches = runtime, prefixes, branches
-        self._prefix: list[int] = []
+    ms: float
+    tokens: list[list[int]]
+    stats: Stats | None = None
+
+
+class _Case:
+    """Branches after prefixes of one length, with one drafter."""
+
+    def __init__(self, runtime: Runtime, branches: Sequence[list[int]], drafter: str, new: int) -> None:
+        self._runtime, self._branches = runtime, branches
         self._options: dict[str, Any] = {"max_new_tokens": new, "drafter": drafter, "ignore_eos": True}
         self._session = runtime.session()
         self._new = new * len(branches)
 
-    def rows(self, modes: Sequence[str], reps: int) -> list[dict[str, Any]]:
-        """Figures of every mode, the branches one after another last."""
-        ms: dict[str, list[float]] = {mode: [] for mode in (*modes, ALONE)}
-        stats: dict[str, list[Stats]] = {mode: [] for mode in modes}
-        same = dict.fromkeys(ms, True)
-        for repetition in range(reps + 1):
-            self._prefix = next(self._prefixes)
-            tokens: dict[str, list[list[int]]] = {}
-            for mode in ms if repetition % 2 else reversed(ms):
-                if mode == ALONE:
-                    spent, tokens[mode] = self._alone()
-                else:
-                    spent, tokens[mode], cost = self._together(mode)
-                    stats[mode] += [cost] if repetition else []
-                if repetition:  # the first warms up
-                    ms[mode].append(spent)
-            for mode, found in tokens.items():
-                same[mode] = same[mode] and found == tokens[ALONE]
-        return [self._row(mode, ms, same[mode], stats.get(mode)) for mode in ms]
+    def run(self, mode: str, prefixes: list[list[int]], repetition: int) -> _Run:
+        """Run all branches after the prefix of this repetition."""
+        prefix, started = prefixes[repetition], perf_counter()
+        if mode != ALONE:
+            stream = self._runtime.stream_branches(prefix, self._branches, mode=cast(Mode, mode), **self._options)
+            tokens = [result.token_ids for result in stream.results]
+            return _Run((perf_counter() - started) * 1000, tokens, stream.stats)
+        session, tokens = self._session, []
+        session.reset()
+        for place, branch in enumerate(self._branches):
+            prompt = [*prefix, *branch]
+            tokens.append(session.generate(prompt, whole=True, stream_id=place, **self._options).token_ids)
+        return _Run((perf_counter() - started) * 1000, tokens)
 
-    def _row(
-        self,
-        mode: str,
-        ms: dict[str, list[float]],
-        same: bool,
-        stats: Sequence[Stats] | None,
-    ) -> dict[str, Any]:
-        spent = median(ms[mode])
-        row: dict[str, Any] = {
+    def row(self, mode: str, found: dict[str, list[_Run]]) -> dict[str, Any]:
+        """Figures of a mode beside the branches one after another."""
+        runs = found[mode]
+        spent = median(run.ms for run in runs)
+        stats = [run.stats for run in runs if run.stats is not None]
+        return {
             "mode": mode,
             "ms_per_token": spent / self._new,
             "tokens_per_second": 1000 * self._new / spent,
-            "speedup": median(alone / own for alone, own in zip(ms[ALONE], ms[mode], strict=True)),
-            "against_batching": None,
-            "rounds": None,
-            "host_share": None,
-            "state_and_mask": None,
-            "kv_bytes": None,
-            "bytes_copied": None,
-            "same_tokens": same,
+            "speedup": _ratio(found[ALONE], runs),
+            "against_batching": _ratio(found["batching"], runs) if "batching" in found else None,
+            "rounds": middle(each.rounds for each in stats),
+            "host_share": middle(1 - each.engine_ms / each.total_ms for each in stats),
+            "state_and_mask": middle((each.state_ms + _masks(each)) / each.total_ms for each in stats),
+            "kv_bytes": stats[0].kv_bytes if stats else None,
+            "bytes_copied": stats[0].bytes_copied if stats else None,
+            "same_tokens": all(run.tokens == alone.tokens for run, alone in zip(runs, found[ALONE], strict=True)),
         }
-        if "batching" in ms:
-            row["against_batching"] = median(b / own for b, own in zip(ms["batching"], ms[mode], strict=True))
-        if stats:
-            row["rounds"] = median(each.rounds for each in stats)
-            row["host_share"] = median(1 - each.engine_ms / each.total_ms for each in stats)
-            row["state_and_mask"] = median((each.state_ms + _masks(each)) / each.total_ms for each in stats)
-            row["kv_bytes"], row["bytes_copied"] = stats[0].kv_bytes, stats[0].bytes_copied
-        return row
 
-    def _together(self, mode: str) -> tuple[float, list[list[int]], Stats]:
-        started = perf_counter()
-        stream = self._runtime.stream_branches(self._prefix, self._branches, mode=cast(Mode, mode), **self._options)
-        found = [result.token_ids for result in stream.results]
-        return (perf_counter() - started) * 1000, found, stream.stats
 
-    def _alone(self) -> tuple[float, list[list[int]]]:
-        session, found = self._session, []
-        session.reset()
-        started = perf_counter()
-        for place, branch in enumerate(self._branches):
-            prompt = [*self._prefix, *branch]
-            found.append(session.generate(prompt, whole=True, stream_id=place, **self._options).token_ids)
-        return (perf_counter() - started) * 1000, found
+def _ratio(baseline: Sequence[_Run], runs: Sequence[_Run]) -> float | None:
+    """How many times as fast as the baseline, median of pairs."""
+    return middle(paired_ratios((run.ms for run in baseline), (run.ms for run in runs)))
 
 
 def _masks(stats: Stats) -> float:
@@ -175,36 +170,30 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         f"branches of {report['new_tokens']} tokens, greedy; medians of {report['reps']} runs, modes alternating, the "
         "prefix computed in each"
     )
-    table = Table(box=None, pad_edge=False)
-    heads = (
-        "prefix", "branches", "drafter", "mode", "ms a token", "tokens/s", "against one by one",
-        "against batching", "rounds", "host", "state and mask", "KV MB", "copied MB", "same",
-    )  # fmt: skip
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("drafter", "mode") else "right", no_wrap=head == "mode")
-    for row in report["rows"]:
-        table.add_row(
-            str(row["prefix"]),
-            str(row["branches"]),
-            row["drafter"],
-            row["mode"],
-            f"{row['ms_per_token']:.3f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
-            figure(row["against_batching"], ".2f", "x"),
-            figure(row["rounds"], ".0f"),
-            figure(row["host_share"], ".1%"),
-            figure(row["state_and_mask"], ".1%"),
-            figure(None if row["kv_bytes"] is None else row["kv_bytes"] / 1e6, ".1f"),
-            figure(None if row["bytes_copied"] is None else row["bytes_copied"] / 1e6, ".1f"),
-            "yes" if row["same_tokens"] else "no",
-        )
-    console.print(table)
+    console.print(make_table(_COLUMNS, report["rows"]))
+
+
+_COLUMNS = (
+    Column("prefix", "prefix"),
+    Column("branches", "branches"),
+    Column("drafter", "drafter", text=True),
+    Column("mode", "mode", text=True),
+    Column("ms a token", "ms_per_token", ".3f"),
+    Column("tokens/s", "tokens_per_second", ".0f"),
+    Column("against one by one", "speedup", ".2f", "x"),
+    Column("against batching", "against_batching", ".2f", "x"),
+    Column("rounds", "rounds", ".0f"),
+    Column("host", "host_share", ".1%"),
+    Column("state and mask", "state_and_mask", ".1%"),
+    Column("KV MB", "kv_bytes", ".1f", per=1e6),
+    Column("copied MB", "bytes_copied", ".1f", per=1e6),
+    Column("same", "same_tokens"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return run_tool(lambda: _parser().parse_args(arguments), measure, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _parser() -> Parser:
@@ -216,12 +205,7 @@ def _parser() -> Parser:
     parser.add_argument("plan", type=Path, help="folder of a plan with several branches")
     parser.add_argument("--branches", type=counts, metavar="N,...", help="1 to 16 (default 1, 2, 4 ... of the plan)")
     parser.add_argument("--prefix", type=counts, default=[1000], metavar="N,...", help="tokens that all share (1000)")
-    parser.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
-    parser.add_argument("--new", type=at_least_1, default=128, help="tokens of each branch (default 128)")
-    parser.add_argument("--reps", type=at_least_1, default=3, help="runs of each mode (default 3)")
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    parser.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_arguments(parser, "drafters new reps prompts threads json", new=128, reps=3)
     parser.set_defaults(sampling=GREEDY, task=None)
     return parser
 

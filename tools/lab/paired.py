@@ -20,26 +20,36 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 from rich.console import Console
 
 from outrider.commands.arguments import Parser, at_least_1, counts
-from outrider.commands.console import progress_bar
 from outrider.plans.errors import RequestError
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
-from outrider.tools.arguments import drafters_named
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
-from outrider.tools.measuring import run_tool
-from outrider.tools.output import figure, make_table
+from outrider.tools.measuring import (
+    Column,
+    add_arguments,
+    drafters_named,
+    figure,
+    make_table,
+    measuring,
+    middle,
+    paired_ratios,
+    run_in_turn,
+    run_tool,
+    spread,
+)
 
 HERE = Path(__file__).resolve().parents[2]
+_WARM_UP = 2  # bursts of each start that do not count
 WAYS = ("session", "in-one-sequence", "batching", "submit")
 
 
@@ -61,15 +71,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prompts = cut_prompts(chosen, options.prompt_len, target.context - options.new)
     cases = [(way, drafter, threads) for way in ways for drafter in drafters for threads in options.threads]
     rows = []
-    with progress_bar("measuring") as progress:
-        for place, (way, drafter, threads) in enumerate(cases):
-            progress(place, len(cases), f"{way}, {drafter}, {threads or 'all'} threads")
+    runs = options.starts * (options.pairs + _WARM_UP) * len(sides)
+    with measuring([1.0] * len(cases) * runs) as begin:
+        for way, drafter, threads in cases:
             several = 1 if way == "session" else min(options.sequences, target.branches)
             asked = {"drafter": drafter, "way": way, "threads": threads, "sequences": several, "new": options.new}
             bursts: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
             for start in range(options.starts):  # who allocates first was measured 5 % slower: by turns
                 order = sides if start % 2 else dict(reversed(sides.items()))
-                found = _bursts(order, plans, asked | {"prompts": prompts}, options.pairs)
+                case = f"{way}, {drafter}, {threads or 'all'} threads, start {start}, "
+                found = _bursts(order, plans, asked | {"prompts": prompts}, options.pairs, begin, case)
                 bursts = {name: [*bursts[name], *found[name]] for name in sides}
             rows.append({"way": way, "drafter": drafter, "threads": threads, "sequences": several} | _row(bursts))
     return {
@@ -92,21 +103,28 @@ def _ways(asked: str | None, branches: int, rows: int) -> list[str]:
 
 
 def _bursts(
-    sides: dict[str, Path], plans: dict[str, Path], asked: dict[str, Any], pairs: int
+    sides: dict[str, Path],
+    plans: dict[str, Path],
+    asked: dict[str, Any],
+    pairs: int,
+    begin: Callable[[str], None],
+    within: str,
 ) -> dict[str, list[dict[str, Any]]]:
-    """What each side printed for its bursts, in pairs; the first two of each warm up and are left out."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    """What each side printed for its bursts, in pairs, without those that warm up."""
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(_Version.running(root, asked | {"plan": str(plans[name])}))
             for name, root in sides.items()
         }
-        for number in range(pairs + 2):
-            for name in reversed(sides) if number % 2 else sides:
-                burst = running[name].burst()
-                if number >= 2:
-                    found[name].append(burst)
-    return found
+        return run_in_turn(
+            list(sides),
+            [None],
+            pairs,
+            lambda name, *_: running[name].burst(),
+            warm_up=[None] * _WARM_UP,
+            begin=begin,
+            within=within,
+        )
 
 
 class _Version:
@@ -156,14 +174,11 @@ class _Version:
 
 def _row(bursts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     before, after = bursts["before"], bursts["after"]
-    ratios = [b["ms"] / a["ms"] for a, b in zip(before, after, strict=True)]
-    low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     row: dict[str, Any] = {}
     for name, found in bursts.items():
         row[f"{name}_ms_per_token"] = median(each["ms"] / sum(map(len, each["tokens"])) for each in found)
-        host = [each["host_us"] for each in found if each["host_us"] is not None]
-        row[f"{name}_host_us"] = median(host) if host else None
-    row |= {"ratio": middle, "ratio_p25": low, "ratio_p75": high}
+        row[f"{name}_host_us"] = middle(each["host_us"] for each in found)
+    row |= spread("ratio", paired_ratios(*([each["ms"] for each in found] for found in (after, before))), (25, 75))
     row["ratio_of_fastest"] = min(each["ms"] for each in after) / min(each["ms"] for each in before)
     row["same_tokens"] = all(a["tokens"] == b["tokens"] for a, b in zip(before, after, strict=True))
     return row
@@ -186,30 +201,31 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         f"(before); plan {report['plan']}, {report['starts']} starts of {report['pairs']} pairs of bursts of "
         f"{report['new_tokens']} tokens a sequence"
     )
-    table = make_table(
-        "way", "drafter", "threads", "sequences", "ms a token", "after / before", "quartiles", "fastest",
-        "host us", "same",
-    )  # fmt: skip
-    for row in report["rows"]:
-        host = [figure(row[f"{name}_host_us"], ".0f") for name in ("before", "after")]
-        table.add_row(
-            row["way"],
-            row["drafter"],
-            str(row["threads"] or "all"),
-            str(row["sequences"]),
-            f"{row['before_ms_per_token']:.3f}, {row['after_ms_per_token']:.3f}",
-            f"{row['ratio']:.3f}",
-            f"{row['ratio_p25']:.3f} to {row['ratio_p75']:.3f}",
-            f"{row['ratio_of_fastest']:.3f}",
-            ", ".join(host) if row["after_host_us"] is not None else "-",
-            "yes" if row["same_tokens"] else "no",
-        )
-    console.print(table)
+    console.print(make_table(_COLUMNS, report["rows"]))
+
+
+def _host(row: dict[str, Any]) -> str | None:
+    both = [row[f"{name}_host_us"] for name in ("before", "after")]
+    return None if both[1] is None else ", ".join(figure(each, ".0f") for each in both)
+
+
+_COLUMNS = (
+    Column("way", "way", text=True),
+    Column("drafter", "drafter", text=True),
+    Column("threads", lambda row: row["threads"] or "all"),
+    Column("sequences", "sequences"),
+    Column("ms a token", lambda row: f"{row['before_ms_per_token']:.3f}, {row['after_ms_per_token']:.3f}"),
+    Column("after / before", "ratio", ".3f"),
+    Column("quartiles", lambda row: f"{row['ratio_p25']:.3f} to {row['ratio_p75']:.3f}"),
+    Column("fastest", "ratio_of_fastest", ".3f"),
+    Column("host us", _host),
+    Column("same", "same_tokens"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return run_tool(lambda: _parser().parse_args(arguments), measure, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _parser() -> Parser:
@@ -223,15 +239,13 @@ def _parser() -> Parser:
         "--plan", type=Path, default=Path("build/reference"), help="the plan's path in both (default build/reference)"
     )
     parser.add_argument("--ways", metavar="NAME,...", help=f"of {', '.join(WAYS)} (default: all of the plan)")
-    parser.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
+    add_arguments(parser, "drafters prompts json")
     parser.add_argument("--threads", type=counts, default=[0], metavar="N,...", help="default: the backend chooses")
     parser.add_argument("--sequences", type=at_least_1, default=8, help="at once, but for session (default 8)")
     parser.add_argument("--new", type=at_least_1, default=64, help="tokens of each sequence in a burst (default 64)")
     parser.add_argument("--prompt-len", type=at_least_1, default=64, help="length of a prompt (default 64)")
     parser.add_argument("--pairs", type=at_least_1, default=8, help="pairs of bursts after each start (default 8)")
     parser.add_argument("--starts", type=at_least_1, default=6, help="times both are started (default 6)")
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

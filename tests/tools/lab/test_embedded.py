@@ -12,7 +12,6 @@ import pytest
 from outrider.plans.errors import OutriderError
 from outrider.tools.lab import embedded
 from outrider.tools.lab.embedded import _Process
-from tests.conftest import HELD_OUT
 
 Captured = pytest.CaptureFixture[str]
 
@@ -39,14 +38,16 @@ def test_a_process_that_fails_is_heard(program: str, said: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
-def test_embedded_compares_c_with_python(toy_plan: Path, capsys: Captured) -> None:
+def test_embedded_compares_c_with_python(toy_plan: Path, tmp_path: Path, capsys: Captured) -> None:
     pytest.importorskip("cffi")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os"}\n', encoding="utf-8")
     sizes = ("--new", "4", "--reps", "2", "--runs", "2")
-    assert embedded.main([str(toy_plan), "--prompts", str(HELD_OUT), *sizes, "--json"]) == 0
+    assert embedded.main([str(toy_plan), "--prompts", str(prompts), *sizes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ms_per_token"].keys() == {"c", "python"}
     assert found["threads"] >= 1
     assert (found["new_tokens"], len(found["prompts_sha256"])) == (4, 64)
     assert 0 < found["ratio_p10"] <= found["ratio"] <= found["ratio_p90"]
-    assert embedded.main([str(toy_plan), "--prompts", str(HELD_OUT), *sizes]) == 0
+    assert embedded.main([str(toy_plan), "--prompts", str(prompts), *sizes]) == 0
     assert "C takes " in capsys.readouterr().out

@@ -24,6 +24,7 @@ from outrider.tools.lab.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TR
 from outrider.tools.lab.peers.figures import Generation, Mode, report
 from outrider.tools.lab.peers.plan import build_plan, check_plan
 from outrider.tools.lab.peers.process import LostEngineError, WorkerError, rest
+from outrider.tools.parting import Parting
 from tests.conftest import TOY_DRAFTERS
 
 Captured = pytest.CaptureFixture[str]
@@ -212,10 +213,11 @@ def test_ratios_are_of_pairs_and_best_meets_best() -> None:
 def test_tokens_that_differ_are_told_by_prompt() -> None:
     plain, other = mode(OURS, "none", 1, 1), mode(GENAI, "plain", 1, 1)
     other.runs[1].generated.ids[5] = 99
-    ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
+    ours = SimpleNamespace(part=lambda number, ids, *_: Parting(number, len(ids), 5, 5, 99, 0.25))
     measure._compare([plain, other], ours, [[1], [2, 3]], "fp32")  # type: ignore[arg-type]
     row = report([plain, other], [None, None])["rows"][1]
-    assert row["differences"] == [{"prompt": 1, "prompt_tokens": 2, "index": 5, "margin": 0.25}]
+    (found,) = row["differences"]
+    assert [found[key] for key in ("prompt", "prompt_tokens", "index", "margin")] == [1, 2, 5, 0.25]
     assert (row["same_runs"], row["runs"], row["agreement"]) == (1, 2, (1 + 5 / 11) / 2)
 
 
@@ -223,7 +225,7 @@ def test_tokens_of_others_quantised_weights_are_counted_and_not_examined() -> No
     modes = [mode(OURS, "none", 1, 1), mode(OURS, "ngram", 1, 1), mode(GENAI, "plain", 1, 1)]
     for other in modes[1:]:
         other.runs[1].generated.ids[5] = 99
-    ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
+    ours = SimpleNamespace(part=lambda number, ids, *_: Parting(number, len(ids), 5, 5, 99, 0.25))
     measure._compare(modes, ours, [[1], [2, 3]], "int4")  # type: ignore[arg-type]
     rows = report(modes, [None, None])["rows"]
     assert [len(row["differences"]) for row in rows] == [0, 1, 0]
@@ -233,7 +235,7 @@ def test_tokens_of_others_quantised_weights_are_counted_and_not_examined() -> No
 def test_repetitions_of_our_plain_decoding_are_compared_with_each_other() -> None:
     plain, other = mode(OURS, "none", 1, 1, 1, 1), mode(GENAI, "plain", 1, 1, 1, 1)
     plain.runs[3].generated.ids[5] = 99
-    ours = SimpleNamespace(part=lambda ids, first, second: (5, 0.25))
+    ours = SimpleNamespace(part=lambda number, ids, *_: Parting(number, len(ids), 5, 5, 99, 0.25))
     measure._compare([plain, other], ours, [[1], [2, 3]], "fp32")  # type: ignore[arg-type]
     rows = report([plain, other], [None, None])["rows"]
     assert [row["same_runs"] for row in rows] == [3, 4]

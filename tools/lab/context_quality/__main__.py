@@ -27,19 +27,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.commands.arguments import Parser, at_least_1, counts
-from outrider.commands.console import guarded
-from outrider.tools.bench.machine import describe_run
 from outrider.tools.lab.context_quality.measure import MOST_CONTEXTS, measure
 from outrider.tools.lab.context_quality.table import print_table
-from outrider.tools.output import print_report
+from outrider.tools.measuring import add_arguments, run_tool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return guarded(lambda: _run(_parser().parse_args(arguments)))
-
-
-def _run(options: argparse.Namespace) -> int:
-    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _parser() -> Parser:
@@ -71,7 +65,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--library", type=Path, help="standard library to read, such as /usr/lib/python3.11 (default: this Python's)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_arguments(parser, "json")
     return parser
 
 

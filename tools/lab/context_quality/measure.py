@@ -22,7 +22,7 @@ from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import check_capacity, load_recipe
 from outrider.plans.errors import CheckpointError, RequestError
 from outrider.plans.machine import peak_rss_bytes
-from outrider.tools.bench.identity import git_sha
+from outrider.tools.identity import git_sha
 from outrider.tools.lab.context_quality.figures import RULES, Answers, best_shares, judge, loss_row, retrieval_row
 from outrider.tools.lab.context_quality.held_out import Lines, documents, held_out_files
 from outrider.tools.lab.context_quality.questions import Context, Contexts

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from outrider.tools.lab.context_quality.figures import RULES, Row, guessed
-from outrider.tools.output import figure, make_table
+from outrider.tools.measuring import Column, figure, make_table
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -27,7 +28,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         f"{report['documents']}, out of {report['held_out_files']} held-out files"
     )
     console.print(f"short: the same tokens in windows of {report['short_window']}, with the checkpoint's scaling")
-    console.print(_loss_table(report["loss"]))
+    console.print(make_table(_LOSS, _flat(report["loss"])))
     console.print(f"\nquestions behind contexts with {report['needles']} needles, right by the depth of the needle")
     console.print("any needle: answered with the name of one")
     console.print(_retrieval_table(report["retrieval"]))
@@ -39,38 +40,31 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         console.print(f"with the {name}'s scaling: {_said(verdict)}")
 
 
-def _loss_table(loss: dict[str, list[Row]]) -> Table:
-    table = make_table("length", "scaling", "tokens", "loss", "short", "difference", "+-")
-    for name, rows in loss.items():
-        for row in rows:
-            table.add_row(
-                str(row["length"]),
-                name,
-                str(row["tokens"]),
-                f"{row['nats']:.3f}",
-                f"{row['short_nats']:.3f}",
-                f"{row['difference']:+.3f}",
-                figure(row["standard_error"], ".3f"),
-            )
-    return table
+def _flat(by_scaling: dict[str, list[Row]]) -> list[Row]:
+    return [row | {"scaling": name} for name, rows in by_scaling.items() for row in rows]
+
+
+_LENGTH = (Column("length", "length"), Column("scaling", "scaling", text=True))
+_LOSS = (
+    *_LENGTH, Column("tokens", "tokens"), Column("loss", "nats", ".3f"), Column("short", "short_nats", ".3f"),
+    Column("difference", "difference", "+.3f"), Column("+-", "standard_error", ".3f"),
+)  # fmt: skip
+_RETRIEVAL = (
+    *_LENGTH,
+    Column("questions", "questions"),
+    Column("any needle", lambda row: f"{row['any_needle']} ({row['any_share']:.0%})"),
+    Column("right", lambda row: f"{row['right']} ({row['accuracy']:.0%})"),
+)
 
 
 def _retrieval_table(retrieval: dict[str, list[Row]]) -> Table:
-    depths = [each["depth"] for each in next(iter(retrieval.values()))[0]["by_depth"]]
-    table = make_table(
-        "length", "scaling", "questions", "any needle", "right", *(f"at {depth:.0%}" for depth in depths)
-    )
-    for name, rows in retrieval.items():
-        for row in rows:
-            table.add_row(
-                str(row["length"]),
-                name,
-                str(row["questions"]),
-                f"{row['any_needle']} ({row['any_share']:.0%})",
-                f"{row['right']} ({row['accuracy']:.0%})",
-                *(f"{each['right'] / each['questions']:.0%}" for each in row["by_depth"]),
-            )
-    return table
+    rows = _flat(retrieval)
+
+    def share(place: int) -> Callable[[Row], str]:
+        return lambda row: f"{row['by_depth'][place]['right'] / row['by_depth'][place]['questions']:.0%}"
+
+    depths = [Column(f"at {each['depth']:.0%}", share(place)) for place, each in enumerate(rows[0]["by_depth"])]
+    return make_table([*_RETRIEVAL, *depths], rows)
 
 
 def _scaling(scaling: dict[str, Any]) -> str:

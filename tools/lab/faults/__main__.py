@@ -26,11 +26,10 @@ from outrider.commands.console import guarded, progress_bar
 from outrider.commands.packages import optional_packages
 from outrider.plans.errors import RequestError
 from outrider.plans.plan import open_plan
-from outrider.tools.bench.identity import git_sha
-from outrider.tools.bench.machine import describe_run
 from outrider.tools.bench.prompts import prompts_file
+from outrider.tools.identity import describe_run, git_sha
 from outrider.tools.lab.faults.scenarios import SCENARIOS
-from outrider.tools.output import make_table, print_report
+from outrider.tools.measuring import Column, add_arguments, make_table, print_report
 
 _WHOLE = 60.0  # minutes of the whole form, which are shared out among the scenarios
 
@@ -88,18 +87,23 @@ def _print(report: dict[str, Any], console: Console) -> None:
         f"plan {report['identity'][:12]}; {report['minutes']:g} minutes, {report['clients']} clients, "
         f"seed {report['seed']}; {report['time']}"
     )
-    heads = ("faults", "sent", "answered", "refused", "cut", "lost", "different", "retried")
-    table = make_table("what", *heads, "files", "threads", "MB", "s", "passed")
-    for row in report["rows"]:
-        counts = [str(row[head]) for head in heads]
-        leaks = [f"{row['leaked_files']:+d}", f"{row['leaked_threads']:+d}", f"{row['leaked_mb']:+.0f}"]
-        table.add_row(row["name"], *counts, *leaks, f"{row['seconds']:.0f}", "yes" if row["passed"] else "no")
-    console.print(table)
+    console.print(make_table(_COLUMNS, report["rows"]))
     for row in report["rows"]:
         if row["notes"]:
             console.print(f"{row['name']}: " + ", ".join(f"{name} {value}" for name, value in row["notes"].items()))
         for sentence in row["wrong"]:
             console.print(f"{row['name']} failed: {sentence}", markup=False)
+
+
+_COLUMNS = (
+    Column("what", "name", text=True),
+    *(Column(key, key) for key in ("faults", "sent", "answered", "refused", "cut", "lost", "different", "retried")),
+    Column("files", "leaked_files", "+d"),
+    Column("threads", "leaked_threads", "+d"),
+    Column("MB", "leaked_mb", "+.0f"),
+    Column("s", "seconds", ".0f"),
+    Column("passed", "passed"),
+)
 
 
 def _parser() -> Parser:
@@ -122,9 +126,8 @@ def _parser() -> Parser:
     parser.add_argument("--seed", type=at_least_0, default=1, metavar="N", help="seed of all random choices (1)")
     parser.add_argument("--questions", type=at_least_1, default=48, metavar="N", help="different requests (48)")
     parser.add_argument("--new", type=at_least_1, default=40, metavar="N", help="most new tokens of a choice (40)")
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     parser.add_argument("--threads", type=at_least_0, default=1, metavar="N", help="of each server's engines (1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_arguments(parser, "prompts json")
     return parser
 
 

@@ -11,16 +11,16 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 
-from outrider.commands.arguments import Parser, at_least_0, at_least_1, counts
+from outrider.commands.arguments import Parser, counts
 from outrider.tools.lab.matmul.measure import measure
 from outrider.tools.lab.matmul.shapes import SHAPES
 from outrider.tools.lab.matmul.table import print_table
-from outrider.tools.measuring import run_tool
+from outrider.tools.measuring import add_arguments, run_tool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return run_tool(lambda: _parser().parse_args(arguments), measure, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _shapes(text: str) -> list[str]:
@@ -58,9 +58,7 @@ def _parser() -> Parser:
         "--rows", type=counts, default=[1, 4, 8, 16, 32], metavar="N,...", help="rows of a pass (1,4,8,16,32)"
     )
     parser.add_argument("--types", type=_bits, dest="bits", default=[4, 8], metavar="int4,int8", help="of the weights")
-    parser.add_argument("--reps", type=at_least_1, default=15, help="turns of each engine (default 15)")
-    parser.add_argument("--threads", type=at_least_0, default=0, help="0: as many as there are cores (default)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_arguments(parser, "reps threads json", reps=15)
     return parser
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from outrider.commands.console import progress_bar
 from outrider.plans.machine import available_cores
 from outrider.runtime.runtime import check_threads
 from outrider.tools.lab.matmul.onnx_chain import SPIN_MS, OnnxChain, for_matmul_nbits, for_our_op
 from outrider.tools.lab.matmul.shapes import SHAPES, Product
+from outrider.tools.measuring import measuring, paired_ratios, run_in_turn
 
 OURS, ONNXRUNTIME, OPENVINO = "outrider", "onnxruntime", "openvino"
 _PASSES = 8  # in a row; the first counts for nothing
@@ -46,11 +46,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     threads = options.threads or available_cores()
     cases = [(shape, bits) for shape in options.shape for bits in options.bits]
     rows: list[dict[str, Any]] = []
-    with progress_bar("measuring") as progress:
-        for index, (shape, bits) in enumerate(cases):
-            progress(index, len(cases), f"{shape}, int{bits}")
+    with measuring([1.0] * len(cases) * len(options.rows)) as begin:
+        for shape, bits in cases:
             chains = load(SHAPES[shape].products(), bits, threads)
-            found = {count: _take_turns(chains, SHAPES[shape].hidden, count, options.reps) for count in options.rows}
+            found = {}
+            for count in options.rows:
+                begin(f"{shape}, int{bits}, {count} rows")
+                found[count] = _take_turns(chains, SHAPES[shape].hidden, count, options.reps)
             rows += [
                 {"shape": shape, "type": f"int{bits}", "rows": count, **row}
                 for count, times in found.items()
@@ -95,14 +97,13 @@ def _take_turns(chains: dict[str, Chain], width: int, rows: int, reps: int) -> d
     """Return for each engine the milliseconds of each pass in each of its turns."""
     x = np.random.default_rng(rows).standard_normal((1, rows, width), np.float32)
     passes = {engine: chain.bind(x) for engine, chain in chains.items()}
-    times: dict[str, list[list[float]]] = {engine: [] for engine in chains}
-    for turn in range(reps + 1):
-        for engine in list(passes)[:: -1 if turn % 2 else 1]:
-            sleep(_REST_MS / 1000)
-            found = _several(passes[engine])
-            if turn:  # the first brings weights into memory, and lets engines compile for this number of rows
-                times[engine].append(found)
-    return times
+
+    def run(engine: str, *_: object) -> list[float]:
+        sleep(_REST_MS / 1000)
+        return _several(passes[engine])
+
+    # The warm-up brings weights into memory, and lets engines compile for this number of rows.
+    return run_in_turn(list(passes), [x], reps, run, begin=lambda _: None)
 
 
 def _several(one: Callable[[], None]) -> list[float]:
@@ -130,9 +131,8 @@ def figures(times: dict[str, list[list[float]]], first: dict[str, list[list[floa
             "median_ratio": None,
         }
         if engine != OURS:
-            pairs = zip(ours, turns, strict=True)
             row["ratio"] = _lowest(ours) / lowest
-            row["median_ratio"] = median(median(our) / median(their) for our, their in pairs)
+            row["median_ratio"] = median(paired_ratios(map(median, ours), map(median, turns)))
         found.append(row)
     return found
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 
 from outrider.tools.lab.matmul.measure import OURS
-from outrider.tools.output import figure, make_table
+from outrider.tools.measuring import Column, make_table
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -22,18 +23,21 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         for kind in dict.fromkeys(row["type"] for row in report["rows"]):
             rows = [row for row in report["rows"] if (row["shape"], row["type"]) == (shape, kind)]
             engines = list(dict.fromkeys(row["engine"] for row in rows))
-            heads = [*engines, *(f"ours / {engine}" for engine in engines if engine != OURS), "ours / fewest rows"]
-            table = make_table("rows", *heads)
-            for count in dict.fromkeys(row["rows"] for row in rows):
-                by_engine = {row["engine"]: row for row in rows if row["rows"] == count}
-                times = [f"{row['min_ms']:.2f} ({row['median_ms']:.2f})" for row in by_engine.values()]
-                ratios = [
-                    f"{figure(row['ratio'], '.2f')} ({figure(row['median_ratio'], '.2f')})"
-                    for row in by_engine.values()
-                    if row["ratio"] is not None
-                ]
-                table.add_row(str(count), *times, *ratios, f"{by_engine[OURS]['against_first']:.2f}")
+            lines = [
+                {"rows": count, **{row["engine"]: row for row in rows if row["rows"] == count}}
+                for count in dict.fromkeys(row["rows"] for row in rows)
+            ]
+            columns = [
+                Column("rows", "rows"),
+                *(Column(engine, _cell(engine, "min_ms", "median_ms")) for engine in engines),
+                *(Column(f"ours / {e}", _cell(e, "ratio", "median_ratio")) for e in engines if e != OURS),
+                Column("ours / fewest rows", lambda line: line[OURS]["against_first"], ".2f"),
+            ]
             console.print(f"\n{shape}, {kind}: {weights / 1e6:.0f}M weights")
-            console.print(table)
+            console.print(make_table(columns, lines))
     for absent in report["missing"]:
         console.print(f"missing: {absent['engine']}: {absent['reason']}", markup=False)
+
+
+def _cell(engine: str, first: str, second: str) -> Callable[[dict[str, Any]], str]:
+    return lambda line: f"{line[engine][first]:.2f} ({line[engine][second]:.2f})"

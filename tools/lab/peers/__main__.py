@@ -11,12 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from outrider.commands.arguments import Parser, at_least_0, at_least_1
+from outrider.commands.arguments import Parser, at_least_0
 from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
-from outrider.tools.bench.machine import describe_run
+from outrider.tools.identity import describe_run
 from outrider.tools.lab.peers.precision import PRECISIONS, Precision
-from outrider.tools.output import print_report
+from outrider.tools.measuring import add_arguments, print_report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,11 +51,7 @@ def _parser() -> Parser:
         metavar="CKPT",
         help="folder of a draft model's checkpoint, for every engine that takes one",
     )
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    parser.add_argument("--task", metavar="NAME", help="prompts of one task alone (default: of all, in turn)")
-    parser.add_argument("--count", type=at_least_1, default=12, help="prompts to run (default 12)")
-    parser.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
-    parser.add_argument("--reps", type=at_least_1, default=3, help="runs of each prompt and mode (default 3)")
+    add_arguments(parser, "prompts task count new reps json", count=12, new=128, reps=3)
     parser.add_argument(
         "--threads", type=at_least_0, default=0, help="of every engine; 0: as many as there are cores (default)"
     )
@@ -63,7 +59,6 @@ def _parser() -> Parser:
         "--work", type=Path, default=Path("build"), metavar="DIR",
         help="where checkpoints in other formats, and a plan built here, are kept for the next time (default build)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

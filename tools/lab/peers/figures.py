@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-from outrider.tools.bench.rows import Divergence, middle, spread
 from outrider.tools.lab.peers.engine import OURS, PLAIN, Generated
+from outrider.tools.measuring import middle, spread
+from outrider.tools.parting import Parting, same_share
 
 Ratio = Callable[["Generation", "Generation"], float | None]
 
@@ -39,7 +40,10 @@ class Mode:
     engine: str
     name: str
     runs: list[Generation] = field(default_factory=list)
-    differences: dict[int, Divergence] = field(default_factory=dict)
+    differences: dict[int, Parting] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.engine}, {self.name}"
 
 
 def first_tokens(plain: Mode) -> dict[int, list[int]]:
@@ -92,15 +96,9 @@ def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
         **spread("e2e_ms", [run.generated.total_ms for run in mode.runs]),
         "same_runs": same,
         "runs": len(mode.runs),
-        "agreement": mean(_same_share(run.generated.ids, expected[run.prompt]) for run in mode.runs),
+        "agreement": mean(same_share(expected[run.prompt], run.generated.ids) for run in mode.runs),
         "differences": [asdict(difference) for _, difference in sorted(mode.differences.items())],
     }
-
-
-def _same_share(ids: Sequence[int], expected: Sequence[int]) -> float:
-    """Share of the tokens before the first that differs."""
-    same = (index for index, (one, other) in enumerate(zip(ids, expected, strict=True)) if one != other)
-    return next(same, len(ids)) / len(ids)
 
 
 def _ratios(ours: Mode, theirs: Mode) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.runtime import check_threads
 from outrider.tools.bench.prompts import choose_prompts, encode_prompts
-from outrider.tools.bench.rows import Divergence
 from outrider.tools.lab.peers.conversion import CONVERTED, convert
 from outrider.tools.lab.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Settings
 from outrider.tools.lab.peers.figures import Mode, first_tokens, report
@@ -93,8 +92,7 @@ def _measure(precision: Precision, plan: Path, options: argparse.Namespace) -> d
         ours = _load(OURS, settings, stack)
         workers = [ours, *_peers(settings, options, precision, stack, missing)]
         turns = Turns(workers, missing)
-        turns.warm_up(prompts.ids[0], options.new)
-        idle_share = turns.run(prompts.ids, options.new, options.reps)
+        turns.run(prompts.ids, options.new, options.reps)
         modes = turns.modes
         _compare(modes, ours, prompts.ids, precision)
         return {
@@ -105,7 +103,7 @@ def _measure(precision: Precision, plan: Path, options: argparse.Namespace) -> d
             "prompts": len(prompts.ids),
             "prompts_sha256": prompts.sha256,
             "prompt_tokens": median(len(ids) for ids in prompts.ids),
-            "idle_share": idle_share,
+            "idle_share": turns.idle_share,
             "missing": missing,
             **report(modes, prompts.tasks),
         }
@@ -168,6 +166,5 @@ def _compare(modes: Sequence[Mode], ours: Worker, prompts: Sequence[list[int]], 
             ids, plain = prompts[run.prompt], expected[run.prompt]
             if run.prompt in mode.differences or run.generated.ids == plain:
                 continue
-            parting = ours.part(ids, plain, run.generated.ids)
-            if parting is not None:
-                mode.differences[run.prompt] = Divergence(run.prompt, len(ids), *parting)
+            if (parting := ours.part(run.prompt, ids, plain, run.generated.ids)) is not None:
+                mode.differences[run.prompt] = parting

@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.plans.errors import OutriderError
 from outrider.tools.lab.peers.engine import Generated, Settings
+from outrider.tools.parting import Parting
 
 _GLANCE_SECONDS, _PATIENCE_SECONDS = 0.02, 10.0
 _IDLE_SHARE = 0.1  # of one core; a thread that spins takes a whole one
@@ -86,10 +87,10 @@ class Worker:
             raise WorkerError(f"{self.engine} ({mode}) generated {len(found.ids)} tokens where {new} were asked for")
         return found
 
-    def part(self, ids: list[int], plain: list[int], other: list[int]) -> tuple[int, float] | None:
+    def part(self, number: int, ids: list[int], plain: list[int], other: list[int]) -> Parting | None:
         """Of our own engine: `find_parting`."""
-        parting = self._ask({"do": "part", "ids": ids, "plain": plain, "other": other})["parting"]
-        return None if parting is None else (parting[0], parting[1])
+        parting = self._ask({"do": "part", "number": number, "ids": ids, "plain": plain, "other": other})["parting"]
+        return None if parting is None else Parting(**parting)
 
     def cpu_ms(self) -> float:
         """What all its threads have used so far."""

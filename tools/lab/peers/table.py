@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.tools.output import figure
+from outrider.tools.measuring import Column, figure, make_table
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -26,7 +27,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 
 def _print_section(section: dict[str, Any], console: Console) -> None:
-    console.print(_modes(section["rows"]))
+    console.print(make_table(_MODES, section["rows"]))
     for row in section["rows"]:
         plain = "its first repetition" if row is section["rows"][0] else "our plain decoding"
         for found in row["differences"]:
@@ -57,38 +58,33 @@ def _print_duel(what: str, duel: dict[str, Any], console: Console) -> None:
     )
 
 
-def _modes(rows: list[dict[str, Any]]) -> Table:
-    table = Table("engine", "mode", box=None, pad_edge=False)
-    for column in ("against ours, plain (p10-p90)", "tokens/s (p10-p90)", "ttft ms", "e2e ms", "same runs (tokens)"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row["engine"],
-            row["mode"],
-            "{speedup:.2f}x ({speedup_p10:.2f}-{speedup_p90:.2f})".format_map(row),
-            _rate(row),
-            f"{row['ttft_ms']:.1f}",
-            f"{row['e2e_ms']:.0f}",
-            f"{row['same_runs']} of {row['runs']} ({row['agreement']:.0%})",
-        )
-    return table
+def _spread(key: str, form: str, unit: str = "") -> Callable[[dict[str, Any]], str | None]:
+    """A median with its 10th and 90th percentile."""
+
+    def cell(row: dict[str, Any]) -> str | None:
+        if row[key] is None:
+            return None
+        return f"{row[key]:{form}}{unit} ({row[f'{key}_p10']:{form}}-{row[f'{key}_p90']:{form}})"
+
+    return cell
 
 
-def _rate(row: dict[str, Any]) -> str:
-    if row["tokens_per_second"] is None:
-        return "-"
-    return "{tokens_per_second:.0f} ({tokens_per_second_p10:.0f}-{tokens_per_second_p90:.0f})".format_map(row)
+_NAMED = (Column("engine", "engine", text=True), Column("mode", "mode", text=True))
+_MODES = (
+    *_NAMED,
+    Column("against ours, plain (p10-p90)", _spread("speedup", ".2f", "x")),
+    Column("tokens/s (p10-p90)", _spread("tokens_per_second", ".0f")),
+    Column("ttft ms", "ttft_ms", ".1f"),
+    Column("e2e ms", "e2e_ms", ".0f"),
+    Column("same runs (tokens)", lambda row: f"{row['same_runs']} of {row['runs']} ({row['agreement']:.0%})"),
+)
 
 
 def _matrix(ratios: list[dict[str, Any]]) -> Table:
     """A row for each of their modes, a column for each of ours."""
-    table = Table("engine", "mode", box=None, pad_edge=False)
-    cells: dict[tuple[str, str], list[str]] = {}
+    show, rows = _spread("ratio", ".2f", "x"), dict[tuple[str, str], dict[str, Any]]()
     for ratio in ratios:
-        cell = "{ratio:.2f}x ({ratio_p10:.2f}-{ratio_p90:.2f})".format_map(ratio)
-        cells.setdefault((ratio["engine"], ratio["mode"]), []).append(cell)
-    for ours in dict.fromkeys(ratio["ours"] for ratio in ratios):
-        table.add_column(ours, justify="right")
-    for names, row in cells.items():
-        table.add_row(*names, *row)
-    return table
+        row = rows.setdefault((ratio["engine"], ratio["mode"]), {key: ratio[key] for key in ("engine", "mode")})
+        row[f"our {ratio['ours']}"] = show(ratio)
+    ours = dict.fromkeys(ratio["ours"] for ratio in ratios)
+    return make_table([*_NAMED, *(Column(name, f"our {name}") for name in ours)], rows.values())

@@ -1,4 +1,4 @@
-"""The modes of all engines, one generation at a time, in turn. One that fails leaves, and the others go on."""
+"""The modes of all engines, one generation at a time, in turn. One that fails leaves, and the others continue."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 from time import perf_counter
 
-from outrider.commands.console import progress_bar, stderr
-from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
-from outrider.tools.lab.peers.engine import ENGINES, Generated
+from outrider.plans.errors import OutriderError
+from outrider.tools.bench.runs import cost_of
+from outrider.tools.lab.peers.engine import ENGINES
 from outrider.tools.lab.peers.figures import Generation, Mode
 from outrider.tools.lab.peers.process import LostEngineError, Worker, WorkerError, rest
+from outrider.tools.measuring import measuring, run_in_turn, turns
 
 Missing = dict[str, str | None]
 """`engine`, `mode` (None: the whole engine) and `reason`."""
@@ -24,65 +25,53 @@ class Turns:
     """
 
     def __init__(self, workers: Sequence[Worker], missing: list[Missing]) -> None:
-        named = [[(Mode(worker.engine, mode), worker) for mode in worker.modes] for worker in workers]
-        self._turns = [pair for pair in chain.from_iterable(zip_longest(*named)) if pair is not None]
-        self._plain, self._missing = self._turns[0][0], missing
+        named = [[Mode(worker.engine, mode) for mode in worker.modes] for worker in workers]
+        self._modes = [mode for mode in chain.from_iterable(zip_longest(*named)) if mode is not None]
+        self._workers = {worker.engine: worker for worker in workers}
+        self._plain, self._missing = self._modes[0], missing
+        self.idle_share = 0.0
+        """The largest share of a core that the idle processes had during a generation."""
 
     @property
     def modes(self) -> list[Mode]:
         """Modes that have not failed, by engine, our plain decoding first."""
-        return sorted((mode for mode, _ in self._turns), key=lambda mode: ENGINES.index(mode.engine))
+        return sorted(self._modes, key=lambda mode: ENGINES.index(mode.engine))
 
-    def warm_up(self, ids: list[int], new: int) -> None:
-        """One generation of each mode, which does not count."""
-        for mode, worker in self._turns.copy():
-            with stderr.status(f"warming up {mode.engine}, {mode.name}"):
-                self._generate(mode, worker, 0, ids, new)
+    def run(self, prompts: Sequence[list[int]], new: int, reps: int) -> None:
+        """Every mode on every prompt, `reps` times, after one run that does not count."""
 
-    def run(self, prompts: Sequence[list[int]], new: int, reps: int) -> float:
-        """Every mode on every prompt, `reps` times; every second repetition goes the other way round.
+        def run(mode: Mode, prompt: tuple[int, list[int]], repetition: int) -> Generation:
+            return self._generate(mode, *prompt, new, counts=repetition > 0)
 
-        Returns the largest share of a core that the idle processes had during a generation.
-        """
-        steps = [Step("all modes", index, guess_work(len(ids), new)) for index, ids in enumerate(prompts)]
-        left, largest = TimeLeft(steps * reps), 0.0
-        with progress_bar("measuring") as progress:
-            for repetition in range(reps):
-                for index, ids in enumerate(prompts):
-                    done, total, seconds = left.begin(steps[index])
-                    progress(done, total, f"repetition {repetition}, prompt {index}", seconds)
-                    for mode, worker in self._turns[:: -1 if repetition % 2 else 1]:
-                        found = self._generate(mode, worker, index, ids, new)
-                        if found is not None:
-                            mode.runs.append(Generation(index, found[0]))
-                            largest = max(largest, found[1])
-        return largest
+        items = list(enumerate(prompts))
+        planned = turns(self._modes, items, reps, items[:1])
+        with measuring([cost_of(len(ids), new) for _, _, (_, ids), _ in planned]) as begin:
+            found = run_in_turn(self._modes, items, reps, run, begin=begin, leave=self._leave)
+        for mode, runs in found.items():
+            mode.runs = runs
 
-    def _generate(
-        self, mode: Mode, worker: Worker, index: int, ids: list[int], new: int
-    ) -> tuple[Generated, float] | None:
-        """A generation behind the prompt `ids` of this index, once all processes rest, and the share of a core that
-        the others had meanwhile. None of a mode that has failed."""
-        while any(mode is other for other, _ in self._turns):
-            idle = [other for other in dict.fromkeys(of for _, of in self._turns) if other is not worker]
-            try:
-                rest([worker, *idle])
-                before, started = sum(other.cpu_ms() for other in idle), perf_counter()
-                generated = worker.generate(mode.name, ids, new)
-                wall_ms = 1000 * (perf_counter() - started)
-                return generated, (sum(other.cpu_ms() for other in idle) - before) / wall_ms
-            except LostEngineError as lost:  # perhaps another one than that whose turn it is: that one then tries again
-                self._leave(lost.engine, None, str(lost))
-            except WorkerError as error:
-                self._leave(mode.engine, mode.name, f"prompt {index}: {error}")
-        return None
+    def _generate(self, mode: Mode, index: int, ids: list[int], new: int, *, counts: bool) -> Generation:
+        """A generation, once all processes rest. Raises `WorkerError`."""
+        worker = self._workers[mode.engine]
+        idle = [other for other in self._workers.values() if other is not worker]
+        rest([worker, *idle])
+        before, started = sum(other.cpu_ms() for other in idle), perf_counter()
+        generated = worker.generate(mode.name, ids, new)
+        wall_ms = 1000 * (perf_counter() - started)
+        if counts:
+            self.idle_share = max(self.idle_share, (sum(other.cpu_ms() for other in idle) - before) / wall_ms)
+        return Generation(index, generated)
 
-    def _leave(self, engine: str, name: str | None, reason: str) -> None:
-        """A mode goes, or, without `name`, all those of an engine, and its process. Raises for our plain decoding."""
-        gone = [(mode, worker) for mode, worker in self._turns if mode.engine == engine and name in (None, mode.name)]
-        if any(mode is self._plain for mode, _ in gone):
+    def _leave(self, mode: Mode, prompt: tuple[int, list[int]], error: OutriderError) -> list[Mode]:
+        """The mode, or all those of an engine whose process is lost, which may be another one. Raises for our plain
+        decoding."""
+        lost = error.engine if isinstance(error, LostEngineError) else None
+        gone = [each for each in self._modes if (each is mode if lost is None else each.engine == lost)]
+        engine, reason = lost or mode.engine, str(error) if lost else f"prompt {prompt[0]}: {error}"
+        if self._plain in gone:
             raise WorkerError(f"{engine}, {self._plain.name}: {reason}")
-        self._missing.append({"engine": engine, "mode": name, "reason": reason})
-        self._turns = [pair for pair in self._turns if not any(pair[0] is mode for mode, _ in gone)]
-        for worker in dict.fromkeys(worker for _, worker in gone if name is None):
-            worker.close()
+        self._missing.append({"engine": engine, "mode": None if lost else mode.name, "reason": reason})
+        self._modes = [each for each in self._modes if each not in gone]
+        if not any(each.engine == engine for each in self._modes):
+            self._workers.pop(engine).close()
+        return gone

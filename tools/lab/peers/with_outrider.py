@@ -7,7 +7,7 @@ import onnxruntime
 from outrider import Runtime
 from outrider.runtime.request import Options
 from outrider.tools.lab.peers.engine import Clock, Generated, Settings
-from outrider.tools.verify.agreement import find_parting
+from outrider.tools.parting import Parting, find_parting
 
 BACKEND = "onnxruntime-cpu"
 PLAIN = "none"
@@ -29,6 +29,6 @@ class Outrider:
             found += span.token_ids
         return clock.generated(found, clock.done())
 
-    def part(self, ids: list[int], plain: list[int], other: list[int]) -> tuple[int, float] | None:
-        """Where `other` leaves our plain decoding, and by how many logits that chose its own token there."""
-        return find_parting(self._session, ids, Options(), plain, other)
+    def part(self, number: int, ids: list[int], plain: list[int], other: list[int]) -> Parting | None:
+        """Where `other` leaves our plain decoding of the prompt of this `number`."""
+        return find_parting(self._session, number, ids, Options(), plain, other)

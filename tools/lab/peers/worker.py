@@ -57,7 +57,8 @@ def _do(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
             engine.generate(**request | {"new": min(_WARM_UP_TOKENS, request["new"])})
             return asdict(engine.generate(**request))
         case "part":
-            return {"parting": engine.part(**request)}  # type: ignore[attr-defined]
+            parting = engine.part(**request)  # type: ignore[attr-defined]
+            return {"parting": parting and asdict(parting)}
         case other:
             raise ValueError(f"no such request: {other}")
 

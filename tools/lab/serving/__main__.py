@@ -17,19 +17,18 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from outrider.commands.arguments import Parser, at_least_0, at_least_1, counts, number, whole_number
+from outrider.commands.arguments import Parser, at_least_1, counts, number, whole_number
 from outrider.commands.console import guarded
-from outrider.tools.bench.machine import describe_run
 from outrider.tools.bench.sampling import GREEDY
+from outrider.tools.identity import describe_run
 from outrider.tools.lab.serving.actor_memory import measure_memory, print_memory
 from outrider.tools.lab.serving.batches import measure_batch, print_batch
 from outrider.tools.lab.serving.hits import measure_hits, print_hits
 from outrider.tools.lab.serving.load import measure_load, print_load
 from outrider.tools.lab.serving.routing import measure_routing, print_routing
 from outrider.tools.lab.serving.soak import measure_soak, print_soak
-from outrider.tools.output import print_report
+from outrider.tools.measuring import add_arguments, print_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,12 +52,9 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = Parser(add_help=False)
-    plan.add_argument("plan", type=Path, help="folder of a plan")
-    plan.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    plan.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    add_arguments(plan, "plan prompts threads json")
     shared = Parser(add_help=False, parents=[plan])
-    shared.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: none and all)")
+    add_arguments(shared, "drafters")
     hits = commands.add_parser(
         "hits",
         parents=[shared],
@@ -82,7 +78,7 @@ def _parser() -> Parser:
     load.add_argument("--waves", type=at_least_1, default=3, help="requests for each that is served at once (3)")
     load.add_argument("--length", type=at_least_1, default=200, help="tokens of a prompt (200)")
     load.add_argument("--new", type=at_least_1, default=128, help="tokens of an answer (128)")
-    load.add_argument("--reps", type=at_least_1, default=3, help="runs of each (3)")
+    add_arguments(load, "reps", reps=3)
     load.add_argument(
         "--compare-overlap", action="store_true", help="also without showing the text of a pass beside the next one"
     )
@@ -108,15 +104,12 @@ def _parser() -> Parser:
         "the first request that is begun to the last that is written. Needs the extra `ray`.",
         epilog="example: %(prog)s build/branches --requests 500 --actors 2",
     )
-    batch.add_argument("plan", type=Path, help="folder of a plan")
-    batch.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    add_arguments(batch, "plan prompts reps json", reps=3)
     batch.add_argument("--requests", type=at_least_1, default=500, metavar="N", help="requests (500)")
     batch.add_argument("--length", type=at_least_1, default=200, help="most tokens of a prompt (200)")
     batch.add_argument("--new", type=at_least_1, default=128, help="most tokens of an answer (128)")
     batch.add_argument("--actors", type=at_least_1, default=2, metavar="N", help="actors (2)")
     batch.add_argument("--cpus", type=at_least_1, default=1, metavar="N", help="CPUs, and threads, of each (1)")
-    batch.add_argument("--reps", type=at_least_1, default=3, help="runs of each (3)")
-    batch.add_argument("--json", action="store_true", help="print one JSON object")
     batch.set_defaults(measure=measure_batch, show=print_batch)
     memory = commands.add_parser(
         "memory",
@@ -125,7 +118,7 @@ def _parser() -> Parser:
         "second one adds to that of the first. Needs the extra `ray`, and Linux.",
         epilog="example: %(prog)s build/branches",
     )
-    memory.add_argument("plan", type=Path, help="folder of a plan")
+    add_arguments(memory, "plan json")
     memory.add_argument("--actors", type=whole_number(2), default=2, metavar="N", help="actors (2)")
     memory.add_argument("--length", type=at_least_1, default=200, help="characters of a prompt (200)")
     memory.add_argument("--new", type=at_least_1, default=16, help="tokens of an answer (16)")
@@ -133,7 +126,6 @@ def _parser() -> Parser:
         "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can)"
     )
     memory.add_argument("--unshared", action="store_true", help="without share_memory, for comparison")
-    memory.add_argument("--json", action="store_true", help="print one JSON object")
     memory.set_defaults(measure=measure_memory, show=print_memory)
     routing = commands.add_parser(
         "routing",

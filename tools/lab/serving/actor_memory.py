@@ -16,7 +16,7 @@ from outrider.commands.console import progress_bar
 from outrider.commands.packages import optional_packages
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import open_plan
-from outrider.tools.output import make_table
+from outrider.tools.measuring import Column, make_table
 
 _SUMMED = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 
@@ -84,8 +84,7 @@ def print_memory(report: dict[str, Any], console: Console) -> None:
         f"plan {report['identity'][:12]} of {report['plan_bytes'] / 1e6:.0f} MB; memory is "
         f"{'shared' if report['shared'] else 'not shared'}"
     )
-    table = make_table("actors", "actor", "PSS MB", "anonymous", "of files", "of shared memory")
-    for row in report["rows"]:
-        table.add_row(str(row["actors"]), str(row["actor"]), *(f"{row[name] / 1e6:.0f}" for name in _SUMMED))
-    console.print(table)
+    heads = ("PSS MB", "anonymous", "of files", "of shared memory")
+    memory = [Column(head, name, ".0f", per=1e6) for head, name in zip(heads, _SUMMED, strict=True)]
+    console.print(make_table([Column("actors", "actors"), Column("actor", "actor"), *memory], report["rows"]))
     console.print(f"a second actor adds {report['added']:.3f}x of the first one's")

@@ -16,12 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.commands.console import progress_bar
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
-from outrider.tools.output import make_table
+from outrider.tools.measuring import Column, make_table, run_in_turn
 
 
 def measure_batch(options: argparse.Namespace) -> dict[str, Any]:
@@ -30,17 +29,17 @@ def measure_batch(options: argparse.Namespace) -> dict[str, Any]:
         "one process": ["--threads", str(options.actors * options.cpus)],
         "actors": ["--ray", "local", "--actors", str(options.actors), "--cpus-per-actor", str(options.cpus)],
     }
-    reports: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    same = True
-    with TemporaryDirectory() as folder, progress_bar("measuring") as progress:
-        requests, first = _write_requests(options, Path(folder)), None
-        for turn in range(options.reps):
-            for place, (way, arguments) in enumerate(ways.items()):
-                progress(turn * len(ways) + place, options.reps * len(ways), way)
-                out = Path(folder) / f"{turn} {way}"
-                reports[way].append(_run(options.plan, requests, out, arguments))
-                first = first or out / "results.jsonl"
-                same = same and filecmp.cmp(first, out / "results.jsonl", shallow=False)
+    with TemporaryDirectory() as folder:
+        requests = _write_requests(options, Path(folder))
+
+        def run(way: str, _: None, turn: int) -> tuple[dict[str, Any], Path]:
+            out = Path(folder) / f"{turn} {way}"
+            return _run(options.plan, requests, out, ways[way]), out / "results.jsonl"
+
+        found = run_in_turn(list(ways), [None], options.reps, run, warm_up=())
+        first, *others = [path for runs in found.values() for _, path in runs]
+        same = all(filecmp.cmp(first, other, shallow=False) for other in others)
+    reports = {way: [report for report, _ in runs] for way, runs in found.items()}
     rows = [{"way": way, **_figures(found)} for way, found in reports.items()]
     alone, cluster = rows
     return {
@@ -103,17 +102,17 @@ def print_batch(report: dict[str, Any], console: Console) -> None:
         f"{report['requests']} requests; {report['actors']} actors of {report['cpus']} CPUs, and one process of as "
         f"many threads; medians of {report['reps']} runs, plan {report['identity'][:12]}"
     )
-    table = make_table("way", "tokens/s", "range", "tokens", "working s", "whole command s")
-    for row in report["rows"]:
-        table.add_row(
-            row["way"],
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['range'][0]:.1f} to {row['range'][1]:.1f}",
-            str(row["new_tokens"]),
-            f"{row['working_seconds']:.1f}",
-            f"{row['seconds']:.1f}",
-        )
-    console.print(table)
+    console.print(make_table(_COLUMNS, report["rows"]))
     console.print(
         f"actors / one process: {report['ratio']:.3f}x; same bytes: {'yes' if report['same_bytes'] else 'no'}"
     )
+
+
+_COLUMNS = (
+    Column("way", "way", text=True),
+    Column("tokens/s", "tokens_per_second", ".1f"),
+    Column("range", lambda row: f"{row['range'][0]:.1f} to {row['range'][1]:.1f}"),
+    Column("tokens", "new_tokens"),
+    Column("working s", "working_seconds", ".1f"),
+    Column("whole command s", "seconds", ".1f"),
+)

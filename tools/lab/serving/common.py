@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
-from outrider.tools.arguments import drafters_named
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.measuring import drafters_named
 
 
 def load_runtime(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -12,11 +13,12 @@ from typing import Any
 from rich.console import Console
 
 from outrider import Runtime
-from outrider.commands.console import progress_bar
 from outrider.runtime.branch_request import MODES
-from outrider.tools.bench.identity import identity_columns
+from outrider.tools.identity import identity_columns
 from outrider.tools.lab.serving.common import choose_drafters, load_runtime, prompts_of
-from outrider.tools.output import figure, make_table, print_head
+from outrider.tools.measuring import Column, make_table, measuring, paired_ratios, percentile, print_head, run_in_turn
+
+ALONE = "one by one"
 
 
 def measure_load(options: argparse.Namespace) -> dict[str, Any]:
@@ -31,14 +33,13 @@ def measure_load(options: argparse.Namespace) -> dict[str, Any]:
     runtimes: dict[str, Runtime] = {name: load_runtime(options, mode) for name, mode in modes.items()}
     if options.compare_overlap:  # where the text of a pass is made out before the next one begins
         runtimes |= {f"{name}, text first": load_runtime(options, mode, overlap=False) for name, mode in modes.items()}
-    rows = []
     cases = [(drafter, count) for drafter in drafters for count in at_once]
-    with progress_bar("measuring") as progress:
-        for place, (drafter, count) in enumerate(cases):
-            progress(place, len(cases), f"{drafter}, {count} at once")
+    rows = []
+    with measuring([1.0] * len(cases) * (1 + len(runtimes)) * (1 + options.reps)) as begin:
+        for drafter, count in cases:
             total = count * options.waves
             prompts = [texts[i % len(texts)][: options.length - i % 50] for i in range(total)]
-            rows += _loaded(probe, runtimes, prompts, drafter, count, options)
+            rows += _loaded(probe, runtimes, prompts, drafter, count, options, begin)
     for runtime in runtimes.values():
         runtime.close()
     return {
@@ -57,39 +58,34 @@ def _loaded(
     drafter: str,
     count: int,
     options: argparse.Namespace,
+    begin: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     own: dict[str, Any] = {"drafter": drafter, "max_new_tokens": options.new, "ignore_eos": True}
-    spent: dict[str, list[float]] = {mode: [] for mode in ("one by one", *runtimes)}
-    gaps: dict[str, list[float]] = {mode: [] for mode in runtimes}
-    same = dict.fromkeys(runtimes, True)
-    for repetition in range(options.reps + 1):
+
+    def run(mode: str, *_: object) -> tuple[float, list[list[int]], list[float]]:
+        if mode != ALONE:
+            return _together(runtimes[mode], prompts, own, count)
         began = perf_counter()
         expected = [probe.generate(prompt, **own).token_ids for prompt in prompts]
-        alone = perf_counter() - began
-        if repetition:
-            spent["one by one"].append(alone)
-        for mode, runtime in runtimes.items():
-            took, found, between = _together(runtime, prompts, own, count)
-            same[mode] = same[mode] and found == expected
-            if repetition:
-                spent[mode].append(took)
-                gaps[mode] += between
-    tokens = options.new * len(prompts)
+        return perf_counter() - began, expected, []
+
+    within = f"{drafter}, {count} at once, "
+    found = run_in_turn([ALONE, *runtimes], [None], options.reps, run, begin=begin, within=within)
+    spent = {mode: [seconds for seconds, *_ in runs] for mode, runs in found.items()}
     rows = []
-    for mode in spent:
-        between = sorted(gaps.get(mode, []))
-        pairs = zip(spent["one by one"], spent[mode], strict=True)
+    for mode, runs in found.items():
+        gaps = sorted(gap for *_, between in runs for gap in between)
         rows.append(
             {
                 "drafter": drafter,
                 "at_once": count,
                 "mode": mode,
-                "tokens_per_second": tokens / median(spent[mode]),
-                "speedup": median(alone / own for alone, own in pairs),
-                "gap_p50_ms": between[len(between) // 2] if between else None,
-                "gap_p99_ms": between[len(between) * 99 // 100] if between else None,
-                "gap_max_ms": between[-1] if between else None,
-                "same_tokens": same.get(mode, True),
+                "tokens_per_second": options.new * len(prompts) / median(spent[mode]),
+                "speedup": median(paired_ratios(spent[ALONE], spent[mode])),
+                "gap_p50_ms": percentile(gaps, 50),
+                "gap_p99_ms": percentile(gaps, 99),
+                "gap_max_ms": max(gaps, default=None),
+                "same_tokens": all(run[1] == alone[1] for run, alone in zip(runs, found[ALONE], strict=True)),
             }
         )
     return rows
@@ -133,19 +129,17 @@ def print_load(report: dict[str, Any], console: Console) -> None:
         f"prompts of {report['prompt_tokens']} tokens and less, {report['new']} new ones, {report['waves']} times as "
         f"many requests as there are at once; medians of {report['reps']} runs"
     )
-    table = make_table(
-        "drafter", "at once", "mode", "tokens/s", "against one by one", "gap p50", "p99", "max ms", "same"
-    )
-    for row in report["rows"]:
-        table.add_row(
-            row["drafter"],
-            str(row["at_once"]),
-            row["mode"],
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
-            figure(row["gap_p50_ms"], ".1f"),
-            figure(row["gap_p99_ms"], ".1f"),
-            figure(row["gap_max_ms"], ".1f"),
-            "yes" if row["same_tokens"] else "no",
-        )
-    console.print(table)
+    console.print(make_table(_COLUMNS, report["rows"]))
+
+
+_COLUMNS = (
+    Column("drafter", "drafter", text=True),
+    Column("at once", "at_once"),
+    Column("mode", "mode", text=True),
+    Column("tokens/s", "tokens_per_second", ".0f"),
+    Column("against one by one", "speedup", ".2f", "x"),
+    Column("gap p50", "gap_p50_ms", ".1f"),
+    Column("p99", "gap_p99_ms", ".1f"),
+    Column("max ms", "gap_max_ms", ".1f"),
+    Column("same", "same_tokens"),
+)

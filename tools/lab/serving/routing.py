@@ -20,7 +20,7 @@ from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.scheduler import SchedulerConfig
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
-from outrider.tools.output import make_table
+from outrider.tools.measuring import Column, make_table
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -147,9 +147,12 @@ async def _converse(replicas: DeploymentHandle[Any], plan: Plan, talk: Talk) -> 
 def print_routing(report: dict[str, Any], console: Console) -> None:
     named: Sequence[str] = ("conversations", "turns", "replicas")
     console.print(", ".join(f"{report[name]} {name}" for name in named) + f"; plan {report['identity'][:12]}")
-    table = make_table("way", "requests", "of the busiest replica", "prompt tokens", "computed")
-    for row in report["rows"]:
-        table.add_row(row["way"], *(str(row[key]) for key in ("requests", "busiest", "prompt_tokens", "computed")))
-    console.print(table)
+    console.print(make_table(_COLUMNS, report["rows"]))
     same = "the same answers" if report["same_answers"] else "OTHER answers"
     console.print(f"by prefix, {report['ratio']:.3f} of what is computed in turn; {same}")
+
+
+_COLUMNS = (
+    Column("way", "way", text=True), Column("requests", "requests"), Column("of the busiest replica", "busiest"),
+    Column("prompt tokens", "prompt_tokens"), Column("computed", "computed"),
+)  # fmt: skip

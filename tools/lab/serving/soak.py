@@ -15,9 +15,9 @@ from rich.console import Console
 from outrider import Handle, PrefixCacheConfig
 from outrider.commands.console import progress_bar
 from outrider.plans.errors import BusyError, OutriderError, RequestError
-from outrider.tools.bench.identity import identity_columns
+from outrider.tools.identity import identity_columns
 from outrider.tools.lab.serving.common import choose_drafters, load_runtime, prompts_of
-from outrider.tools.output import make_table, print_head
+from outrider.tools.measuring import Column, make_table, print_head
 
 SECONDS = 60.0  # of a minute
 
@@ -124,23 +124,22 @@ def _resident_bytes() -> int:
 def print_soak(report: dict[str, Any], console: Console) -> None:
     print_head(report, console)
     memory, cache, scheduler = report["memory"], report["cache"], report["scheduler"]
-    table = make_table("what", "figure")
-    for what, found in (
-        ("minutes, clients", f"{report['minutes']}, {report['clients']}"),
-        ("requests that finished", report["finished"]),
-        ("cancelled, late", f"{report['cancelled']}, {report['deadline']}"),
-        ("failed", report["failed"]),
-        ("compared with being alone, differing", f"{report['compared']}, {report['differing']}"),
-        ("tokens, a second of passes", f"{scheduler['new_tokens']}, {_rate(scheduler):.0f}"),
-        ("longest pass", f"{scheduler['longest_round_ms']:.0f} ms"),
-        ("hits, reused tokens", f"{cache['hit_rate']:.1%}, {cache['reuse_rate']:.1%}"),
-        ("evictions, tokens", f"{cache['eviction_count']}, {cache['tokens_evicted']}"),
-        ("references left", report["references_left"]),
-        ("resident memory, first and last", f"{memory[0]['rss_mb']:.0f}, {memory[-1]['rss_mb']:.0f} MB"),
-        ("growth after the first quarter", f"{report['rss_growth_mb']:.1f} MB"),
-    ):
-        table.add_row(what, str(found))
-    console.print(table)
+    figures = {
+        "minutes, clients": f"{report['minutes']}, {report['clients']}",
+        "requests that finished": report["finished"],
+        "cancelled, late": f"{report['cancelled']}, {report['deadline']}",
+        "failed": report["failed"],
+        "compared with being alone, differing": f"{report['compared']}, {report['differing']}",
+        "tokens, a second of passes": f"{scheduler['new_tokens']}, {_rate(scheduler):.0f}",
+        "longest pass": f"{scheduler['longest_round_ms']:.0f} ms",
+        "hits, reused tokens": f"{cache['hit_rate']:.1%}, {cache['reuse_rate']:.1%}",
+        "evictions, tokens": f"{cache['eviction_count']}, {cache['tokens_evicted']}",
+        "references left": report["references_left"],
+        "resident memory, first and last": f"{memory[0]['rss_mb']:.0f}, {memory[-1]['rss_mb']:.0f} MB",
+        "growth after the first quarter": f"{report['rss_growth_mb']:.1f} MB",
+    }
+    rows = ({"what": what, "figure": found} for what, found in figures.items())
+    console.print(make_table((Column("what", "what", text=True), Column("figure", "figure")), rows))
 
 
 def _rate(scheduler: dict[str, Any]) -> float:

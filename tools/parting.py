@@ -1,4 +1,4 @@
-"""What a request came to, and where two outcomes of the same request part."""
+"""Where two answers to the same request part: tokens, texts, log-probabilities, and how near a choice was."""
 
 from __future__ import annotations
 
@@ -7,10 +7,32 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider import Session
+from outrider.plugins.reference import RaceKey, Sampling
+from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.reference.race import race_times
+from outrider.plugins.schema import FilterOrder, Purpose
+from outrider.runtime.request import Options, check_options
+
 Token = int | str
 """A token's id; of a server that tells no ids, the token's text."""
 
 _SHOWN = 24  # characters of a text
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
+    """Index of the first entry that differs or that one of them does not have; None where both are the same."""
+    pairs = enumerate(zip_longest(one, other))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), None)
+
+
+def same_share(expected: Sequence[int], found: Sequence[int]) -> float:
+    """Share of the expected tokens before the first that differs."""
+    index = first_difference(expected, found)
+    return 1.0 if index is None else index / len(expected)
 
 
 @dataclass(frozen=True)
@@ -125,13 +147,11 @@ def divergence(request: str, expected: Outcome, found: Outcome) -> Divergence | 
             return None
         return Divergence("error", None, expected.error or "an answer", found.error or "an answer", None, request)
     if expected.tokens and found.tokens and expected.tokens != found.tokens:
-        pairs = enumerate(zip_longest(expected.tokens, found.tokens))
-        index, (one, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-        margin = _margin(expected, index, other)
-        return Divergence("tokens", index, _token(one), _token(other), margin, request)
+        index = first_difference(expected.tokens, found.tokens) or 0
+        one, other = ((*each.tokens, None)[index] for each in (expected, found))
+        return Divergence("tokens", index, _token(one), _token(other), _nats(expected, index, other), request)
     if expected.text != found.text:
-        pairs_of_text = enumerate(zip_longest(expected.text, found.text))
-        index = next(i for i, pair in pairs_of_text if pair[0] != pair[1])
+        index = first_difference(expected.text, found.text) or 0
         one_text, other_text = (repr(each.text[index : index + _SHOWN]) for each in (expected, found))
         return Divergence("text", index, one_text, other_text, None, request)
     if expected.finish != found.finish:
@@ -159,7 +179,7 @@ def _logprobs_part(request: str, expected: Outcome, found: Outcome) -> Divergenc
     return None
 
 
-def _margin(expected: Outcome, index: int, found: Token | None) -> float | None:
+def _nats(expected: Outcome, index: int, found: Token | None) -> float | None:
     place = index - expected.logprobs_from
     if found is None or expected.logprobs is None or not 0 <= place < len(expected.logprobs):
         return None
@@ -174,3 +194,80 @@ def _token(token: Token | None) -> str:
 
 def _there(logprob: Logprob | None) -> str:
     return "none" if logprob is None else f"{logprob.logprob:.17g}"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a generation first has another token than the expected one, and the logits by which that was chosen.
+
+    `prompt` and `index`, of a generated token, count from 0; the prompt has `prompt_tokens`. A `near_tie` is explained
+    by rounding.
+    """
+
+    prompt: int
+    prompt_tokens: int
+    index: int
+    expected: int
+    found: int
+    margin: float
+    near_tie: bool = False
+
+
+def find_parting(
+    session: Session, number: int, prompt: Sequence[int], options: Options, plain: Sequence[int], other: Sequence[int]
+) -> Parting | None:
+    """Find where `other` leaves `plain`, which `session` decodes plainly from `prompt`, that of this `number`, with
+    `options`, and which is as long; it is used again for the margin. None where the two are the same."""
+    index = first_difference(plain, other)
+    if index is None:
+        return None
+    again: Options = options | Options(drafter="none", partial_kv="off", ignore_eos=True, max_new_tokens=index + 1)
+    session.generate(prompt, whole=True, **again)
+    params = check_options(again, (), ()).sampling
+    order = FilterOrder[params.filter_order.upper()]
+    sampling = Sampling(params.temperature, params.top_k, params.top_p, params.min_p, order)
+    key = RaceKey(params.seed, params.stream, len(prompt) + index, Purpose.TARGET)
+    apart = margin(session.step_logits(0), sampling, key)
+    return Parting(number, len(prompt), index, plain[index], other[index], apart)
+
+
+def margin(logits: NDArray[np.float32], sampling: Sampling, key: RaceKey) -> float:
+    """How nearly another token would have been chosen from `logits` `[V]` in the race of `key`.
+
+    In logits: twice the least disturbance that changes the choice or the set it is made from. Greedily, that is the
+    gap of the two largest; in a race, the gap of the two fastest.
+    """
+    ranked = np.sort(logits.astype(np.float64))[::-1]
+    if sampling.temperature == 0.0:
+        return float(ranked[0] - ranked[1]) if len(ranked) > 1 else float("inf")
+    times = np.sort(race_times(filtered_weights(logits, sampling), key)[1].astype(np.float64))
+    found = [sampling.temperature * np.log(second / times[0]) for second in times[1:2]]
+    kept = sampling.top_k if 0 < sampling.top_k < len(ranked) else len(ranked)
+    temperature = 1.0 if sampling.filter_order == FilterOrder.TEMPERATURE_LAST else sampling.temperature
+    fewer, more = list[float](), list[float]()  # what makes the set smaller, and what lets others in
+    if sampling.top_p < 1.0:
+        weights = np.exp((ranked[:kept] - ranked[0]) / temperature)
+        sums = np.cumsum(weights)
+        kept = 1 + int(np.argmax(sums >= sampling.top_p * sums[-1]))
+        *fewer, end = _to_the_ends(sampling.top_p / (1 - sampling.top_p), weights, kept - 1, temperature)
+        more.append(end)
+    more += [ranked[kept - 1] - dropped for dropped in ranked[kept : kept + 1]]
+    if sampling.min_p > 0.0:  # who comes in passes both, and who is dropped anyway does not matter
+        above = ranked - ranked[0] - temperature * np.log(sampling.min_p)
+        found += np.abs(above[1:kept]).tolist()  # the first always passes
+        passing = int((above >= 0).sum())
+        fewer = fewer if kept <= passing else []
+        more = [max(edge, -float(above[kept])) for edge in more] if kept < len(ranked) else []
+    return float(min([*found, *fewer, *more], default=float("inf")))
+
+
+def _to_the_ends(odds: float, weights: NDArray[np.float64], index: int, temperature: float) -> list[float]:
+    """From a share of all weights, given by its odds, to the ends of the interval of `index`, in which it lies.
+
+    A share moves most where the logits inside rise and those outside fall: its log-odds by both together, over the
+    temperature.
+    """
+    sums = np.cumsum(weights)
+    ends = sums[max(index - 1, 0) : index + 1]
+    with np.errstate(divide="ignore"):  # no disturbance moves the end of all
+        return list(temperature * np.abs(np.log(ends / (sums[-1] - ends)) - np.log(odds)))
