@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -56,12 +56,9 @@ class Outcome:
     logprobs_from: int = 0
     error: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Outcome:
-        """Read what `to_json` gave, which JSON may have made lists of."""
+        """Read what `asdict` gave, which JSON may have made lists of."""
         told = value["logprobs"]
         logprobs = None if told is None else tuple(
             Logprob(each["token"], each["logprob"], tuple((token, logprob) for token, logprob in each["top"]))
@@ -114,9 +111,6 @@ class Compared:
     """Of the requests that diverged."""
     largest_margin: float | None = None
     """Of all tokens that parted: how far the choices were from a tie."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(names: Sequence[str], expected: Sequence[Outcome], found: Sequence[Outcome]) -> Compared:

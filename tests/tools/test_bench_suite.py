@@ -16,8 +16,7 @@ from outrider.plans.errors import RequestError
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench import suite
 from outrider.tools.bench.columns import COLUMNS
-from outrider.tools.bench.conversation import Conversation
-from outrider.tools.bench.questions import Question, read_questions
+from outrider.tools.bench.questions import Conversation, Question, read_questions
 from tests.conftest import TOY_DRAFTERS
 
 Captured = pytest.CaptureFixture[str]

@@ -16,9 +16,8 @@ from outrider.plans.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.request import Options
 from outrider.runtime.runtime import check_threads
-from outrider.tools.bench.conversation import Conversation
 from outrider.tools.bench.prompts import Prompts
-from outrider.tools.bench.questions import Question, read_questions
+from outrider.tools.bench.questions import Conversation, Question, read_questions
 from outrider.tools.bench.rows import rows_of
 from outrider.tools.bench.runs import Run, cost_of, generate, load, mode_of
 from outrider.tools.bench.sampling import as_options
