@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def test_imports_follow_the_arrows(package: str) -> None:
     assert turned == []
 
 
+def test_the_laboratory_is_imported_by_nothing_that_is_installed() -> None:
+    """`tools/lab` stays out of the wheel, so no module of the wheel may import it, by an import or by its name."""
+    named = re.compile(r"""(["']|import |from )outrider\.tools(\.| import )lab\b""")
+    users = [
+        relative(path)
+        for package in (*PACKAGES, "tools", NAME)
+        for path in sources(package)
+        if not path.is_relative_to(REPOSITORY / "tools" / "lab") and named.search(path.read_text("utf-8"))
+    ]
+    assert users == []
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
+    assert "outrider/tools/lab/**" in project["tool"]["scikit-build"]["wheel"]["exclude"]
+
+
 def test_our_packages_are_imported_by_the_name_that_is_installed() -> None:
     """In code, in code within texts, and in documents."""
     said = re.compile(rf"(\b(import|from)|-m\",?) \"?({'|'.join(sorted(OURS - {'tests'}))})\b[. \";]")
@@ -76,7 +91,7 @@ def test_our_packages_are_imported_by_the_name_that_is_installed() -> None:
         for line in (REPOSITORY / name).read_text(encoding="utf-8").splitlines()
         if said.search(line)
     ]
-    assert [line.partition(":")[0] for line in named] == ["tools/paired_worker.py"], named  # of older checkouts
+    assert [line.partition(":")[0] for line in named] == ["tools/lab/paired_worker.py"], named  # of older checkouts
 
 
 @pytest.mark.parametrize("package", ["compiler", "runtime"])

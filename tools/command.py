@@ -52,18 +52,8 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "measure": {
         "doctor": Command("outrider.tools.doctor", "what is installed here, and which backends can run"),
-        "bench": Command(
-            "outrider.tools.bench.__main__", "drafters, draft trees, long contexts and start-up, by the clock"
-        ),
-        "modes": Command("outrider.tools.modes", "branches in one sequence, in batching, and one after another"),
-        "faults": Command("outrider.tools.faults.__main__", "what becomes of requests when things break"),
-        "serving": Command(
-            "outrider.tools.serving.__main__", "what a prefix cache, shared passes, routing and Ray actors bring"
-        ),
+        "bench": Command("outrider.tools.bench.__main__", "drafters, draft trees and start-up, by the clock"),
         "exactness": Command("outrider.tools.exactness.__main__", "the same tokens whatever happens around a request"),
-        "peers": Command(
-            "outrider.tools.peers.__main__", "against transformers, onnxruntime-genai, OpenVINO and llama.cpp"
-        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -22,5 +22,5 @@ The model was compiled into a plan (build/reference), which runs without PyTorch
 The table compares plain decoding with each drafter of the plan: the same tokens ("same: yes"), in less time.
 The gap columns are what a user waits between two pieces of text: bigger pieces come less often.
 Next: a model of your own (`outrider build path/to/checkpoint`), a server (`outrider serve --help`), a program in C
-(`outrider embed --help`), latency on a page (`outrider bench latency build/reference --report build/report`).
+(`outrider embed --help`), the draft tree that pays on this machine (`outrider tune build/reference`).
 END

@@ -22,7 +22,7 @@ from outrider.compiler.models.attention import Attention
 from outrider.plans.manifest import Tree
 
 # How often the drafter's race tells nothing of the target's. Near the best of a grid on the reference drafters
-# (`python -m outrider.tools.proposals`).
+# (`python -m outrider.tools.lab.proposals`).
 DOUBT = 0.5
 
 

@@ -13,22 +13,25 @@ import pytest
 from outrider.commands.arguments import Parser
 from outrider.plans.errors import UsageError
 
-OF_SEVERAL = ("outrider.compiler", "outrider.runtime", "outrider.tools.bench", "outrider.tools.serving")
+OF_SEVERAL = ("outrider.compiler", "outrider.runtime", "outrider.tools.bench")
 MODULES = {
     **{
         f"{package}.__main__": f"python -m {package}"
-        for package in (*OF_SEVERAL, "outrider.tools.peers", "outrider.tools.verify", "outrider.tools.tune")
+        for package in (*OF_SEVERAL, "outrider.tools.verify", "outrider.tools.tune")
     },
     "outrider.runtime.ray_serve.command": "python -m outrider.runtime.ray_serve",
-    "outrider.tools.modes": "python -m outrider.tools.modes",
-    "outrider.tools.context_quality.__main__": None,
-    "outrider.tools.proposals": None,
-    "outrider.tools.synthetic_pair": None,
-    "outrider.tools.train_reference": None,
-    "outrider.tools.gpu.measure": None,
-    "outrider.tools.gpu.prepare": None,
-    "outrider.tools.paired": None,
-    "outrider.tools.reference.pack": None,
+    **{
+        f"outrider.tools.lab.{name}.__main__": None
+        for name in ("serving", "peers", "faults", "matmul", "context_quality")
+    },
+    **{f"outrider.tools.lab.{name}": None for name in ("modes", "embedded", "bundle", "context")},
+    "outrider.tools.lab.proposals": None,
+    "outrider.tools.lab.synthetic_pair": None,
+    "outrider.tools.lab.train_reference": None,
+    "outrider.tools.lab.gpu.measure": None,
+    "outrider.tools.lab.gpu.prepare": None,
+    "outrider.tools.lab.paired": None,
+    "outrider.tools.lab.reference.pack": None,
 }
 NEGATIVE = {"--length-penalty", "--presence-penalty", "--frequency-penalty"}  # options that may be below 0
 
@@ -54,9 +57,9 @@ def is_number(action: argparse.Action, text: str) -> bool:
 
 WITHOUT_NUMBERS = (
     "outrider.compiler.__main__",
-    "outrider.tools.reference.pack",
-    "outrider.tools.gpu.prepare",
-    "outrider.tools.gpu.measure",
+    "outrider.tools.lab.reference.pack",
+    "outrider.tools.lab.gpu.prepare",
+    "outrider.tools.lab.gpu.measure",
 )
 
 

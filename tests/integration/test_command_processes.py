@@ -17,8 +17,11 @@ from tests.conftest import HELD_OUT, REPOSITORY
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TEXT = "print('café', 'naïve', 'café', 'na"  # what the toy's n-grams repeat
 MODULES = (
-    "runtime", "compiler", "tools.bench", "tools.serving", "tools.modes", "tools.peers", "tools.context_quality",
-    "tools.proposals", "tools.synthetic_pair", "tools.train_reference", "tools.gpu.measure", "tools.reference.pack",
+    "runtime", "compiler", "tools.bench",
+    *(f"tools.lab.{name}" for name in (
+        "serving", "modes", "peers", "context_quality", "proposals", "synthetic_pair", "train_reference", "gpu.measure",
+        "reference.pack", "matmul", "embedded", "bundle", "context", "faults",
+    )),
 )  # fmt: skip
 
 
@@ -113,7 +116,7 @@ def test_an_interrupt_while_importing_ends_the_command_quietly(module: str, tmp_
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_soak_ends_quietly(branch_plan: Path) -> None:
     command = [
-        "outrider.tools.serving",
+        "outrider.tools.lab.serving",
         "soak",
         str(branch_plan),
         "--minutes",

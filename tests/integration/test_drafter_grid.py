@@ -81,7 +81,7 @@ def grid_recipe() -> Recipe:
     if missing := sorted({"ngram", "model", "eagle3", "block"} - set(listed)):
         pytest.fail(
             f"{REFERENCE_RECIPE} has no drafter of kind {' and '.join(missing)}; train them with "
-            "`python -m outrider.tools.train_reference all` and list them there"
+            "`python -m outrider.tools.lab.train_reference all` and list them there"
         )
     model = {key: listed["model"][key] for key in ("kind", "checkpoint")}
     drafters = [

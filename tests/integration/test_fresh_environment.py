@@ -68,6 +68,11 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     assert Path(found["source"]).is_relative_to(tmp_path / "venv")
     assert found["tokens"] == toy.generate(PROMPT, max_new_tokens=24, temperature=0.9, seed=6).token_ids
 
+    (lab,) = run(
+        [python, "-c", "import importlib.util as u; print(u.find_spec('outrider.tools.lab'))"], outside
+    ).stdout.split()
+    assert lab == "None"  # it is for checkouts
+
     command = [
         python,
         "-m",

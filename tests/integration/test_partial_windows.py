@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-import outrider.tools.bench.__main__ as bench
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.compiler.build import build
 from outrider.compiler.inspect import describe, print_description
@@ -19,6 +18,7 @@ from outrider.plans import names
 from outrider.plans.errors import RecipeError, RequestError
 from outrider.runtime.options.request import resolve
 from outrider.runtime.session import Session
+from outrider.tools.lab import context
 from outrider.tools.verify.partial_check import check_partial
 from tests.conftest import HELD_OUT, PARTIAL_KV, made_once
 from tests.integration.families import DRAFTERS, write_toy
@@ -174,8 +174,8 @@ def test_budgets_that_do_not_reach_the_window_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=r"partial_budget is 1; pass auto, or 2 to 3 blocks: .* the last 17 tokens"):
         one.generate("x", partial_budget=1)
-    arguments = ["context", str(plan), "--prompts", str(HELD_OUT), "--budgets", "1,2"]
-    assert bench.main(arguments) == 2
+    arguments = [str(plan), "--prompts", str(HELD_OUT), "--budgets", "1,2"]
+    assert context.main(arguments) == 2
     assert (
         "--budgets has 1; layers of the target see the last 17 tokens, which 2 blocks reach" in capsys.readouterr().err
     )

@@ -26,7 +26,7 @@ from outrider.runtime.ray_serve.application import REPLICA, build
 from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
 from outrider.runtime.ray_serve.settings import Routing, Settings
 from outrider.runtime.ray_serve.streams import sender
-from outrider.tools.serving.routing import Talk, measure_way
+from outrider.tools.lab.serving.routing import Talk, measure_way
 from tests.integration.ray_cluster import Deployed, deployed, two_nodes
 from tests.integration.served import KEY, client_of, get, listening
 from tests.integration.test_server_tracing import collector

@@ -15,7 +15,7 @@ from outrider.runtime.beam_search import beam_search
 from outrider.runtime.engine_pool import EnginePool
 from outrider.runtime.mapped_files import MappedFiles
 from outrider.runtime.runtime import Plan
-from outrider.tools.faults.successor import copy_plan, write_over, write_successor
+from outrider.tools.lab.faults.successor import copy_plan, write_over, write_successor
 from tests.integration.served import client_of, get, listening
 from tests.plans.damage import WEIGHTS
 

@@ -26,8 +26,9 @@ from outrider.compiler.build import build
 from outrider.compiler.models.rope import RopeScaling
 from outrider.compiler.probes.choice import ProbedOp
 from outrider.compiler.recipe import load_recipe
+from outrider.tools.parting import Parting
 from outrider.tools.verify.partial_check import PartialCheck
-from outrider.tools.verify.verification import LOGIT_BOUND, Divergence, Verification
+from outrider.tools.verify.verification import LOGIT_BOUND, Verification
 from tests.conftest import PARTIAL_KV, made_once
 from tests.inexact import INEXACT_OPS, make_target_inexact
 from tests.plans.damage import list_again
@@ -218,7 +219,7 @@ def test_weights_that_are_not_numbers_fail(workplace: Path, capsys: Captured) ->
 )
 def test_the_verdict(error: float, margin: float, passed: bool) -> None:
     tolerance = min(LOGIT_BOUND, 2 * error)
-    divergence = Divergence(0, 0, 1, 2, margin, near_tie=margin <= tolerance)
+    divergence = Parting(0, 9, 0, 1, 2, margin, near_tie=margin <= tolerance)
     result = Verification(max_logit_error=error, tolerance=tolerance, divergences=[divergence])
     assert result.passed is passed
 

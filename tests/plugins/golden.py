@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS, FORMS
-from outrider.tools.gpu.stages import Array, Golden, Tensors, widened
+from outrider.tools.lab.gpu.stages import Array, Golden, Tensors, widened
 from tests.plugins import test_engine_kernels
 from tests.plugins.emulator import ENGINES, Emulator, compile_emulator
 from tests.plugins.gpu import Gpu

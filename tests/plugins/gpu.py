@@ -16,7 +16,7 @@ from outrider.plugins.cuda import DeviceOp
 from outrider.plugins.cuda.compile import compile_kernels
 from outrider.plugins.cuda.launches import STATUS
 from outrider.runtime.backends.cuda_driver import CudaDevice, architecture
-from outrider.tools.gpu.stages import launch
+from outrider.tools.lab.gpu.stages import launch
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,5 @@ class Gpu:
         numbers: Sequence[int],
         shared: int,
     ) -> None:
-        """As `tools.gpu.stages.launch`: arrays are changed in place."""
+        """As `tools.lab.gpu.stages.launch`: arrays are changed in place."""
         launch(self._device, kernel, blocks, threads, tensors, numbers, shared)

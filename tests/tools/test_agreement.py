@@ -16,7 +16,8 @@ from outrider.plugins.reference import RaceKey, Sampling, choice
 from outrider.plugins.reference.choice import filtered_weights
 from outrider.plugins.schema import FilterOrder, Purpose
 from outrider.runtime.options.options import Options
-from outrider.tools.verify.agreement import DrafterCheck, Parting, compare_drafters, margin
+from outrider.tools.parting import Parting, margin
+from outrider.tools.verify.agreement import DrafterCheck, compare_drafters
 from tests.conftest import TOY_DRAFTERS
 
 LOGITS = st.lists(st.integers(-400, 400).map(lambda hundredths: hundredths / 100), min_size=5, max_size=5, unique=True)
@@ -64,7 +65,7 @@ def test_a_run_that_parts_is_found_with_its_margin(toy: Runtime, monkeypatch: py
         checks = compare_drafters(session, [prompt], ["bushy", "chain"], options, tolerance, exact=False)
         assert (checks["chain"].equal_runs, checks["chain"].partings) == (1, [])
         (parting,) = checks["bushy"].partings
-        assert (parting.index, parting.plain_token, parting.drafted_token) == (first, plain[first], drafted[first])
+        assert (parting.index, parting.expected, parting.found) == (first, plain[first], drafted[first])
         assert parting.margin > 1e-4
         assert parting.near_tie == (tolerance > 1)
 
@@ -89,7 +90,7 @@ def test_an_exact_target_has_no_near_ties(toy: Runtime, monkeypatch: pytest.Monk
 
 
 def test_tokens_per_verify() -> None:
-    parting = Parting(0, 1, 2, 3, 0.5, near_tie=False)
+    parting = Parting(0, 20, 1, 2, 3, 0.5)
     check = DrafterCheck(tokens=9, rounds=3, partings=[parting])
     assert (check.tokens_per_verify, check.passed, DrafterCheck().tokens_per_verify) == (3.0, False, 0.0)
     assert check.to_json()["tokens_per_verify"] == 3.0

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -19,11 +18,10 @@ from outrider import Runtime, Stats
 from outrider.plans.errors import OutriderError, RequestError
 from outrider.runtime.options.options import Options
 from outrider.tools.bench import __main__ as bench
-from outrider.tools.bench.alternating import divergences
 from outrider.tools.bench.columns import COLUMNS
-from outrider.tools.bench.embedded import _Process
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
-from outrider.tools.bench.rows import Mode, Run, _along_context, first_tokens, percentile, summary
+from outrider.tools.bench.rows import _along_context, summary
+from outrider.tools.bench.runs import Mode, Run, divergences, first_tokens
 from outrider.tools.bench.shapes import Variant
 from outrider.tools.bench.tables import print_table
 from tests.conftest import TOY_DRAFTERS
@@ -274,13 +272,6 @@ def test_times_along_the_context_are_medians_of_equal_stretches(toy: Runtime) ->
     assert _along_context([replace(run, gaps_ms=())]) == []
 
 
-def test_percentiles() -> None:
-    ranked = [float(value) for value in range(1, 101)]
-    assert [percentile(ranked, share) for share in (10, 50, 90, 99)] == [10, 50, 90, 99]
-    assert [percentile([7.0], share) for share in (10, 99)] == [7.0, 7.0]
-    assert percentile([], 50) is None
-
-
 def test_a_generation_too_short_to_time_its_rounds_is_no_error(workplace: Path, capsys: Captured) -> None:
     prompts = str(workplace / "held_out.jsonl")
     arguments = ["latency", str(workplace / "plan"), "--prompts", prompts, "--new", "1", "--count", "1", "--json"]
@@ -317,39 +308,3 @@ def test_startup_refuses_what_the_runtime_refuses(toy_plan: Path, tmp_path: Path
     assert "--threads is '-1'" in capsys.readouterr().err
     assert bench.main(["startup", str(toy_plan), "--reps", "0"]) == 2
     assert "--reps is '0'; pass a whole number of at least 1; see " in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("raise SystemExit('no such plan')", "no such plan"),
-        ("print('hello')", "it says 'hello' where it should be ready"),
-        ("print('ready', flush=True)", "exit status 0"),
-        (
-            "print('ready', flush=True); input(); print('soon', flush=True); input()",
-            "it says 'soon' in place of a time",
-        ),
-        ("print('ready', flush=True); input(); raise SystemExit('out of memory')", "out of memory"),
-        ("print('ready', flush=True); input(); print('1.5', flush=True); raise SystemExit('late')", "late"),
-    ],
-)
-def test_a_process_that_fails_is_heard(program: str, said: str) -> None:
-    noise = "import sys; print(200_000 * chr(10), file=sys.stderr); "
-    with pytest.raises(OutriderError, match=said), _Process([sys.executable, "-c", noise + program]) as process:
-        process.generate()
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")
-def test_embedded_compares_c_with_python(workplace: Path, capsys: Captured) -> None:
-    pytest.importorskip("cffi")
-    prompts = str(workplace / "held_out.jsonl")
-    sizes = ("--new", "4", "--reps", "2", "--runs", "2")
-    assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ms_per_token"].keys() == {"c", "python"}
-    assert found["threads"] >= 1
-    assert (found["new_tokens"], len(found["prompts_sha256"])) == (4, 64)
-    assert 0 < found["ratio_p10"] <= found["ratio"] <= found["ratio_p90"]
-    assert bench.main(["embedded", str(workplace / "plan"), "--prompts", prompts, *sizes]) == 0
-    assert "C takes " in capsys.readouterr().out

@@ -17,11 +17,12 @@ import pytest
 from outrider.plans.errors import RequestError
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import Tokenizer
+from outrider.tools import identity
 from outrider.tools.bench import __main__ as bench
-from outrider.tools.bench import latency, threads, variants
+from outrider.tools.bench import latency, variants
 from outrider.tools.bench.prompts import Prompts, choose_prompts, encode_prompts
-from outrider.tools.bench.threads import threads_used
-from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
+from outrider.tools.bench.runs import cost_of
+from outrider.tools.identity import threads_used
 from tests.cpu_session import cpu_session
 
 Captured = pytest.CaptureFixture[str]
@@ -44,7 +45,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("that came too early")
 
     monkeypatch.setattr(variants, "_run", fail)  # the compiler
-    monkeypatch.setattr(latency, "alternate", fail)
+    monkeypatch.setattr(latency, "run_in_turn", fail)
 
 
 @pytest.mark.usefixtures("nothing_runs")
@@ -137,47 +138,24 @@ def test_threads_that_the_backend_chose_are_counted(monkeypatch: pytest.MonkeyPa
     assert threads_used("onnxruntime-cpu", 3) == 3
     assert threads_used("tensorrt", 3) is None
     counts = iter([10, 17])
-    monkeypatch.setattr(threads, "_running", lambda: next(counts))
+    monkeypatch.setattr(identity, "_running", lambda: next(counts))
     assert threads_used("onnxruntime-cpu", 0) == 8
-    monkeypatch.setattr(threads, "_running", lambda: None)
-    assert threads_used("onnxruntime-cpu", 0) == threads.available_cores()
-    onnx.checker.check_model(onnx.load_model_from_string(threads._IDENTITY))
+    monkeypatch.setattr(identity, "_running", lambda: None)
+    assert threads_used("onnxruntime-cpu", 0) == identity.available_cores()
+    onnx.checker.check_model(onnx.load_model_from_string(identity._IDENTITY))
 
 
-@pytest.mark.skipif(not threads._TASKS.is_dir(), reason="the system lists no threads")
+@pytest.mark.skipif(not identity._TASKS.is_dir(), reason="the system lists no threads")
 def test_a_session_has_as_many_threads_as_are_counted(toy_plan: Path) -> None:
-    before = len(os.listdir(threads._TASKS))
+    before = len(os.listdir(identity._TASKS))
     engine = read_manifest(toy_plan).backends["onnxruntime-cpu"].engines["target"]
     session = cpu_session(toy_plan / engine.file, threads=0)
     assert session.get_inputs()
-    assert threads_used("onnxruntime-cpu", 0) == 1 + len(os.listdir(threads._TASKS)) - before
-
-
-def test_the_time_left_goes_by_what_runs_took_and_by_their_work() -> None:
-    short, long = Step("none", 0, 10.0), Step("none", 1, 100.0)
-    now = [0.0]
-    left = TimeLeft([short, short, long, long], clock=lambda: now[0])
-    assert left.begin(short) == (0, 4, None)
-    now[0] = 1.0
-    assert left.begin(long) == (1, 4, 1.0 + 2 * 10.0)  # by work: 0.1 seconds a unit, and the short one as before
-    now[0] = 31.0
-    assert left.begin(short) == (2, 4, 1.0 + 30.0)  # both have been measured
-    now[0] = 34.0
-    assert left.begin(long) == (3, 4, 30.0)
-
-
-def test_a_mode_that_has_not_run_yet_is_taken_to_be_as_fast_as_the_others() -> None:
-    now = [0.0]
-    left = TimeLeft([Step("none", 0, 10.0), Step("head", 0, 10.0), Step("head", 1, 30.0)], clock=lambda: now[0])
-    left.begin(Step("none", 0, 10.0))
-    now[0] = 5.0
-    assert left.begin(Step("head", 0, 10.0))[2] == 5.0 + 15.0
-    now[0] = 6.0
-    assert left.begin(Step("head", 1, 30.0))[2] == 3.0  # its own pace
+    assert threads_used("onnxruntime-cpu", 0) == 1 + len(os.listdir(identity._TASKS)) - before
 
 
 def test_long_prompts_are_more_work() -> None:
-    assert guess_work(1500, 128) > 1.5 * guess_work(30, 128)
+    assert cost_of(1500, 128) > 1.5 * cost_of(30, 128)
 
 
 def test_every_run_is_in_the_plan_of_the_time_left(workplace: Path, capsys: Captured) -> None:

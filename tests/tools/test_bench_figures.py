@@ -13,15 +13,13 @@ from outrider import Generation, Stats
 from outrider.runtime.generation import FinishReason
 from outrider.runtime.options.options import Options
 from outrider.runtime.sampling import SamplingParams
-from outrider.tools.bench import alternating
-from outrider.tools.bench.alternating import alternate, compare
+from outrider.tools.bench import runs as bench_runs
 from outrider.tools.bench.columns import COLUMNS, flat_rows, to_csv
-from outrider.tools.bench.latency import mode_of
 from outrider.tools.bench.prompts import Prompts
-from outrider.tools.bench.rows import Mode, Run, speedup, summary, variant_columns
+from outrider.tools.bench.rows import by_task, speedup, summary, variant_columns
+from outrider.tools.bench.runs import Mode, Run, compare, mode_of
 from outrider.tools.bench.shapes import PLAIN_DECODING, Variant
-from outrider.tools.bench.tables import main_cells, same
-from outrider.tools.bench.tasks import by_task
+from outrider.tools.bench.tables import MAIN, same
 
 DRAFTER = Variant("ngram.1", "ngram", "ngram", None, 7, 6, "coupled")
 TOKENS = list(range(11))
@@ -116,42 +114,12 @@ def test_figures_of_a_task_are_of_its_prompts_alone() -> None:
     assert (at_once["short"]["speedup"], at_once["short"]["tokens_per_second"]) == (2, None)
 
 
-class Recorder:
-    """In place of a session: what ran, and a generation for each that took as long as it was told."""
-
-    def __init__(self) -> None:
-        self.ran: list[tuple[int, str]] = []
-        self.begun: list[tuple[str, int]] = []
-
-    def ask(self, drafter: str, prompt: int) -> list[Run]:
-        self.ran.append((prompt, drafter))
-        return [run(prompt, float(len(self.ran)))]
-
-    def begin(self, mode: Mode, prompt: int, text: str) -> None:
-        self.begun.append((mode.variant.name, prompt))
-
-
 FORCED = Mode(Variant("head", "head", "eagle3", "2/1/4", 4, 2, "coupled"), synthetic=2, promised=False)
-
-
-def test_modes_alternate_and_every_second_repetition_goes_the_other_way_round() -> None:
-    recorder = Recorder()
-    modes = [Mode(PLAIN_DECODING), Mode(DRAFTER), replace(FORCED, runs=[])]
-    alternate(modes, 2, 3, recorder.ask, recorder.begin)
-    there, back = ["none", "ngram.1", "head"], ["head", "ngram.1", "none"]
-    assert recorder.ran[:3] == [(0, name) for name in there]  # warm up, and count nowhere
-    assert recorder.ran[3:] == [(p, name) for order in (there, back, there) for p in (0, 1) for name in order]
-    assert recorder.begun == [(name, prompt) for prompt, name in recorder.ran]
-    for mode in modes:
-        assert [r.prompt for r in mode.runs] == [0, 1] * 3  # so that runs of one index are a pair
-    ends = [[r.stats.total_ms for r in mode.runs] for mode in modes]
-    assert [ms[0] for ms in ends] == [4, 5, 6]
-    assert [ms[2] for ms in ends] == [12, 11, 10]
 
 
 def test_what_was_forced_is_compared_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    monkeypatch.setattr(alternating, "divergences", lambda *arguments: compared.append(arguments[-1]) or [])
+    monkeypatch.setattr(bench_runs, "divergences", lambda *arguments: compared.append(arguments[-1]) or [])
     modes = [Mode(PLAIN_DECODING, [run(0, 1)]), Mode(DRAFTER, [run(0, 2)]), replace(FORCED, runs=[run(0, 3)])]
     compare(None, modes, [[0]], Options())  # type: ignore[arg-type]
     assert compared == [modes[0].runs, modes[1].runs]
@@ -194,6 +162,6 @@ def test_a_line_of_csv_has_the_same_columns_whatever_was_measured() -> None:
 def test_cells_of_figures_that_there_are_not_say_so() -> None:
     mode = Mode(DRAFTER, [run(0, 50, first_span=11)])
     row = {"synthetic_accept": None} | variant_columns(mode) | summary(mode, [run(0, 100)])
-    assert main_cells(row) == (
+    assert tuple(column.cell(row) for column in MAIN) == (
         "ngram", "6 nodes", "100", "-", "2.00x", "2.00-2.00", "-", "1.00", "-", "0%", "25.0/25.0", "-", "yes",
     )  # fmt: skip

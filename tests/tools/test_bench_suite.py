@@ -16,8 +16,7 @@ from outrider.plans.errors import RequestError
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench import suite
 from outrider.tools.bench.columns import COLUMNS
-from outrider.tools.bench.conversation import Conversation
-from outrider.tools.bench.questions import Question, read_questions
+from outrider.tools.bench.questions import Conversation, Question, read_questions
 from tests.conftest import TOY_DRAFTERS
 
 Captured = pytest.CaptureFixture[str]
@@ -129,7 +128,7 @@ def test_files_without_questions_are_refused(toy_plan: Path, tmp_path: Path, cap
 def test_a_question_without_room_is_refused_before_anything_runs(
     run, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr(suite, "alternate", lambda *_: pytest.fail("that came too early"))
+    monkeypatch.setattr(suite, "run_in_turn", lambda *_: pytest.fail("that came too early"))
     assert run("--new", "70") == 2
     error = capsys.readouterr().err
     assert "question.jsonl:1: the question has " in error
@@ -249,17 +248,6 @@ def test_cells_of_markdown_hold_any_category(run, questions: Path, capsys: Captu
     assert [line.split(" | ")[0] for line in lines[-3:]] == ["| math", r"| a\|b c d", "| overall"]
 
 
-def test_the_page_has_a_table_of_categories(run, tmp_path: Path, capsys: Captured) -> None:
-    assert run("--drafters", "chain", "--report", str(tmp_path / "page")) == 0
-    capsys.readouterr()
-    html = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
-    assert "<h2>By category</h2>" in html
-    cells = [line for line in html.splitlines() if line.startswith('<tr class="category">')]
-    assert len(cells) == 6
-    assert cells[1].startswith('<tr class="category"><td>writing</td><td>chain</td>')
-    assert "python -m outrider.tools.bench suite" in html
-
-
 def test_a_plan_without_a_template_is_asked_in_raw_text(
     run, toy: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
@@ -269,27 +257,3 @@ def test_a_plan_without_a_template_is_asked_in_raw_text(
     assert not found["suite"]["chat_template"]
     assert found["rows"][0]["by_task"]["math"]["prompt_tokens"] == len(toy.tokenizer.encode("1 + 1"))
     assert found["rows"][1]["same_tokens"]
-
-
-def test_every_drafter_has_its_own_export_for_aiperf(run, tmp_path: Path, capsys: Captured) -> None:
-    assert run("--drafters", "ngram,chain", "--aiperf", str(tmp_path / "exports"), "--json") == 0
-    captured = capsys.readouterr()
-    rows = {row["drafter"]: row for row in json.loads(captured.out)["rows"]}
-    paths = sorted((tmp_path / "exports").rglob("*.json"))
-    assert [str(path.relative_to(tmp_path / "exports")) for path in paths] == [
-        f"{name}/profile_export_aiperf.json" for name in ("chain", "ngram", "none")
-    ]
-    for path in paths:
-        found, row = json.loads(path.read_text()), rows[path.parent.name]
-        assert found["schema_version"] == "1.5"
-        assert found["run_info"]["run_label"] == path.parent.name
-        assert found["run_info"]["cli_command"].startswith("python -m outrider.tools.bench suite ")
-        assert found["start_time"] <= found["end_time"]
-        assert found["request_count"] == {"unit": "requests", "avg": 6}
-        assert found["request_latency"]["p50"] == pytest.approx(row["e2e_ms"])
-        assert found["time_to_first_token"]["p50"] == pytest.approx(row["ttft_ms"])
-        assert found.get("total_draft_tokens", {"avg": 0})["avg"] == row["drafted"]
-        assert ("spec_decode_steps" in found) == (row["drafted"] > 0)
-    (tmp_path / "taken").write_text("x")
-    assert run("--aiperf", str(tmp_path / "taken")) == 2
-    assert "choose another folder for --aiperf" in " ".join(capsys.readouterr().err.split())

@@ -81,9 +81,9 @@ def test_a_package_that_a_command_lacks_is_named_with_what_to_do(
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
     monkeypatch.setattr(command, "import_module", missing)
-    assert command.main(["modes", "plan"]) == 2
+    assert command.main(["exactness", "plan"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "outrider modes needs yaml" in said
+    assert "outrider exactness needs yaml" in said
     assert "pip install '.[compiler]'" in said
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.tools.exactness import __main__ as exactness
 from outrider.tools.exactness import measure
-from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import (
     INSTRUCTION_SETS,
     REFERENCE,
@@ -32,12 +31,11 @@ from outrider.tools.exactness.conditions import (
     processes,
     usable_drafters,
 )
-from outrider.tools.exactness.outcome import Logprob, Outcome, compare, divergence
-from outrider.tools.exactness.process import environment, run_process
-from outrider.tools.exactness.requests import plan_requests
+from outrider.tools.exactness.requests import Asked, plan_requests
 from outrider.tools.exactness.server import Server
 from outrider.tools.exactness.ways import outcome_of
-from outrider.tools.exactness.worker import run_job
+from outrider.tools.exactness.worker import environment, run_job, run_process
+from outrider.tools.parting import Logprob, Outcome, compare, divergence
 from tests.conftest import HELD_OUT, REPOSITORY
 from tests.inexact import make_target_inexact
 from tests.integration.served import listening
@@ -177,7 +175,7 @@ def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_o
     two = (Condition("threads", "one", "alone"), Condition("threads", "other", "alone"))
 
     def run(job: dict[str, Any], isa: str | None, without: Sequence[str]) -> Iterator[dict[str, Any]]:
-        if job["conditions"] == [REFERENCE.conditions[0].to_json()]:
+        if job["conditions"] == [asdict(REFERENCE.conditions[0])]:
             yield from run_job(job)
         elif isa == "gone":
             yield from run_process(job | {"plan": "nowhere"}, None)
@@ -280,7 +278,7 @@ def test_outcomes_part_in_tokens_then_texts_then_reasons_then_logprobs() -> None
 
 def test_outcomes_keep_every_bit_as_json() -> None:
     whole = Outcome((5,), "é", "stop", (Logprob(5, -0.1 - 1e-17, ((5, float("-inf")),)),), 3)
-    assert Outcome.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert Outcome.from_json(json.loads(json.dumps(asdict(whole)))) == whole
 
 
 # Servers.

@@ -1,5 +1,4 @@
-"""`outrider bench latency | sweep | suite | context | startup | embedded | bundle | matmul`: what it costs, on
-this machine."""
+"""`outrider bench latency | sweep | suite | startup`: what it costs, on this machine."""
 
 from __future__ import annotations
 
@@ -9,24 +8,21 @@ if __name__ == "__main__":  # before the imports, which take a second
     begin()
 
 import argparse
-import shlex
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.commands.arguments import Parser, at_least_0, at_least_1
-from outrider.commands.console import guarded, stderr
+from outrider.commands.arguments import Parser, at_least_1
+from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import read_manifest
 from outrider.runtime.cli.arguments import add_form, read_form
-from outrider.tools.bench.machine import describe_run
-from outrider.tools.bench.matmul.shapes import SHAPES
 from outrider.tools.bench.sampling import GREEDY, read_sampling
 from outrider.tools.bench.shapes import choose_drafters, read_depths, read_trees, takes_trees
-from outrider.tools.output import print_report
+from outrider.tools.identity import describe_run
+from outrider.tools.measuring import add_arguments, print_report
 
 SWEPT = (64, 256, 1024, 4096)  # tokens of prompts
 TREES = ("1/1/3", "1/3/5", "2/3/8", "2/6/12", "3/6/16", "own")  # of 2 to 15 drafted tokens: what a CPU may pay for
@@ -40,8 +36,7 @@ def main(arguments: list[str] | None = None, called: str = "python -m outrider.t
 
 def _run(arguments: list[str], called: str) -> int:
     options = _parser(called).parse_args(arguments)
-    options.typed = f"{called} {shlex.join(arguments)}"
-    with optional_packages("This benchmark", "compiler,report"):
+    with optional_packages("This benchmark", "compiler"):
         return int(options.command(options))
 
 
@@ -59,7 +54,7 @@ def _parser(called: str) -> Parser:
         "each shape of draft, in a temporary plan built for it.",
         epilog="examples: %(prog)s build/reference --drafters ngram,eagle3 "
         "--sampling temperature=0.7; %(prog)s build/reference --drafters eagle3 "
-        "--tree own,2/3/6 --report build/report",
+        "--tree own,2/3/6",
     )
     _add_measuring(latency, count=12)
     latency.add_argument(
@@ -79,8 +74,7 @@ def _parser(called: str) -> Parser:
         "plan of all trees is built first (temporary; a minute or so for each tree of a small drafter). Plain decoding "
         "is measured anew at every length, and speedups are over that. Drafters always draft, as with latency's "
         "--keep-drafting.",
-        epilog="example: %(prog)s build/reference --drafters eagle3 --prompt-len 64,512 "
-        "--tree 1/3/5,2/3/8,2/6/10 --report build/report",
+        epilog="example: %(prog)s build/reference --drafters eagle3 --prompt-len 64,512 --tree 1/3/5,2/3/8,2/6/10",
     )
     _add_measuring(sweep, count=4)
     sweep.add_argument(
@@ -102,10 +96,10 @@ def _parser(called: str) -> Parser:
         "DeepSpec's evaluation data, in one process: speedup, mean accepted tokens (tokens per verify) and acceptance "
         "rate by category and overall. Questions of several turns go through one session turn after turn, through the "
         "plan's chat template where it has one. Answers end by themselves, or after --new tokens.",
-        epilog="examples: %(prog)s build/plan question.jsonl --count 10 --new 256 --report build/suite; "
-        "%(prog)s build/plan gsm8k.jsonl mt-bench.jsonl --drafters ngram --aiperf build/aiperf",
+        epilog="examples: %(prog)s build/plan question.jsonl --count 10 --new 256; "
+        "%(prog)s build/plan gsm8k.jsonl mt-bench.jsonl --drafters ngram",
     )
-    suite.add_argument("plan", type=Path, help="folder of the plan")
+    add_arguments(suite, "plan")
     suite.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl", help="questions, a JSON object a line")
     suite.add_argument(
         "--count", type=at_least_1, metavar="N", help="the first N questions of each category (default: all)"
@@ -117,50 +111,8 @@ def _parser(called: str) -> Parser:
     suite.add_argument("--tree", type=read_trees, metavar="TREE,...", help=_TREE)
     _add_drafting(suite, reps=1)
     _add_output(suite)
-    suite.add_argument(
-        "--aiperf", type=Path, metavar="DIR",
-        help="also write DIR/DRAFTER/profile_export_aiperf.json, as NVIDIA AIPerf does, for every drafter",
-    )  # fmt: skip
     suite.set_defaults(command=_suite, task=None, form=None, synthetic_accept=None)
 
-    context = commands.add_parser(
-        "context",
-        help="long contexts, with the full KV cache and with the partial one",
-        description="For a plan with partial KV: the time of a verify pass over either KV cache, and decoding behind "
-        "contexts of several lengths with drafters in every mode (off, lossless, lossy), in turn in one process. "
-        "Agreement is the share of tokens that the partial cache gives as the full one does, where those before them "
-        "did, as lossless mode finds it; same is the share of tokens before the first that differs from mode off.",
-        epilog="example: %(prog)s build/long --drafters eagle3 --budgets 64,256,auto",
-    )
-    context.add_argument("plan", type=Path, help="folder of the plan")
-    context.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    context.add_argument(
-        "--task", metavar="NAME", help="contexts made of the prompts of one task alone (default: of all)"
-    )
-    context.add_argument("--lengths", type=_lengths, metavar="N,...", help="tokens of context (1024 to 32768)")
-    context.add_argument("--modes", type=lambda text: text.split(","), metavar="MODE,...", help="(default: all three)")
-    context.add_argument("--drafters", metavar="NAME,...", help="of the plan, or none (default: all of the plan)")
-    context.add_argument(
-        "--budgets", type=_budgets, metavar="N|auto,...", help="blocks to retrieve (default: the plan's)"
-    )
-    context.add_argument("--count", type=at_least_1, default=1, help="prompts (default 1)")
-    context.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
-    context.add_argument("--reps", type=at_least_1, default=3, help="runs of each (default 3)")
-    context.add_argument(
-        "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...", help="as of latency"
-    )
-    context.add_argument(
-        "--keep-drafting",
-        action="store_true",
-        help="draft, and run ahead, even where the runtime sees that it does not pay, and verify whole drafts",
-    )
-    context.add_argument(
-        "--random-rows", action="store_true", help="keys and values of random numbers: no prefill, times alone"
-    )
-    context.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    context.add_argument("--json", action="store_true", help="print one JSON object")
-    context.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well, such as context.svg")
-    context.set_defaults(command=_context)
     startup = commands.add_parser(
         "startup",
         help="from nothing to the first token",
@@ -168,131 +120,21 @@ def _parser(called: str) -> Parser:
         "the first token of a short prompt. Medians and spread.",
         epilog="example: %(prog)s build/reference --reps 9",
     )
-    startup.add_argument("plan", type=Path, help="folder of the plan")
-    startup.add_argument("--reps", type=at_least_1, default=5, help="processes to start (default 5)")
-    startup.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
-    startup.add_argument("--json", action="store_true")
+    add_arguments(startup, "plan reps threads json", reps=5)
     startup.set_defaults(command=_startup)
-
-    embedded = commands.add_parser(
-        "embedded",
-        help="from C against from Python",
-        description="Compile a C program against the library, and run it and a Python program that does the same in "
-        "turn, a generation each: plain greedy decoding of a held-out prompt, milliseconds a token.",
-        epilog="example: %(prog)s build/reference --runs 10",
-    )
-    embedded.add_argument("plan", type=Path, help="folder of the plan")
-    embedded.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    embedded.add_argument("--new", type=at_least_1, default=256, help="tokens to generate (default 256)")
-    embedded.add_argument("--reps", type=at_least_1, default=4, help="pairs of processes (default 4)")
-    embedded.add_argument("--runs", type=at_least_1, default=30, help="generations of each process (default 30)")
-    embedded.add_argument("--json", action="store_true")
-    embedded.set_defaults(command=_embedded)
-
-    bundle = commands.add_parser(
-        "bundle",
-        help="a bundle of the C library: size, first call, open, memory",
-        description="Start fresh processes of a C program that has nothing but a bundle (`outrider embed "
-        "--bundle DIR`): its size by component, the modules that it imports, and of the first call, opening the plan "
-        "and the first and second token the time, the processors' time and the memory. Medians and spread, where the "
-        "plan has run before and where it has not.",
-        epilog="example: %(prog)s build/bundle build/reference --reps 9",
-    )
-    bundle.add_argument("bundle", type=Path, help="folder of the bundle")
-    bundle.add_argument("plan", type=Path, help="folder of the plan")
-    bundle.add_argument("--reps", type=at_least_1, default=9, help="pairs of processes (default 9)")
-    bundle.add_argument("--json", action="store_true")
-    bundle.set_defaults(command=_bundle)
-
-    matmul = commands.add_parser(
-        "matmul",
-        help="products with quantised weights, against ONNX Runtime's and OpenVINO's",
-        description="All products of a model with random quantised weights, chained in one graph: our QuantMatMul, "
-        "ONNX Runtime's MatMulNBits (accuracy level 4, blocks of 32) and OpenVINO's compressed MatMul (groups of 32), "
-        "by turns in one process. Minima and medians, and what part of their time ours takes.",
-        epilog="example: %(prog)s --shape 150m,1b --rows 1,8 --types int4",
-    )
-    matmul.add_argument(
-        "--shape",
-        type=_shapes,
-        default=["150m"],
-        metavar="NAME,...",
-        help="40m, 150m (targets of tools.synthetic_pair), 1b, 1b-128k (a Llama of 1B with 32k or 128k tokens; "
-        "default 150m)",
-    )
-    matmul.add_argument(
-        "--rows", type=_lengths, default=(1, 4, 8, 16, 32), metavar="N,...", help="rows of a pass (1,4,8,16,32)"
-    )
-    matmul.add_argument("--types", type=_bits, dest="bits", default=[4, 8], metavar="int4,int8", help="of the weights")
-    matmul.add_argument("--reps", type=at_least_1, default=15, help="turns of each engine (default 15)")
-    matmul.add_argument("--threads", type=at_least_0, default=0, help="0: as many as there are cores (default)")
-    matmul.add_argument("--json", action="store_true", help="print one JSON object")
-    matmul.set_defaults(command=_matmul)
     return parser
-
-
-def _shapes(text: str) -> list[str]:
-    return [_known(word.strip(), SHAPES) for word in text.split(",")]
-
-
-def _bits(text: str) -> list[int]:
-    types = {"int4": 4, "int8": 8}
-    return [types[_known(word.strip(), types)] for word in text.split(",")]
-
-
-def _known(word: str, known: Iterable[str]) -> str:
-    if word not in known:
-        raise argparse.ArgumentTypeError(f"is {word!r}; choose from {', '.join(known)}")
-    return word
-
-
-def _matmul(options: argparse.Namespace) -> int:
-    from outrider.tools.bench.matmul.measure import measure
-    from outrider.tools.bench.matmul.table import print_table
-
-    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
-
-
-def _budgets(text: str) -> list[int | str]:
-    return [word if word == "auto" else at_least_1(word) for word in map(str.strip, text.split(","))]
-
-
-def _context(options: argparse.Namespace) -> int:
-    from outrider.tools.bench.context import measure_context, print_context
-
-    report = {**describe_run(), **measure_context(options)}
-    print_report(report, options.json, print_context)
-    if options.plot is not None:
-        from outrider.tools.bench.context_plot import write_plot
-
-        write_plot(report, options.plot)
-        stderr.print(f"wrote {options.plot}")
-    return 0
-
-
-def _embedded(options: argparse.Namespace) -> int:
-    from outrider.tools.bench.embedded import measure, print_table
-
-    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
-
-
-def _bundle(options: argparse.Namespace) -> int:
-    from outrider.tools.bench.bundle import measure, print_table
-
-    return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 
 
 def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
     """Add the arguments that `latency` and `sweep` share."""
-    command.add_argument("plan", type=Path, help="folder of the plan")
-    command.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
+    add_arguments(command, "plan prompts")
     command.add_argument(
         "--task",
         metavar="NAME",
         help="prompts of one task alone (default: of all, in turn); edit: files, each asked for again with a name "
         "changed, made of those of the task long",
     )
-    command.add_argument("--count", type=at_least_1, default=count, help=f"prompts to run (default {count})")
+    add_arguments(command, "count", count=count)
     _add_drafting(command, reps=3)
     add_form(command)
     command.add_argument(
@@ -318,14 +160,12 @@ def _add_drafting(command: argparse.ArgumentParser, reps: int) -> None:
         help="drafts of at most N tokens one behind another: n-grams of so many nodes, chains of that length, trees of "
         "so many levels with no more nodes than they have; own is what the plan has. Not together with --tree",
     )  # fmt: skip
-    command.add_argument("--new", type=at_least_1, default=128, help="tokens to generate (default 128)")
-    command.add_argument("--reps", type=at_least_1, default=reps, help=f"runs of each prompt and mode (default {reps})")
+    add_arguments(command, "new reps threads", new=128, reps=reps)
     command.add_argument(
         "--sampling", type=read_sampling, default=GREEDY, metavar="greedy|KEY=VALUE,...",
         help="how tokens are chosen: greedy (default), or temperature with any of top_k, top_p, min_p and seed, such "
         "as temperature=0.7,top_p=0.9,seed=3",
     )  # fmt: skip
-    command.add_argument("--threads", type=at_least_0, default=0, help="0: the backend chooses")
     command.add_argument("--backend", help="backend (default: the best that this machine drives)")
     command.add_argument("--recipe", type=Path, help="for --tree and --depth: the recipe (default: the plan's own)")
     command.add_argument(
@@ -343,9 +183,6 @@ def _add_output(command: argparse.ArgumentParser) -> None:
     )
     printed.add_argument("--markdown", action="store_true", help="print the main figures as a Markdown table")
     command.add_argument("--stages", action="store_true", help="also print where a round's milliseconds go, by stage")
-    command.add_argument(
-        "--report", type=Path, metavar="DIR", help="also write DIR/report.html: figures and plots on one page"
-    )
 
 
 def _length(text: str) -> tuple[int, ...]:
@@ -384,30 +221,16 @@ def _latency(options: argparse.Namespace) -> int:
 
 
 def _suite(options: argparse.Namespace) -> int:
-    from outrider.tools.bench.aiperf import write_exports
-    from outrider.tools.bench.report import prepare
     from outrider.tools.bench.suite import measure
 
     _prepare(options)
-    if options.aiperf is not None:
-        prepare(options.aiperf, "--aiperf")
-    run = describe_run()
-    found, modes = measure(options)
-    status = _print_drafting({**run, **found}, options)
-    if options.aiperf is not None:
-        for path in write_exports(options.aiperf, modes, run["time"], options):
-            stderr.print(f"wrote {path}")
-    return status
+    return _print_drafting({**describe_run(), **measure(options)}, options)
 
 
 def _prepare(options: argparse.Namespace) -> None:
     """Refuse what can be refused before anything is read."""
     if options.tree is not None and options.depth is not None:
         raise OutriderError("--tree and --depth both say what is drafted; pass one of them.")
-    if options.report is not None:
-        from outrider.tools.bench.report import prepare
-
-        prepare(options.report)
 
 
 def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
@@ -420,10 +243,6 @@ def _print_drafting(report: dict[str, Any], options: argparse.Namespace) -> int:
         print(to_markdown(report), flush=True)
     else:
         print_report(report, options.json, partial(print_table, stages=options.stages))
-    if options.report is not None:  # last: nothing that was measured is lost if it cannot be written
-        from outrider.tools.bench.report import write_page
-
-        stderr.print(f"wrote {write_page(report, options.typed, options.report)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Summaries of alternating runs: the figures of each mode, medians with their spread, ratios of pairs.
+"""The figures of a row: those of all runs of a mode, medians with their spread, ratios of pairs.
 
 A figure that does not exist, such as the rate of runs that ended with their first span, is None, and no run without it
 counts in a median. `columns.py` says what each figure is.
@@ -7,80 +7,32 @@ counts in a median. `columns.py` says what each figure is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from math import ceil
 from statistics import median, median_low
 from typing import Any
 
-from outrider import Generation, Stats
-from outrider.tools.bench.shapes import Variant
+from outrider import Session, Stats
+from outrider.runtime.options.options import Options
+from outrider.tools.bench.prompts import Prompts
+from outrider.tools.bench.runs import Mode, Run, compare, first_tokens
+from outrider.tools.measuring import middle, percentile, spread
 
-OPENING = 2  # rounds that stage times leave out: one ends the prompt, in the next a drafter reads it
 _BINS = 16  # stretches of the context, at most, whose tokens' times are told apart
 
 
-@dataclass(frozen=True)
-class Run:
-    """One generation. `wall_ms` and `steady` are of its rounds after the opening, by the wall clock and by stage.
-    `gaps_ms` has the time since the previous token for each token after the first span, a span's time divided evenly;
-    `waits_ms` has the undivided time of each such span: how long a user waits for it."""
-
-    generation: Generation
-    wall_ms: float
-    steady: Stats
-    gaps_ms: tuple[float, ...]
-    prompt: int = 0
-    waits_ms: tuple[float, ...] = ()
-
-    @property
-    def stats(self) -> Stats:
-        return self.generation.stats
-
-    @property
-    def rounds(self) -> int:
-        """Rounds behind the opening."""
-        return max(self.stats.rounds - OPENING, 0)
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens a second behind the first span; None where there are none."""
-        return self.stats.decode_tokens_per_second or None
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where a run's tokens first differ from plain decoding's, and how nearly the latter chose otherwise (logits).
-
-    `prompt` and `index`, of a generated token, count from 0.
-    """
-
-    prompt: int
-    prompt_tokens: int
-    index: int
-    margin: float
-
-
-@dataclass
-class Mode:
-    """All runs of one variant, in the order in which plain decoding ran beside them.
-
-    `synthetic`: the tokens of a draft that were accepted by force. `promised`: whether the tokens are to be those of
-    plain decoding; forced ones are not, nor at a temperature those that are accepted by rejection.
-    """
-
-    variant: Variant
-    runs: list[Run] = field(default_factory=list)
-    divergences: list[Divergence] = field(default_factory=list)
-    synthetic: int | None = None
-    promised: bool = True
-
-
-def first_tokens(plain: Sequence[Run]) -> dict[int, list[int]]:
-    """By index of prompt, what plain decoding generated first: what every run behind that prompt is compared with."""
-    found: dict[int, list[int]] = {}
-    for run in plain:
-        found.setdefault(run.prompt, run.generation.token_ids)
-    return found
+def rows_of(
+    session: Session, modes: Sequence[Mode], prompts: Prompts, settings: Options, shared: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A row for each of `modes`, plain decoding first, which have run on `prompts`; all with the `shared` columns."""
+    compare(session, modes, prompts.ids, settings)
+    plain = modes[0].runs
+    return [
+        shared
+        | variant_columns(mode)
+        | {"prompts_sha256": prompts.sha256}
+        | summary(mode, plain)
+        | {"by_task": by_task(mode.runs, plain, prompts)}
+        for mode in modes
+    ]
 
 
 def summary(mode: Mode, plain: Sequence[Run]) -> dict[str, Any]:
@@ -148,17 +100,6 @@ def speedup(run: Run, plain: Run) -> float:
     return more * plain.stats.total_ms / run.stats.total_ms
 
 
-def percentile(ranked: Sequence[float], share: int) -> float | None:
-    """The smallest value that at least `share` % do not exceed; None of none."""
-    return ranked[max(ceil(len(ranked) * share / 100) - 1, 0)] if ranked else None
-
-
-def middle(values: Iterable[float | None]) -> float | None:
-    """The median of those that there are."""
-    found = [value for value in values if value is not None]
-    return median(found) if found else None
-
-
 def variant_columns(mode: Mode) -> dict[str, Any]:
     """Key of a row: what ran, and behind how many tokens."""
     variant = mode.variant
@@ -206,12 +147,29 @@ def _by_depth(stats: Iterable[Stats]) -> list[float]:
     return whole.acceptance_by_depth
 
 
-def spread(name: str, values: Iterable[float | None]) -> dict[str, float | None]:
-    """Median, 10th and 90th percentile of those that there are."""
-    ranked = sorted(value for value in values if value is not None)
-    return {name: middle(ranked), f"{name}_p10": percentile(ranked, 10), f"{name}_p90": percentile(ranked, 90)}
-
-
 def _per_round(runs: Sequence[Run], ms: Sequence[float]) -> float | None:
     """Median over runs of what a round took; None where all were too short to tell."""
     return middle(spent / run.rounds for run, spent in zip(runs, ms, strict=True))
+
+
+def by_task(runs: Sequence[Run], plain: Sequence[Run], prompts: Prompts) -> dict[str, dict[str, Any]]:
+    """The main figures of a drafter's runs on each task's prompts, as in its whole row."""
+    found = {}
+    for task in dict.fromkeys(task for task in prompts.tasks if task):
+        pairs = [(run, p) for run, p in zip(runs, plain, strict=True) if prompts.tasks[run.prompt] == task]
+        stats = [run.stats for run, _ in pairs]
+        of = prompts.of(task)
+        drafted = sum(s.drafted for s in stats)
+        found[task] = {
+            "task": task,
+            "prompts": len(of.ids),
+            "prompts_sha256": of.sha256,
+            "prompt_tokens": median(s.prompt_tokens for s in stats),
+            "runs": len(pairs),
+            "speedup": median(speedup(run, p) for run, p in pairs),
+            "tokens_per_verify": sum(s.new_tokens for s in stats) / sum(s.rounds for s in stats),
+            "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
+            "tokens_per_second": middle(run.rate for run, _ in pairs),
+            "ttft_ms": median(s.ttft_ms for s in stats),
+        }
+    return found

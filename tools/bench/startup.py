@@ -12,14 +12,13 @@ from time import perf_counter
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from outrider.commands.console import progress_bar
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.runtime import check_threads
-from outrider.tools.bench.threads import threads_used
+from outrider.tools.identity import threads_used
+from outrider.tools.measuring import Column, make_table, run_in_turn
 
 PROMPT = "def main():\n"
 FIGURES = {
@@ -28,6 +27,10 @@ FIGURES = {
     "first_token_ms": "first token",
     "process_ms": "whole process",
 }
+_COLUMNS = (
+    Column("", "label", text=True), Column("median ms", "median", ".0f"), Column("lowest", "lowest", ".0f"),
+    Column("highest", "highest", ".0f"),
+)  # fmt: skip
 # Runs in the fresh process. Its one line of JSON carries milliseconds; a user's mistake, which we then raise, a text.
 _PROGRAM = """
 import json, sys, time
@@ -52,12 +55,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     check_threads(options.threads)
     manifest = read_manifest(options.plan)
     threads = threads_used(choose_backend(manifest.backends, None).backend, options.threads)
-    rows: list[tuple[float, ...]] = []
-    with progress_bar("measuring") as progress:
-        for repetition in range(options.reps + 1):
-            progress(repetition, options.reps + 1, "warming up" if repetition == 0 else f"process {repetition}")
-            rows.append(_run(options.plan.resolve(), options.threads))
-    columns = zip(FIGURES, zip(*rows[1:], strict=True), strict=True)
+    plan = options.plan.resolve()
+    found = run_in_turn(["a fresh process"], [plan], options.reps, lambda _, plan, __: _run(plan, options.threads))
+    columns = zip(FIGURES, zip(*found["a fresh process"], strict=True), strict=True)
     return {
         "plan": str(options.plan),
         "identity": manifest.identity,
@@ -87,10 +87,5 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         f"{machine['processor']}, {machine['cores']} cores, python {machine['python']}, onnxruntime "
         f"{machine['onnxruntime']}; plan {report['identity'][:12]}, {report['reps']} fresh processes, files cached"
     )
-    table = Table("", box=None, pad_edge=False)
-    for column in ("median ms", "lowest", "highest"):
-        table.add_column(column, justify="right")
-    for name, label in FIGURES.items():
-        figure = report["figures"][name]
-        table.add_row(label, *(f"{figure[key]:.0f}" for key in ("median", "lowest", "highest")))
-    console.print(table)
+    rows = [{"label": label, **report["figures"][name]} for name, label in FIGURES.items()]
+    console.print(make_table(_COLUMNS, rows))

@@ -5,35 +5,30 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from outrider import Runtime, Session
-from outrider.commands.console import progress_bar
+from outrider import Session
 from outrider.plans.machine import peak_rss_bytes
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
 from outrider.runtime.runtime import check_threads
-from outrider.tools.bench.alternating import alternate, compare, generate
-from outrider.tools.bench.conversation import Conversation
-from outrider.tools.bench.identity import identity_columns, plan_columns
-from outrider.tools.bench.latency import mode_of
 from outrider.tools.bench.prompts import Prompts
-from outrider.tools.bench.questions import Question, read_questions
-from outrider.tools.bench.rows import Mode, Run, summary, variant_columns
+from outrider.tools.bench.questions import Conversation, Question, read_questions
+from outrider.tools.bench.rows import rows_of
+from outrider.tools.bench.runs import Run, cost_of, generate, load, mode_of
 from outrider.tools.bench.sampling import as_options
 from outrider.tools.bench.shapes import Variant
-from outrider.tools.bench.tasks import by_task
-from outrider.tools.bench.time_left import Step, TimeLeft, guess_work
 from outrider.tools.bench.variants import plan_to_measure
+from outrider.tools.measuring import measuring, run_in_turn, turns
 
 
-def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Mode]]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A row for plain decoding and for every variant, with the figures of every category, as `latency` has them of
-    tasks; and the modes with all their runs, of which a turn is one.
+    tasks.
 
     Whatever can be refused is refused before a plan is built, and that before anything is measured.
     """
@@ -80,51 +75,29 @@ class _Talks:
 
 def _measure(
     options: argparse.Namespace, plan: Path, variants: Sequence[Variant], talks: _Talks, sizes: Sequence[list[int]]
-) -> tuple[dict[str, Any], list[Mode]]:
-    started = perf_counter()
-    runtime = Runtime.load(plan, backend=options.backend, threads=options.threads)
-    load_ms = (perf_counter() - started) * 1000
+) -> dict[str, Any]:
     categories = Counter(question.category for question in talks.questions)
     task = next(iter(categories)) if len(categories) == 1 else None
     auto_disable = not options.keep_drafting
-    shared = identity_columns(runtime, options) | {"task": task, "auto_disable": auto_disable, "form": None}
-    costs = plan_columns(plan, runtime.manifest) | {"load_ms": load_ms}
+    runtime, shared = load(options, plan, task=task, auto_disable=auto_disable, form=None)
     session = runtime.session()
     settings = as_options(options.sampling) | Options(
         max_new_tokens=options.new,
         auto_disable=auto_disable,
         remember=False,  # or every repetition would draft from the answer of the one before
     )
-    modes = [mode_of(variant, options) for variant in variants]
 
-    def step(variant: Variant, index: int) -> Step:
-        return Step(variant.name, index, sum(guess_work(size, options.new) for size in sizes[index]))
+    def run(variant: Variant, index: int, _: int) -> list[Run]:
+        return talks.ask(session, variant.name, index, settings)
 
-    order = [0, *list(range(len(sizes))) * options.reps]
-    with progress_bar("measuring") as progress:
-        left = TimeLeft([step(variant, index) for variant in variants for index in order])
-
-        def begin(mode: Mode, index: int, text: str) -> None:
-            done, total, seconds = left.begin(step(mode.variant, index))
-            progress(done, total, text, seconds)
-
-        def ask(drafter: str, index: int) -> list[Run]:
-            return talks.ask(session, drafter, index, settings)
-
-        alternate(modes, len(sizes), options.reps, ask, begin)
-        prompts = talks.measured()
-        compare(session, modes, prompts.ids, settings)
-    plain = modes[0].runs
-    costs["peak_rss_bytes"] = peak_rss_bytes()
-    rows = [
-        shared
-        | variant_columns(mode)
-        | {"prompts_sha256": prompts.sha256}
-        | summary(mode, plain)
-        | {"by_task": by_task(mode.runs, plain, prompts)}
-        | costs
-        for mode in modes
-    ]
+    places = range(len(sizes))
+    planned = turns(variants, places, options.reps, places[:1])
+    costs = [sum(cost_of(size, options.new) for size in sizes[index]) for _, _, index, _ in planned]
+    with measuring(costs) as begin:
+        found = run_in_turn(variants, places, options.reps, run, begin=begin)
+    prompts = talks.measured()
+    modes = [mode_of(variant, options, list(chain.from_iterable(runs))) for variant, runs in found.items()]
+    rows = rows_of(session, modes, prompts, settings, shared | {"peak_rss_bytes": peak_rss_bytes()})
     about = {
         "files": [str(path) for path in options.files],
         "questions": len(sizes),
@@ -133,4 +106,4 @@ def _measure(
         "chat_template": talks.conversation.templated,
         "most_new_tokens": options.new,
     }
-    return {"plan": str(options.plan), "suite": about, "rows": rows}, modes
+    return {"plan": str(options.plan), "suite": about, "rows": rows}

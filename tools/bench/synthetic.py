@@ -21,7 +21,7 @@ from outrider.plans.errors import RequestError
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
 from outrider.runtime.engine_pool import EnginePool
 from outrider.runtime.execution.buffers import Buffers
-from outrider.tools.bench.machine import CPU
+from outrider.tools.identity import CPU
 
 _CERTAIN = np.float32(1e30)  # beside it, nothing else has any weight, at any temperature
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.table import Table
 from outrider.tools.bench.columns import Row
 from outrider.tools.bench.questions import OVERALL
 from outrider.tools.bench.shapes import PLAIN
-from outrider.tools.output import figure, markdown_table
+from outrider.tools.measuring import Column, figure, make_table, markdown_table
 
 
 def label(row: Row) -> str:
@@ -64,76 +63,68 @@ def _measured(report: dict[str, Any]) -> str:
     )
 
 
-MAIN_COLUMNS = (
-    "drafter", "tree", "prompt", "tokens /s", "speedup", "p10-p90", "decode", "tokens /verify", "accepted", "plain",
-    "ttft ms p50/p99", "gap ms p50/p99", "same",
-)  # fmt: skip
+def _drafting(form: Callable[[Row], str]) -> Callable[[Row], str]:
+    """A cell that is empty for plain decoding."""
+    return lambda row: form(row) if row["drafter"] != PLAIN else ""
+
+
+def _shares(*keys: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        found = [ms for ms in map(row.get, keys) if ms is not None]
+        return "/".join(f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}" for ms in found) or "-"
+
+    return cell
+
+
+_DRAFTER, _TREE = Column("drafter", label, text=True), Column("tree", shape, text=True)
+_RATE, _SPEEDUP = Column("tokens /s", "tokens_per_second", ".0f"), Column("speedup", "speedup", ".2f", "x")
+_PER_VERIFY = Column("tokens /verify", "tokens_per_verify", ".2f")
+_ACCEPTED = Column("accepted", _drafting(lambda row: figure(row["acceptance_rate"], ".0%")))
+MAIN = (
+    _DRAFTER,
+    _TREE,
+    Column("prompt", "prompt_tokens", "g"),
+    _RATE,
+    _SPEEDUP,
+    Column("p10-p90", lambda row: f"{row['speedup_p10']:.2f}-{row['speedup_p90']:.2f}"),
+    Column("decode", "decode_speedup", ".2f", "x"),
+    _PER_VERIFY,
+    _ACCEPTED,
+    Column("plain", _drafting(lambda row: f"{row['plain_rounds'] / row['rounds']:.0%}")),
+    Column("ttft ms p50/p99", _shares("ttft_ms", "ttft_ms_p99")),
+    Column("gap ms p50/p99", _shares("itl_ms_p50", "itl_ms_p99")),
+    Column("same", same),
+)
 _NARROW = ("drafter", "tree", "tokens /s", "speedup", "tokens /verify", "ttft ms p50/p99", "gap ms p50/p99", "same")
 """Those that a terminal of 80 columns has room for."""
+_CATEGORIES = (
+    Column("category", "category", text=True), _DRAFTER, _TREE, Column("turns", "prompts"), _RATE, _SPEEDUP,
+    _PER_VERIFY, _ACCEPTED,
+)  # fmt: skip
 _ENOUGH = 100  # samples, of which one is beyond a p99
 _BUSY = 0.1  # share of the processor that other programs take, from which on times are not to be trusted
 
 
-def main_cells(row: Row) -> tuple[str, ...]:
-    """The figures that are read first, under `MAIN_COLUMNS`."""
-    return (
-        label(row),
-        shape(row),
-        f"{row['prompt_tokens']:g}",
-        figure(row["tokens_per_second"], ".0f"),
-        f"{row['speedup']:.2f}x",
-        f"{row['speedup_p10']:.2f}-{row['speedup_p90']:.2f}",
-        figure(row["decode_speedup"], ".2f", "x"),
-        f"{row['tokens_per_verify']:.2f}",
-        figure(row["acceptance_rate"], ".0%") if row["drafter"] != PLAIN else "",
-        f"{row['plain_rounds'] / row['rounds']:.0%}" if row["drafter"] != PLAIN else "",
-        _shares(row["ttft_ms"], row["ttft_ms_p99"]),
-        _shares(row["itl_ms_p50"], row["itl_ms_p99"]),
-        same(row),
-    )
-
-
-def _shares(*shares: float | None) -> str:
-    found = [ms for ms in shares if ms is not None]
-    return "/".join(f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}" for ms in found) or "-"
-
-
-CATEGORY_COLUMNS = ("category", "drafter", "tree", "turns", "tokens /s", "speedup", "tokens /verify", "accepted")
-
-
-def category_cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """A line for each drafter in every category, and overall behind them, under `CATEGORY_COLUMNS`; none where all is
-    of one category."""
+def category_rows(rows: Sequence[Row]) -> list[Row]:
+    """A row for each drafter in every category, and overall after them; none where all is of one category."""
     categories = rows[0]["by_task"]
     if len(categories) < 2:
         return []
-    lines = [(category, row, row["by_task"][category]) for category in categories for row in rows]
-    lines += [(OVERALL, row, row) for row in rows]
-    return [
-        (
-            category,
-            label(row),
-            shape(row),
-            f"{figures['prompts']}",
-            figure(figures["tokens_per_second"], ".0f"),
-            f"{figures['speedup']:.2f}x",
-            f"{figures['tokens_per_verify']:.2f}",
-            figure(figures["acceptance_rate"], ".0%") if row["drafter"] != PLAIN else "",
-        )
-        for category, row, figures in lines
-    ]
+    found = [row | row["by_task"][category] | {"category": category} for category in categories for row in rows]
+    return found + [row | {"category": OVERALL} for row in rows]
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The main figures, those of a suite by category too, and what they were measured on."""
-    lines = ["; ".join(title(report)), "", *markdown_table(_heads(MAIN_COLUMNS), map(main_cells, report["rows"]))]
-    if "suite" in report and (categories := category_cells(report["rows"])):
-        lines += ["", *markdown_table(_heads(CATEGORY_COLUMNS), categories)]
+    lines = ["; ".join(title(report)), "", *_markdown(MAIN, report["rows"])]
+    if "suite" in report and (categories := category_rows(report["rows"])):
+        lines += ["", *_markdown(_CATEGORIES, categories)]
     return "\n".join(lines)
 
 
-def _heads(columns: Sequence[str]) -> list[str]:
-    return [column.replace(" /", "/") for column in columns]
+def _markdown(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    heads = [column.head.replace(" /", "/") for column in columns]
+    return markdown_table(heads, ([column.cell(row) for column in columns] for row in rows))
 
 
 def print_table(report: dict[str, Any], console: Console, stages: bool = False) -> None:
@@ -142,23 +133,16 @@ def print_table(report: dict[str, Any], console: Console, stages: bool = False) 
     for line in title(report):
         console.print(line)
     several = len({row["prompt_tokens"] for row in rows}) > 1
-    chosen = [name for name in MAIN_COLUMNS if name in _NARROW or (several and name == "prompt")]
-    table = _table(chosen, 2)
-    for row in rows:
-        texts = dict(zip(MAIN_COLUMNS, main_cells(row), strict=True))
-        table.add_row(*(texts[name] for name in chosen))
-    console.print(table)
+    chosen = [column for column in MAIN if column.head in _NARROW or (several and column.head == "prompt")]
+    console.print(make_table(chosen, rows, narrow=True))
     for line in _notes(report):
         console.print(line)
     for row in rows:
         if row["first_divergence"] is not None:
             console.print(_divergence(row))
-    if "suite" in report and (categories := category_cells(rows)):
+    if "suite" in report and (categories := category_rows(rows)):
         console.print("\nby category")
-        found = _table(CATEGORY_COLUMNS, 3)
-        for cells in categories:
-            found.add_row(*cells)
-        console.print(found)
+        console.print(make_table(_CATEGORIES, categories, narrow=True))
     elif len(rows[0]["by_task"]) > 1:
         console.print("\nspeedup (tokens per verify), by task")
         console.print(_task_table(rows))
@@ -197,35 +181,25 @@ def _divergence(row: Row) -> str:
 
 def _stage_table(rows: Sequence[Row]) -> Table:
     """A line for each stage, a column for each row: there are more stages than a terminal has room for side by side."""
-    stages = dict.fromkeys(name for row in rows for name in row["stages"])
     several = len({row["prompt_tokens"] for row in rows}) > 1
-    heads = (" ".join(filter(None, (label(row), shape(row), f"{row['prompt_tokens']:g}" * several))) for row in rows)
-    table = _table(("stage", *heads), 1)
-    table.add_row("round", *(figure(row["round_ms"], ".3f") for row in rows))
-    table.add_row("host gap", *(figure(row["host_gap_ms"], ".3f") for row in rows))
-    for stage in stages:
-        table.add_row(stage, *(f"{row['stages'][stage]:.3f}" if stage in row["stages"] else "" for row in rows))
-    return table
+    heads = [" ".join(filter(None, (label(row), shape(row), f"{row['prompt_tokens']:g}" * several))) for row in rows]
+    lines = {
+        "round": [figure(row["round_ms"], ".3f") for row in rows],
+        "host gap": [figure(row["host_gap_ms"], ".3f") for row in rows],
+    }
+    for stage in dict.fromkeys(name for row in rows for name in row["stages"]):
+        lines[stage] = [f"{row['stages'][stage]:.3f}" if stage in row["stages"] else "" for row in rows]
+    columns = [Column(head, f"row {place}") for place, head in enumerate(heads)]
+    named = [{"stage": name} | {f"row {p}": cell for p, cell in enumerate(cells)} for name, cells in lines.items()]
+    return make_table([Column("stage", "stage", text=True), *columns], named, narrow=True)
 
 
 def _task_table(rows: Sequence[Row]) -> Table:
     """Speedup and tokens per verify: a row for each drafter, a column for each task."""
-    tasks = rows[0]["by_task"]
-    headers = (f"{task} ({figures['prompt_tokens']:.0f} tokens)" for task, figures in tasks.items())
-    table = _table(("drafter", "tree", *headers), 2)
-    for row in rows:
-        cells = (row["by_task"][task] for task in tasks)
-        figures = (f"{c['speedup']:.2f}x ({c['tokens_per_verify']:.2f})" for c in cells)
-        table.add_row(label(row), shape(row), *figures)
-    return table
 
+    def cell(task: str) -> Callable[[Row], str]:
+        return lambda row: "{speedup:.2f}x ({tokens_per_verify:.2f})".format_map(row["by_task"][task])
 
-def _table(columns: Sequence[str], texts: int) -> Table:
-    """The first `texts` columns hold text, which may wrap, the others numbers, which are shown whole; headers break at
-    spaces and inside CamelCase."""
-    table = Table(box=None, pad_edge=False)
-    for place, column in enumerate(columns):
-        text = place < texts
-        head = re.sub(r" |(?<=[a-z])(?=[A-Z])", "\n", column)
-        table.add_column(head, justify="left" if text else "right", no_wrap=not text, overflow="fold")
-    return table
+    tasks = rows[0]["by_task"].items()
+    columns = [Column(f"{task} ({found['prompt_tokens']:.0f} tokens)", cell(task)) for task, found in tasks]
+    return make_table([_DRAFTER, _TREE, *columns], rows, narrow=True)

@@ -29,11 +29,11 @@ from outrider.commands.arguments import Parser, at_least_1
 from outrider.commands.console import guarded
 from outrider.plans.errors import RequestError
 from outrider.runtime.exactness import Exactness
-from outrider.tools.bench.machine import describe_run
 from outrider.tools.exactness.against import measure_server
 from outrider.tools.exactness.measure import measure
 from outrider.tools.exactness.table import print_groups, print_table
-from outrider.tools.output import print_report
+from outrider.tools.identity import describe_run
+from outrider.tools.measuring import add_arguments, print_report
 
 _QUICK = (8, 24)  # requests, and tokens of each
 _WHOLE = (24, 48)
@@ -99,9 +99,8 @@ def _parser(called: str) -> Parser:
     parser.add_argument(
         "--quick", action="store_true", help="fewer and shorter requests, and the main conditions alone"
     )
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
     parser.add_argument("--groups", action="store_true", help="print a row for every group of conditions alone")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_arguments(parser, "prompts json")
     ours = parser.add_argument_group("our engine")
     ours.add_argument("--drafters", metavar="NAME,...", help="of the plan (default: all)")
     ours.add_argument(

@@ -7,19 +7,18 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Event
 from typing import Any
 
 from outrider.commands.console import progress_bar
 from outrider.plans.errors import RequestError
-from outrider.tools.bench.identity import git_sha
-from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import LeftOut
 from outrider.tools.exactness.measure import shown
-from outrider.tools.exactness.outcome import Outcome, compare
-from outrider.tools.exactness.requests import read_texts, server_requests
+from outrider.tools.exactness.requests import Asked, read_texts, server_requests
 from outrider.tools.exactness.server import Server
+from outrider.tools.identity import git_sha
+from outrider.tools.parting import Outcome, compare
 
 OURS = "outrider"
 """The owner of models that our own server names."""
@@ -94,7 +93,7 @@ def measure_server(options: argparse.Namespace) -> dict[str, Any]:
         f"{len(asked)} requests of at most {options.new} tokens, compared with the first answers, alone",
         "ours": owners == {OURS},
         "requests": len(asked),
-        "left_out": [each.to_json() for each in left_out],
+        "left_out": [asdict(each) for each in left_out],
         **report,
     }
 

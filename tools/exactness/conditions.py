@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
@@ -44,9 +44,6 @@ class Condition:
     at_once: int | None = None
     save: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Process:
@@ -70,9 +67,6 @@ class LeftOut:
 
     what: str
     reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def usable_drafters(manifest: Manifest) -> tuple[list[str], list[LeftOut]]:
@@ -105,20 +99,14 @@ def processes(
         *_interrupted(some, quick),
         *_long_contexts(manifest, some),
     )
-    restarted = (
+    restarted: tuple[Condition, ...] = (
         Condition("restart", "a new process, alone, none", "alone"),
         Condition("restart", f"a new process, company, {some}", "company", some),
         Condition("prefix cache", f"saved, loaded after a restart, {some}", "alone", some, cache="loaded"),
-        *(
-            ()
-            if quick
-            else (
-                Condition(
-                    "prefix cache", f"saved, loaded after a restart, company, {some}", "company", some, cache="loaded"
-                ),
-            )
-        ),
     )
+    if not quick:
+        name = f"saved, loaded after a restart, company, {some}"
+        restarted += (Condition("prefix cache", name, "company", some, cache="loaded"),)
     found = [Process(first), Process(restarted)]
     if on_processor:
         found += [Process(_on(f"{count} threads", "threads", some, quick), threads=count) for count in _threads()]
@@ -215,14 +203,7 @@ def _interrupted(some: str, quick: bool) -> list[Condition]:
     if not quick:
         found += [
             Condition("interrupted", f"cancelled and gone on in company, {some}", "cancelled", some, order=5),
-            Condition(
-                "interrupted",
-                f"the same, the prompts in a prefix cache, {some}",
-                "cancelled",
-                some,
-                cache="warm",
-                order=6,
-            ),
+            Condition("interrupted", f"the same, prompts in a cache, {some}", "cancelled", some, cache="warm", order=6),
         ]
     return found
 

@@ -15,9 +15,6 @@ from outrider.plans.manifest import Geometry, Manifest
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.backends import choose_backend, on_processor
-from outrider.tools.arguments import drafters_named
-from outrider.tools.bench.identity import git_sha
-from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import (
     REFERENCE,
     Condition,
@@ -26,9 +23,11 @@ from outrider.tools.exactness.conditions import (
     processes,
     usable_drafters,
 )
-from outrider.tools.exactness.outcome import Compared, Outcome, compare
-from outrider.tools.exactness.process import run_process
-from outrider.tools.exactness.requests import TOP_LOGPROBS, plan_requests, read_texts
+from outrider.tools.exactness.requests import TOP_LOGPROBS, Asked, plan_requests, read_texts
+from outrider.tools.exactness.worker import run_process
+from outrider.tools.identity import git_sha
+from outrider.tools.measuring import drafters_named
+from outrider.tools.parting import Compared, Outcome, compare
 
 _LENGTH, _SHORTEST = 256, 24
 _LACKS = "that this processor lacks"
@@ -83,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "requests": len(asked),
         "tokens": total,
         "rows": rows,
-        "left_out": [each.to_json() for each in left_out],
+        "left_out": [asdict(each) for each in left_out],
         "diverged": sum(bool(row["diverged"] or row["logprobs_diverged"]) for row in rows),
     }
 
@@ -116,7 +115,7 @@ def _answers(
     whole = job | {
         "asked": [asdict(each) for each in _half_with_logprobs(asked)],
         "threads": process.threads,
-        "conditions": [condition.to_json() for condition in process.conditions],
+        "conditions": [asdict(condition) for condition in process.conditions],
     }
     answers, answer = run_process(whole, process.isa, process.without), dict[str, Any]()
     for condition in process.conditions:
@@ -138,16 +137,12 @@ def _row(
     else:
         outcomes = [Outcome.from_json(each) for each in answer["outcomes"]]
     compared = compare([each.name for each in asked], expected, outcomes)
-    return {**_shown(condition), **shown(compared), "witness": answer.get("witness")}
-
-
-def _shown(condition: Condition) -> dict[str, Any]:
-    return {"group": condition.group, "condition": condition.name}
+    return {"group": condition.group, "condition": condition.name, **shown(compared), "witness": answer.get("witness")}
 
 
 def shown(compared: Compared) -> dict[str, Any]:
     """The figures of a comparison, as they stand in a row."""
-    value = compared.to_json()
+    value = asdict(compared)
     for name, each in (("first", compared.first), ("first_of_logprobs", compared.first_of_logprobs)):
         if each is not None:
             value[name]["text"] = each.text

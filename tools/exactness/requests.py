@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from outrider.compiler.held_out import read_tasks
 from outrider.plans.errors import RequestError
 from outrider.plans.tokenizer import Tokenizer
 from outrider.tools.bench.prompts import choose_prompts
-from outrider.tools.exactness.asked import Asked
 
 _SCHEMA = {
     "type": "object",
@@ -41,6 +41,33 @@ SERVER_SAMPLINGS: dict[str, dict[str, Any]] = {
 
 TOP_LOGPROBS = 5
 _FIRST_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: its name for the reader, its prompt (token ids, or a text for a server), and its options.
+
+    `sampling` is the index of its options of sampling in their table, and `place` that of its prompt.
+    """
+
+    name: str
+    prompt: Any
+    options: dict[str, Any]
+    sampling: int = 0
+    place: int = 0
+
+    @property
+    def turn(self) -> int:
+        """Index, modulo their number, of the drafter that serves this request in a mixed condition.
+
+        Each sampling meets every drafter, as the next prompt moves on by one.
+        """
+        return self.sampling + self.place
+
+    def in_half(self, group: int) -> bool:
+        """Whether the request is in one of two halves: alternate groups of `group` samplings, swapped from prompt to
+        prompt. Other group sizes give halves that are independent of it, and of `turn`."""
+        return bool((self.sampling // group + self.place) % 2)
 
 
 def plan_requests(

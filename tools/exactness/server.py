@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from outrider.plans.errors import RequestError
-from outrider.tools.exactness.asked import Asked
-from outrider.tools.exactness.outcome import Logprob, Outcome
+from outrider.tools.exactness.requests import Asked
+from outrider.tools.parting import Logprob, Outcome
 
 _READY_SECONDS, _GLANCE_SECONDS, _END_SECONDS, _ANSWER_SECONDS = 300.0, 0.2, 40.0, 900.0
 _LOGPROBS = 5

@@ -7,20 +7,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-_FIGURES = ("requests", "diverged", "logprobs_diverged")
+from outrider.tools.measuring import Column, make_table
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Print a report of `measure` or `measure_server`: a row a condition, then the first divergence of each."""
-    witnessed = any(row["witness"] for row in report["rows"])
-    table = _table("condition", "requests", "diverged", "logprobs", *(["seen"] if witnessed else []))
-    last = None
-    for row in report["rows"]:
-        group = "" if row["group"] == last else row["group"]
-        seen = [_seen(row["witness"])] if witnessed else []
-        table.add_row(group, row["condition"], *_figures(row), *seen)
-        last = row["group"]
-    _print(report, table, report["rows"], console)
+    rows, columns = report["rows"], [_AROUND, Column("condition", "condition", text=True), *_COUNTS]
+    if any(row["witness"] for row in rows):
+        columns.append(Column("seen", lambda row: _seen(row["witness"]), text=True))
+    before = [None, *(row["group"] for row in rows)]
+    shown = [
+        row | {"around": row["group"] if row["group"] != last else ""} for row, last in zip(rows, before, strict=False)
+    ]
+    _print(report, make_table(columns, shown, narrow=True), rows, console)
 
 
 def print_groups(report: dict[str, Any], console: Console) -> None:
@@ -28,23 +27,21 @@ def print_groups(report: dict[str, Any], console: Console) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
         groups.setdefault(row["group"], []).append(row)
-    table = _table("conditions", "requests", "diverged", "logprobs")
-    firsts = []
+    shown, firsts = list[dict[str, Any]](), list[dict[str, Any]]()
     for group, rows in groups.items():
-        whole = {name: sum(row[name] for row in rows) for name in _FIGURES}
-        whole["without_logprobs"] = all(row.get("without_logprobs") for row in rows)
-        table.add_row(group, str(len(rows)), *_figures(whole))
+        whole = {name: sum(row[name] for row in rows) for name in ("requests", "diverged", "logprobs_diverged")}
+        untold = all(row.get("without_logprobs") for row in rows)
+        shown.append({"around": group, "conditions": len(rows), **whole, "without_logprobs": untold})
         firsts += next(([row] for row in rows if row["first"] or row["first_of_logprobs"]), [])
-    _print(report, table, firsts, console)
+    _print(report, make_table([_AROUND, Column("conditions", "conditions"), *_COUNTS], shown), firsts, console)
 
 
-def _table(second: str, *heads: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("around", no_wrap=True)
-    table.add_column(second, overflow="fold")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "seen" else "right", no_wrap=True)
-    return table
+_AROUND = Column("around", "around", text=True)
+_COUNTS = (
+    Column("requests", "requests"),
+    Column("diverged", "diverged"),
+    Column("logprobs", lambda row: None if row.get("without_logprobs") else row["logprobs_diverged"]),
+)
 
 
 def _print(report: dict[str, Any], table: Table, rows: list[dict[str, Any]], console: Console) -> None:
@@ -63,12 +60,6 @@ def _print(report: dict[str, Any], table: Table, rows: list[dict[str, Any]], con
     console.print(_verdict(report), soft_wrap=True)
 
 
-def _figures(row: dict[str, Any]) -> list[str]:
-    """Requests, those with other tokens, and those with other log-probabilities alone, "-" where none are told."""
-    logprobs = "-" if row.get("without_logprobs") else str(row["logprobs_diverged"])
-    return [str(row["requests"]), str(row["diverged"]), logprobs]
-
-
 def _seen(witness: dict[str, int] | None) -> str:
     """What shows that a condition was what it says: tokens a pass of the target, and tokens not computed again."""
     if witness is None:
@@ -80,18 +71,13 @@ def _seen(witness: dict[str, int] | None) -> str:
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    failed = report.get("failed_at_first")
+    total, failed = sum(row["requests"] for row in report["rows"]), report.get("failed_at_first")
     more = f"; of the first answers, {failed} of {report['requests']} were errors" if failed else ""
-    return _divergences(report) + more
-
-
-def _divergences(report: dict[str, Any]) -> str:
-    total = sum(row["requests"] for row in report["rows"])
     if not report["diverged"]:
-        return f"no divergence in {len(report['rows'])} conditions, {total} requests"
+        return f"no divergence in {len(report['rows'])} conditions, {total} requests{more}"
     tokens = sum(row["diverged"] for row in report["rows"])
     logprobs = sum(row["logprobs_diverged"] for row in report["rows"])
     return (
         f"{report['diverged']} of {len(report['rows'])} conditions diverge: {tokens} of {total} requests have other "
-        f"tokens or texts, {logprobs} others have other log-probabilities"
+        f"tokens or texts, {logprobs} others have other log-probabilities{more}"
     )

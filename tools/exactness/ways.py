@@ -9,9 +9,9 @@ from typing import Any
 
 from outrider import Generation, Handle, Runtime
 from outrider.runtime.generation import FinishReason
-from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import Condition
-from outrider.tools.exactness.outcome import Logprob, Outcome
+from outrider.tools.exactness.requests import Asked
+from outrider.tools.parting import Logprob, Outcome
 
 
 @dataclass

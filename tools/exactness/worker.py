@@ -1,4 +1,4 @@
-"""A process with the plan loaded: `python -m outrider.tools.exactness.worker`.
+"""A process with the plan loaded, `python -m outrider.tools.exactness.worker`, and its parent's side.
 
 One line of JSON on stdin is the job: `plan`, `backend`, `exactness`, `threads`, `drafters`, `file` (of the prefix
 cache), the `asked` requests and the `conditions`. For each condition a line of JSON goes to stdout: `outcomes` and
@@ -10,16 +10,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.errors import OutriderError
-from outrider.tools.exactness.asked import Asked
 from outrider.tools.exactness.conditions import Condition
+from outrider.tools.exactness.requests import Asked
 from outrider.tools.exactness.ways import WAYS, Run
 
 _CROWDED = 3  # tokens of a cache that is too small, in prompts
@@ -62,7 +64,7 @@ def _answer(loaded: _Loaded, condition: Condition, asked: list[Asked], job: dict
             loaded.runtime.save_prefix_cache(job["file"])
     except OutriderError as error:
         return {"error": str(error)}
-    return {"outcomes": [outcome.to_json() for outcome in outcomes], "witness": asdict(run.witness)}
+    return {"outcomes": [asdict(outcome) for outcome in outcomes], "witness": asdict(run.witness)}
 
 
 class _Loaded:
@@ -110,6 +112,52 @@ class _Loaded:
             self._runtime.close(drain=False)
         self._runtime = None
         gc.collect()
+
+
+def run_process(job: dict[str, Any], isa: str | None, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the answer to every condition of a job, run in a process of its own.
+
+    Our kernels use `isa`, and NumPy's do `without` these features of the processor.
+
+    A process that ends before its time gives its last words as `error` in place of the condition it ended in.
+    """
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outrider.tools.exactness.worker"],
+            env=environment(isa, without),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            encoding="utf-8",
+        )
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(json.dumps(job), file=process.stdin, flush=True)
+            answered, failed = 0, False
+            for line in process.stdout:
+                answer: dict[str, Any] = json.loads(line)
+                answered, failed = answered + 1, "error" in answer
+                yield answer
+            process.wait()
+            if answered < len(job["conditions"]) and not failed:
+                said.seek(0)
+                words = said.read().strip().splitlines() or [f"exit status {process.returncode}"]
+                yield {"error": f"its process ended: {words[-1]}"}
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def environment(isa: str | None, without: Sequence[str]) -> dict[str, str]:
+    """The variables of a process with other instructions (see `run_process`)."""
+    found = dict(os.environ)
+    if isa is not None:
+        found["OUTRIDER_ISA"] = isa
+    if without:
+        found["NPY_DISABLE_CPU_FEATURES"] = " ".join(without)
+    return found
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from outrider.commands.console import guarded, print_json, progress_bar, report_
 from outrider.commands.packages import optional_packages
 from outrider.compiler.arguments import add_recipe, recipe_of
 from outrider.plans.errors import PlanError, RequestError
+from outrider.tools.measuring import add_arguments
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m outrider.tools.tune") -> int:
@@ -48,7 +49,7 @@ def _parser(called: str) -> Parser:
         f"Leave the machine alone meanwhile. example: {called} build/reference --drafter eagle3, then "
         "outrider build plans/recipes/reference.tuned.yaml",
     )
-    parser.add_argument("plan", type=Path, help="folder of the plan")
+    add_arguments(parser, "plan")
     parser.add_argument(
         "--prices",
         action="store_true",
@@ -67,8 +68,7 @@ def _parser(called: str) -> Parser:
         help="that passes are priced with: as many as generations will have (default 0: the backend chooses)",
     )
     parser.add_argument("--drafter", metavar="NAME", help="the drafter to tune (default: the plan's first with a tree)")
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    parser.add_argument("--count", type=at_least_1, default=8, help="prompts to run (default 8)")
+    add_arguments(parser, "prompts count json", count=8)
     parser.add_argument("--new", type=at_least_1, default=128, help="tokens per prompt (default 128)")
     parser.add_argument(
         "--temperature",
@@ -80,7 +80,6 @@ def _parser(called: str) -> Parser:
         "--out", type=Path, help="where the copy is written (default: NAME.tuned.yaml beside the recipe)"
     )
     add_recipe(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider import Runtime
 from outrider.plans import names
@@ -17,6 +17,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.pass_prices import PassPrices, Price, write_pass_prices
 from outrider.plans.plan import open_plan
 from outrider.runtime.pass_prices import conditions_here
+from outrider.tools.measuring import Column, make_table
 
 CONTEXT = 512  # tokens behind which passes are timed, unless the caller says
 _LEAST, _MOST = 5, 25  # runs of each size
@@ -83,12 +84,7 @@ def print_prices(table: PassPrices, console: Console) -> None:
         f"milliseconds of a pass of the target behind {table.context} tokens, by rows: {table.backend}, "
         f"{table.device}, {table.threads} threads"
     )
-    shown = Table("rows", "ms", "ms a row more", box=None, pad_edge=False)
-    for column in shown.columns:
-        column.justify = "right"
-    before: Price | None = None
-    for price in table.prices:
-        more = "" if before is None else f"{(price.ms - before.ms) / (price.rows - before.rows):.3f}"
-        shown.add_row(str(price.rows), f"{price.ms:.3f}", more)
-        before = price
-    console.print(shown)
+    columns = (Column("rows", "rows"), Column("ms", "ms", ".3f"), Column("ms a row more", "more", ".3f"))
+    steps = [None, *((b.ms - a.ms) / (b.rows - a.rows) for a, b in pairwise(table.prices))]
+    rows = ({"rows": each.rows, "ms": each.ms, "more": more} for each, more in zip(table.prices, steps, strict=True))
+    console.print(make_table(columns, rows))

@@ -35,6 +35,7 @@ from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round, Watcher
 from outrider.tools.bench.variants import tokens_of_block
+from outrider.tools.measuring import run_in_turn
 from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from outrider.tools.tune.table import Estimate, Timed, Tuning
 from outrider.tools.verify.verification import check_same_source
@@ -332,13 +333,14 @@ def _race(found: Tuning, bench: _Bench, search: Search, current: Tree) -> None:
         runtime = bench.load(trees, Path(folder) / "plan")
         session, prompts = runtime.session(), bench.prompts(runtime)
         modes = [_PLAIN, *map(name_of, trees)]
-        runs: dict[str, list[Generation]] = {mode: [] for mode in modes}
-        for mode in modes:
-            bench.run(session, prompts[0], mode)
-        for ids in prompts * _RACES:
-            for mode in modes:
-                bench.begin(f"racing {mode}")
-                runs[mode].append(bench.run(session, ids, mode))
+        runs = run_in_turn(
+            modes,
+            prompts,
+            _RACES,
+            lambda mode, ids, _: bench.run(session, ids, mode),
+            begin=bench.begin,
+            within="racing, ",
+        )
     timed = [_timed(tree, tree == current, runs[name_of(tree)], runs[_PLAIN]) for tree in trees]
     found.timed = sorted(timed, key=lambda t: -t.speedup)
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider.plans.manifest import Tree
+from outrider.tools.measuring import Column, make_table
 
 _SHOWN = 12  # estimates, as text
 _LABELLED = 6  # estimates, in the picture, with their number of nodes
@@ -120,38 +120,34 @@ def print_tuning(found: Tuning, console: Console) -> None:
     console.print(f"  accepted tokens that were their parent's best, second ... child: {by_rank or 'none'}")
 
     console.print(f"\nestimated (plain decoding {found.plain_tokens_per_second:.0f} tokens/s)")
-    table = _table("top_k", "depth", "nodes", "tokens/verify", "round ms", "tokens/s")
-    for e in found.estimates[:_SHOWN]:
-        sizes = (str(e.top_k), str(e.depth), str(e.nodes))
-        table.add_row(*sizes, f"{e.tokens_per_verify:.2f}", f"{e.round_ms:.2f}", f"{e.tokens_per_second:.0f}")
-    console.print(table)
+    console.print(make_table(_ESTIMATED, map(asdict, found.estimates[:_SHOWN])))
     console.print("\nbuilt and timed against plain decoding, alternately, prompts included")
-    table = _table("top_k", "depth", "nodes", "tokens/verify", "tokens/s", "speedup", "same tokens", "")
-    for t in found.timed:
-        figures = (f"{t.tokens_per_verify:.2f}", f"{t.tokens_per_second:.0f}", f"{t.speedup:.2f}x")
-        same = "yes" if t.same_tokens else "NO"
-        note = "chosen" if t is found.chosen else ""
-        note += (", " if note else "") + "the plan's own" if t.current else ""
-        table.add_row(str(t.top_k), str(t.depth), str(t.nodes), *figures, same, note)
-    console.print(table)
+    rows = []
+    for timed in found.timed:
+        notes = ["chosen"] * (timed is found.chosen) + ["the plan's own"] * timed.current
+        rows.append(asdict(timed) | {"note": ", ".join(notes)})
+    console.print(make_table(_TIMED, rows))
     if found.chosen.speedup <= 1:
         console.print(f"No tree of {found.drafter} pays here: plain decoding is faster.")
 
 
 def _print_rows(console: Console, title: str, columns: range, rows: dict[str, list[float]]) -> None:
-    table = Table(title, *map(str, columns), box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, values in rows.items():
-        table.add_row(name, *(f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}" for value in values))
-    console.print(table)
+    lines = [
+        {title: name}
+        | {str(place): f"{ms:.{2 if ms < 10 else 1 if ms < 100 else 0}f}" for place, ms in enumerate(values)}
+        for name, values in rows.items()
+    ]
+    figures = [Column(str(place), str(place)) for place in columns]
+    console.print(make_table([Column(title, title, text=True), *figures], lines))
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+_SIZES = (Column("top_k", "top_k"), Column("depth", "depth"), Column("nodes", "nodes"))
+_PER_VERIFY, _RATE = Column("tokens/verify", "tokens_per_verify", ".2f"), Column("tokens/s", "tokens_per_second", ".0f")
+_ESTIMATED = (*_SIZES, _PER_VERIFY, Column("round ms", "round_ms", ".2f"), _RATE)
+_TIMED = (
+    *_SIZES, _PER_VERIFY, _RATE, Column("speedup", "speedup", ".2f", "x"),
+    Column("same tokens", lambda row: "yes" if row["same_tokens"] else "NO"), Column("", "note"),
+)  # fmt: skip
 
 
 def draw_tuning(found: Tuning, path: Path) -> bool:

@@ -19,9 +19,8 @@ from outrider.commands.packages import optional_packages
 from outrider.compiler.arguments import add_recipe, recipe_of
 
 if TYPE_CHECKING:
-    from outrider.tools.verify.agreement import Parting
+    from outrider.tools.parting import Parting
     from outrider.tools.verify.exactness import ExactnessCheck
-    from outrider.tools.verify.verification import Divergence
 
 _SHOWN = 10  # tokens that differ, in the text
 
@@ -94,16 +93,14 @@ def _verify(options: argparse.Namespace) -> int:
                 f"tokens the same, divergence {cost.kl:.4f} nats, {cost.texts} held-out texts take "
                 f"{cost.bits_per_byte:.4f} bits a byte in place of {cost.float_bits_per_byte:.4f} ({cost.growth:+.2%})"
             )
-        tokens = [f"plan {d.plan_token}, oracle {d.torch_token}" for d in result.divergences]
-        _print_differences(result.divergences, tokens, result.tolerance)
+        _print_differences(result.divergences, ("oracle", "plan"), result.tolerance)
         for how, checks in (("greedy", result.drafters), ("sampled", result.sampled)):
             for name, check in checks.items():
                 stdout.print(
                     f"drafter {name}, {how}: {check.tokens_per_verify:.2f} tokens per verify, {check.equal_runs} runs "
                     "with the tokens of plain decoding"
                 )
-                tokens = [f"plain {p.plain_token}, drafted {p.drafted_token}" for p in check.partings]
-                _print_differences(check.partings, tokens, result.tolerance)
+                _print_differences(check.partings, ("plain", "drafted"), result.tolerance)
         _print_exactness(result.exactness)
         partial = result.partial_kv
         if partial is not None and partial.runs == 0:
@@ -141,13 +138,13 @@ def _ranges(sizes: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(firsts, lasts, strict=True))
 
 
-def _print_differences(found: Sequence[Divergence | Parting], tokens: Sequence[str], tolerance: float) -> None:
-    """A line for each of the first; `tokens` names the two that differ."""
-    for each, named in zip(found[:_SHOWN], tokens, strict=False):
+def _print_differences(found: Sequence[Parting], named: tuple[str, str], tolerance: float) -> None:
+    """A line for each of the first; `named` says who chose the expected and the found token."""
+    for each in found[:_SHOWN]:
         kind = "near tie" if each.near_tie else "DIFFERENT"
         stdout.print(
-            f"  prompt {each.prompt}, token {each.index}: {kind}, {named}, margin {each.margin:.2e} "
-            f"(tolerance {tolerance:.2e})"
+            f"  prompt {each.prompt}, token {each.index}: {kind}, {named[0]} {each.expected}, {named[1]} {each.found}, "
+            f"margin {each.margin:.2e} (tolerance {tolerance:.2e})"
         )
     if len(found) > _SHOWN:
         stdout.print(f"  and {len(found) - _SHOWN} more (--json lists all)")

@@ -10,6 +10,7 @@ from outrider import Session, Stats
 from outrider.plans.manifest import Manifest
 from outrider.plans.partial_kv import PartialMode
 from outrider.runtime.options.options import Options
+from outrider.tools.parting import same_share
 
 _TIMES = 2  # contexts are so much longer than the first at which the partial KV cache serves
 
@@ -78,8 +79,7 @@ def check_partial(
         check.partial_rounds += stats.partial_rounds + rough.partial_rounds
         parted += stats.parted
         agreed += stats.agreed
-        first = (i for i, (a, b) in enumerate(zip(expected, lossy, strict=True)) if a != b)
-        shares.append(next(first, len(expected)) / len(expected))
+        shares.append(same_share(expected, lossy))
         progress(index + 1)
     if check.partial_rounds:
         check.same = sum(shares) / len(shares)

@@ -22,6 +22,7 @@ from outrider.plans.manifest import Manifest, rejects
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
+from outrider.tools.parting import Parting
 from outrider.tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
 from outrider.tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
 from outrider.tools.verify.oracle import Oracle, OracleChoice, load_oracle
@@ -44,30 +45,17 @@ wrong is off by units.
 SAMPLED = Options(temperature=0.8, top_p=0.95, seed=1)
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """A token of the plan's greedy run that PyTorch, given the same tokens before, would not have chosen.
-
-    `index` counts generated tokens; `margin` is by how much PyTorch prefers its own choice (logits).
-    """
-
-    prompt: int
-    index: int
-    plan_token: int
-    torch_token: int
-    margin: float
-    near_tie: bool = False
-
-
 @dataclass
 class Verification:
     """Measurements against an `oracle`, and the verdict.
 
     Of a plan with quantised weights the oracle has the same weights, and `quantization` says what they cost.
     `logit_bound` is absolute: it is what the plan cannot talk itself out of. `tolerance` is twice the largest logit
-    error (closer logits than that may change places), but at most the bound. `drafters` holds the
-    drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by rejection have none. `partial_kv` is None
-    where no partial KV cache serves, `exactness` where the backend promises none.
+    error (closer logits than that may change places), but at most the bound. `divergences` are tokens of the plan's
+    greedy runs that the oracle, given the same tokens before, would not have chosen, with the logits by which it
+    prefers its own. `drafters` holds the drafters' greedy runs, `sampled` those at SAMPLED, of which drafters by
+    rejection have none. `partial_kv` is None where no partial KV cache serves, `exactness` where the backend promises
+    none.
     """
 
     oracle: str = ""
@@ -77,7 +65,7 @@ class Verification:
     logit_bound: float = LOGIT_BOUND
     tolerance: float = 0.0
     equal_runs: int = 0
-    divergences: list[Divergence] = field(default_factory=list)
+    divergences: list[Parting] = field(default_factory=list)
     drafters: dict[str, DrafterCheck] = field(default_factory=dict)
     sampled: dict[str, DrafterCheck] = field(default_factory=dict)
     partial_kv: PartialCheck | None = None
@@ -259,8 +247,8 @@ def _compare(
     result.tokens += len(generated)
     result.max_logit_error = float(np.maximum(result.max_logit_error, error.max()))  # NaN stays
     choices = expected.argmax(dim=-1).tolist()
-    parted = [i for i, (ours, theirs) in enumerate(zip(generated, choices, strict=True)) if ours != theirs]
+    parted = [i for i in range(len(generated)) if generated[i] != choices[i]]
     result.equal_runs += not parted
     for i in parted:
         margin = float(expected[i, choices[i]] - expected[i, generated[i]])
-        result.divergences.append(Divergence(prompt, i, generated[i], choices[i], margin))
+        result.divergences.append(Parting(prompt, len(ids), i, choices[i], generated[i], margin))

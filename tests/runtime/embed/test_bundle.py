@@ -25,7 +25,7 @@ from outrider.runtime.embed.bundle.component import Component, of_distribution
 from outrider.runtime.embed.bundle.contents import HIDDEN, SYSTEM
 from outrider.runtime.embed.bundle.modules import find_modules
 from outrider.runtime.embed.bundle.shared_objects import Tools
-from outrider.tools.bench import __main__ as bench
+from outrider.tools.lab.bundle import main as measure_bundle
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(
@@ -320,7 +320,7 @@ def test_it_is_small_enough(made: tuple[Path, dict[str, Any]]) -> None:
 def test_what_it_costs_is_measured(
     made: tuple[Path, dict[str, Any]], toy_plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main(["bundle", str(made[0]), str(toy_plan), "--reps", "1", "--json"]) == 0
+    assert measure_bundle([str(made[0]), str(toy_plan), "--reps", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["bytes"] == made[1]["bytes"]
     for stages in report["stages"].values():
@@ -330,9 +330,9 @@ def test_what_it_costs_is_measured(
     # On the way to the first token of a plan that has a chat template and no structured outputs:
     assert not {"asyncio", "rich", "llguidance", "argparse", "unittest", "ssl"} & set(report["modules"])
     assert sum(report["modules"].values()) < 520
-    assert bench.main(["bundle", str(made[0]), str(toy_plan), "--reps", "1"]) == 0
+    assert measure_bundle([str(made[0]), str(toy_plan), "--reps", "1"]) == 0
     assert "first call and open together" in capsys.readouterr().out
-    assert bench.main(["bundle", str(toy_plan), str(toy_plan)]) == 2
+    assert measure_bundle([str(toy_plan), str(toy_plan)]) == 2
     assert "is no bundle; make one with" in capsys.readouterr().err
 
 

@@ -1,1 +1,0 @@
-"""Faults under load, and what becomes of requests: `python -m outrider.tools.faults PLAN`."""

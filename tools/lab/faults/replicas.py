@@ -1,0 +1,144 @@
+"""A plan on Ray Serve, in a cluster of its own, and the processes of its replicas."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic, sleep
+
+from outrider.tools.lab.faults.crowd import ask_all
+from outrider.tools.lab.faults.figures import Figures
+from outrider.tools.lab.faults.server import Server
+from outrider.tools.lab.faults.setting import Setting
+
+_LOST = "a request lost its replica"  # what the ingress logs
+_ENDING = 20.0  # seconds for the processes of a cluster to end by themselves
+_STARTING = 120.0  # seconds for replicas to come back
+
+
+class Replicas:
+    """`count` replicas behind `server`; `folder` is Ray's."""
+
+    def __init__(self, server: Server, count: int, folder: Path) -> None:
+        self.server, self.count, self._folder = server, count, folder
+
+    def alive(self) -> list[int]:
+        """Process ids of the replicas that live, those that still start among them."""
+        return _named(self.server.process.pid, "Replica")
+
+    def ingress(self) -> int:
+        """Process id of what takes requests in."""
+        return _named(self.server.process.pid, "Ingress")[0]
+
+    def serving(self) -> list[int]:
+        """Process ids of the replicas that have loaded the plan, whose weights they have mapped."""
+        return [pid for pid in self.alive() if _maps_weights(pid)]
+
+    def kill(self, pid: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def wait(self, least: int) -> bool:
+        """Wait until so many have loaded the plan; whether that came."""
+        until = monotonic() + _STARTING
+        while len(self.serving()) < least:
+            if monotonic() > until:
+                return False
+            sleep(0.1)
+        return True
+
+    def end_well(self, setting: Setting, figures: Figures) -> None:
+        """Hold against a scenario that all replicas are there again, and answer, and that no request is left."""
+        figures.check(self.wait(self.count), "A replica that was lost is not replaced.")
+        ask_all(self.server.port, setting.questions, figures)
+        figures.check(self.server.settle(), "Requests still wait or run.")
+        figures.retried = self.retried()
+
+    def retried(self) -> int:
+        """How often a request has lost a replica, by the logs."""
+        logs = [path for path in self._folder.rglob("*.err") if path.is_file()]
+        return sum(path.read_text(encoding="utf-8", errors="replace").count(_LOST) for path in logs)
+
+
+@contextmanager
+def replicas_of(setting: Setting, count: int, *options: str) -> Iterator[Replicas]:
+    """Serve the plan by `count` replicas for a while."""
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # short: Ray's sockets lie in it
+    environment = {"RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    cache = ("--cache-tokens", "8192", "--cache-bytes", str(2**26))
+    own = (
+        "--replicas",
+        str(count),
+        "--replica-cpus",
+        "0.1",
+        "--threads",
+        str(setting.threads),
+        "--max-waiting",
+        "4096",
+    )
+    server = Server(
+        setting.plan, setting.file("ray.log"), [*own, *cache, *options], environment, ("outrider.runtime.ray_serve",)
+    )
+    started = set[int]()
+    try:
+        with server:
+            try:
+                yield Replicas(server, count, folder)
+            finally:
+                started |= set(_below(server.process.pid))
+    finally:
+        _end(started)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(started: set[int]) -> None:
+    """Kill what a cluster that did not end well has left of the processes that it started."""
+    until = monotonic() + _ENDING
+    while (left := [pid for pid in started if _is_ray(pid)]) and monotonic() < until:
+        sleep(0.1)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_ray(pid: int) -> bool:
+    with suppress(OSError):
+        return b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _named(root: int, deployment: str) -> list[int]:
+    """Those below `root` that Ray calls replicas of a deployment."""
+    found = []
+    for pid in _below(root):
+        with suppress(OSError):
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            if title.startswith("ray::ServeReplica:") and f":{deployment}" in title.replace("\0", " "):
+                found.append(pid)
+    return found
+
+
+def _below(root: int) -> Iterator[int]:
+    """Ids of all processes that a process has started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for each in Path("/proc").iterdir():
+        if each.name.isdecimal():
+            with suppress(OSError):
+                parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(each.name))
+    waiting = [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        yield from below
+        waiting += below
+
+
+def _maps_weights(pid: int) -> bool:
+    with suppress(OSError):
+        return "weights" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    return False

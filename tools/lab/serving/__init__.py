@@ -1,0 +1,1 @@
+"""`python -m outrider.tools.lab.serving`: what a prefix cache and shared passes bring."""

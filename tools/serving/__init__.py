@@ -1,1 +1,0 @@
-"""`python -m outrider.tools.serving`: what a prefix cache and shared passes bring."""
