@@ -172,12 +172,6 @@ def make_table(columns: Sequence[Column], rows: Iterable[Row], *, narrow: bool =
     return table
 
 
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table in Markdown; a cell stands on one line, and no bar in it ends it."""
-    cells = ([" ".join(str(cell).splitlines()).replace("|", r"\|") for cell in row] for row in rows)
-    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)]
-
-
 def print_head(report: Report, console: Console) -> None:
     """What a report of `identity_columns` was measured with, and where."""
     machine = report["machine"]

@@ -11,7 +11,8 @@ from rich.table import Table
 from outrider.tools.bench.columns import Row
 from outrider.tools.bench.questions import OVERALL
 from outrider.tools.bench.shapes import PLAIN
-from outrider.tools.measuring import Column, figure, make_table, markdown_table
+from outrider.tools.markdown import markdown_table
+from outrider.tools.measuring import Column, figure, make_table
 
 
 def label(row: Row) -> str:

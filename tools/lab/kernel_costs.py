@@ -33,7 +33,8 @@ from outrider.plugins.cuda.compile import compile_kernels
 from outrider.plugins.cuda.launches import THREADS
 from outrider.plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
 from outrider.tools.lab.gpu.models import CAPACITY, SHAPES, TYPES, model_of
-from outrider.tools.measuring import figure, markdown_table
+from outrider.tools.markdown import markdown_table
+from outrider.tools.measuring import figure
 
 Row = dict[str, Any]
 

@@ -28,7 +28,7 @@ from outrider.plans.errors import OutriderError
 from outrider.plans.plan import files_sha256
 from outrider.runtime.backends.cuda_driver import device_name
 from outrider.tools.lab.gpu.stages import Row
-from outrider.tools.measuring import markdown_table
+from outrider.tools.markdown import markdown_table
 
 STAGES = {
     "env": (30, ("cubins", "settings.json")),
