@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
 from outrider.runtime.numbers import as_real, shown
 
@@ -69,14 +70,16 @@ class SamplingParams:
                 f"filter_order is {self.filter_order!r}; pass 'temperature_first' or 'temperature_last'."
             )
 
-    def slots(self) -> dict[str, float | int]:
+    @property
+    def row(self) -> Sampling:
+        """How a token is chosen, as ops read it."""
+        last = self.filter_order == "temperature_last"
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, last)
+
+    def slots(self) -> dict[str, Sampling | int]:
         """The settings as ops read them, by the names of their buffers."""
         return {
-            names.TEMPERATURE: self.temperature,
-            names.TOP_K: self.top_k,
-            names.TOP_P: self.top_p,
-            names.MIN_P: self.min_p,
-            names.FILTER_ORDER: int(self.filter_order == "temperature_last"),
+            names.SAMPLING: self.row,
             names.SEED: self.seed,
             names.STREAM: self.stream,
             names.SKIP_SAMPLE_ADJUSTMENT: int(self.skip_sample_adjustment),

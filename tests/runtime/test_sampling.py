@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
+from outrider.plugins.schema import FilterOrder
 from outrider.runtime.sampling import SamplingParams, likeliest, logprobs
 from tests.properties import cheap
 
@@ -33,6 +35,7 @@ def test_limits_are_inclusive_and_numpy_numbers_become_python_ones() -> None:
         filter_order="temperature_last",
     )
     assert [type(value) for value in (params.temperature, params.top_k, params.top_p)] == [float, int, float]
+    assert params.row == Sampling(temperature=100, top_k=2**63 - 1, filter_order=FilterOrder.TEMPERATURE_LAST)
 
 
 @pytest.mark.parametrize(
