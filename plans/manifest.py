@@ -12,7 +12,7 @@ from outrider.plans import names
 from outrider.plans.buffers import LARGEST_SIZE, Strict, Tensor
 from outrider.plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 16
+FORMAT_VERSION = 17
 
 LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY = 1024, 2**24  # tokens: a few texts with their leads, and 2.5 GiB
 

@@ -78,9 +78,7 @@ TIP_POSITION = "tip_position"  # int64 [branches], the tip's in the target
 TIP_INDICES = "tip_indices"  # int64 [R, B], new tokens that trees grow from; of plans of several branches
 TIP_BRANCH = "tip_branch"  # int64 [R, B], the branch of each
 NOISE = "noise"  # f32 [branches, depth + 1, vocab], of the races behind the tip: the target's own but for rejection
-DRAFT_TEMPERATURE = "draft_temperature"  # f32 [branches], what a drafter reads of the sampling settings
-DRAFT_TOP_P = "draft_top_p"  # f32 [branches]
-DRAFT_MIN_P = "draft_min_p"  # f32 [branches]
+DRAFT_SAMPLING = "draft_sampling"  # f32 [branches, SETTINGS], what a drafter reads of `sampling`
 # One tree has `nodes` of them. Of several, one lies behind another, [D] in all: [branches * nodes] is room for them.
 TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
@@ -94,7 +92,7 @@ TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
     {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_INDICES, KEPT_COUNT, TRIALS, KV}
-    | {NOISE, DRAFT_TEMPERATURE, DRAFT_TOP_P, DRAFT_MIN_P, DRAFT_PROBS, DRAFT_ENTROPY, TREE_SLOTS, *TREE}
+    | {NOISE, DRAFT_SAMPLING, DRAFT_PROBS, DRAFT_ENTROPY, TREE_SLOTS, *TREE}
     | {STATUS, UNREAD_STATUS, QUERIES}
 )
 PARTIAL_WRITTEN = frozenset({KV, KEY_MAX, KEY_MIN, SELECTED, RESIDENT})
@@ -103,11 +101,7 @@ PARTIAL_WRITTEN = frozenset({KV, KEY_MAX, KEY_MIN, SELECTED, RESIDENT})
 DRAFTED = {TREE_TOKEN_IDS: TOKEN_IDS, TREE_POSITIONS: POSITIONS, TREE_PARENT: PARENT, DRAFT_PROBS: DRAFT_PROBS}
 
 # Sampling settings, one slot per branch, shared by all models.
-TEMPERATURE = "temperature"  # f64 [branches], 0 is greedy
-TOP_K = "top_k"  # int64 [branches], 0 is off
-TOP_P = "top_p"  # f64 [branches], 1 is off
-MIN_P = "min_p"  # f64 [branches], 0 is off
-FILTER_ORDER = "filter_order"  # int64 [branches], 0 temperature first, 1 temperature last
+SAMPLING = "sampling"  # f64 [branches, SETTINGS], rows of `plans.sampling.Sampling`
 SEED = "seed"  # uint64 [branches]
 STREAM = "stream"  # int64 [branches]
 BY_REJECTION = "by_rejection"  # int64 [branches], 1: the branch's chain is accepted by rejection

@@ -11,6 +11,7 @@ from outrider.plans.buffers import DType, Tensor
 from outrider.plans.kv_slots import slot_size
 from outrider.plans.manifest import Geometry, GraphDrafter
 from outrider.plans.partial_kv import PartialKv
+from outrider.plans.sampling import SETTINGS
 
 _Table = dict[str, tuple[DType, tuple[int | str, ...]]]
 
@@ -86,8 +87,7 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
         table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (names.ROWS, names.TIPS) if several else (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
     table[names.NOISE] = (DType.FLOAT32, (geometry.branches, drafter.tree.depth + 1, target.vocab_size))
-    for setting in (names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P, names.DRAFT_MIN_P):
-        table[setting] = (DType.FLOAT32, (geometry.branches,))
+    table[names.DRAFT_SAMPLING] = (DType.FLOAT32, (geometry.branches, SETTINGS))
     if drafter.reads_features:
         table[names.FEATURE_INDICES] = (DType.INT64, (names.NEW,))
     return _named(drafter.name, table)
@@ -115,15 +115,11 @@ def _named(model: str, table: _Table) -> tuple[Tensor, ...]:
 
 def sampling_buffers(branches: int) -> tuple[Tensor, ...]:
     """The sampling slots, which every model's draws read, and by which rule a branch's drafts are accepted."""
+    rows = Tensor(name=names.SAMPLING, dtype=DType.FLOAT64, shape=(branches, SETTINGS))
     table = {
-        names.TEMPERATURE: DType.FLOAT64,
-        names.TOP_K: DType.INT64,
-        names.TOP_P: DType.FLOAT64,
-        names.MIN_P: DType.FLOAT64,
-        names.FILTER_ORDER: DType.INT64,
         names.SEED: DType.UINT64,
         names.STREAM: DType.INT64,
         names.SKIP_SAMPLE_ADJUSTMENT: DType.INT64,
         names.BY_REJECTION: DType.INT64,
     }
-    return tuple(Tensor(name=name, dtype=dtype, shape=(branches,)) for name, dtype in table.items())
+    return (rows, *(Tensor(name=name, dtype=dtype, shape=(branches,)) for name, dtype in table.items()))

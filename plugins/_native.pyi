@@ -79,11 +79,7 @@ class Sample:
         logit_indices: _Int,
         positions: _Int,
         branch: _Int,
-        temperature: _Double,
-        top_k: _Int,
-        top_p: _Double,
-        min_p: _Double,
-        filter_order: _Int,
+        sampling: _Double,
         seed: NDArray[np.uint64],
         stream: _Int,
         committed: _Int,
@@ -98,11 +94,7 @@ class TreeAccept:
         logit_indices: _Int,
         positions: _Int,
         branch: _Int,
-        temperature: _Double,
-        top_k: _Int,
-        top_p: _Double,
-        min_p: _Double,
-        filter_order: _Int,
+        sampling: _Double,
         seed: NDArray[np.uint64],
         stream: _Int,
         token_ids: _Int,
@@ -122,11 +114,7 @@ class ChainAccept:
         logit_indices: _Int,
         positions: _Int,
         branch: _Int,
-        temperature: _Double,
-        top_k: _Int,
-        top_p: _Double,
-        min_p: _Double,
-        filter_order: _Int,
+        sampling: _Double,
         seed: NDArray[np.uint64],
         stream: _Int,
         token_ids: _Int,
@@ -146,15 +134,11 @@ class RaceNoise:
     def __init__(
         self,
         tip_position: _Int,
+        sampling: _Double,
         seed: NDArray[np.uint64],
         stream: _Int,
-        temperature: _Double,
-        top_p: _Double,
-        min_p: _Double,
         noise: NDArray[np.float32],
-        draft_temperature: NDArray[np.float32],
-        draft_top_p: NDArray[np.float32],
-        draft_min_p: NDArray[np.float32],
+        draft_sampling: NDArray[np.float32],
         purpose: int = 0,
     ) -> None: ...
     def __call__(self) -> None: ...
@@ -170,6 +154,9 @@ class KvGather:
         destination: _Int,
     ) -> None: ...
     def __call__(self, rows: int, /) -> None: ...
+
+SAMPLING_COLUMNS: tuple[str, ...]
+"""The columns of `sampling` as kernels read them: `plans.sampling.Sampling`."""
 
 def weights(logits: NDArray[np.float32], temperature: float, out: NDArray[np.uint64]) -> None:
     """Write the weights of logits `[V]` before filters: `reference.fixed_weights`, bit for bit."""

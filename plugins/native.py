@@ -27,6 +27,7 @@ except ImportError as error:
     ) from error
 
 from outrider.plugins._native import (
+    SAMPLING_COLUMNS,
     BimMask,
     BlockSelect,
     BlockSummary,
@@ -50,6 +51,7 @@ from outrider.plugins._native import (
 )
 
 __all__ = [
+    "SAMPLING_COLUMNS",
     "BimMask",
     "BlockSelect",
     "BlockSummary",

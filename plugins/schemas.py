@@ -8,6 +8,7 @@ readable form.
 from __future__ import annotations
 
 from outrider.plans import names
+from outrider.plans.sampling import SETTINGS
 from outrider.plugins.expert_schemas import MIXTURE_OF_EXPERTS, ROUTE
 from outrider.plugins.kv_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
 from outrider.plugins.schema import (
@@ -27,18 +28,17 @@ from outrider.plugins.schema import (
 _SLOTS = "B"  # sampling slots, one per branch
 _VOCABULARY = "V"
 
+_CHOICE_SLOTS = (
+    TensorSpec(names.SAMPLING, "float64", (_SLOTS, SETTINGS)),
+    TensorSpec(names.SEED, "uint64", (_SLOTS,)),
+    TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
+)
 _CHOICE_INPUTS = (
     TensorSpec(names.LOGITS_OUT, "float32", (names.LOGITS, _VOCABULARY)),
     TensorSpec(names.LOGIT_INDICES, INTEGER, (names.LOGITS,)),
     per_new_token(names.POSITIONS),
     per_new_token(names.BRANCH),
-    TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
-    TensorSpec(names.TOP_K, INTEGER, (_SLOTS,)),
-    TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
-    TensorSpec(names.MIN_P, "float64", (_SLOTS,)),
-    TensorSpec(names.FILTER_ORDER, INTEGER, (_SLOTS,)),
-    TensorSpec(names.SEED, "uint64", (_SLOTS,)),
-    TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
+    *_CHOICE_SLOTS,
 )
 _ATTN_BIAS = TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES, names.VIEW))
 _COMMITTED = TensorSpec(names.COMMITTED, INTEGER, (names.LOGITS,))
@@ -78,10 +78,10 @@ _BIM_MASK = OpSchema(
 
 _SAMPLE = OpSchema(
     name="Sample",
-    version=2,
+    version=3,
     doc="""One token for each new token with logits.
 
-    committed[m] = choice(logits[m], settings[b], noise), with n = logit_indices[m], b = branch[n] and the noise of
+    committed[m] = choice(logits[m], sampling[b], noise), with n = logit_indices[m], b = branch[n] and the noise of
     (seed[b], stream[b], positions[n] + 1, purpose): an exponential race among the tokens that the filters keep.
     Errors: ValueError for extents, indices or settings out of range, and for logits with NaN or with -inf alone.
     Source: DESIGN section 7.""",
@@ -93,7 +93,7 @@ _SAMPLE = OpSchema(
 
 _TREE_ACCEPT = OpSchema(
     name="TreeAccept",
-    version=2,
+    version=3,
     doc="""Walk each draft tree along the target's own choices.
 
     logit_indices ascends. A token in it whose parent is not in it is the root of a tree (its tip), the others are
@@ -116,7 +116,7 @@ _TREE_ACCEPT = OpSchema(
 
 _CHAIN_ACCEPT = OpSchema(
     name="ChainAccept",
-    version=4,
+    version=5,
     doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
 
     Tokens stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
@@ -151,28 +151,22 @@ _CHAIN_ACCEPT = OpSchema(
 
 _RACE_NOISE = OpSchema(
     name="RaceNoise",
-    version=1,
+    version=2,
     doc="""What a drafter looks at: the noise of the races behind each tip, and the branch's settings in float32.
 
     noise[b, d, i] is that of token i at (seed[b], stream[b], tip_position[b] + 1 + d, purpose), exponentially
     distributed: by the default purpose the target's own, so that the drafter runs the race that the target will.
-    Not written where temperature[b] is 0. draft_temperature, draft_top_p and draft_min_p are the settings, each
-    rounded to the nearest float32: what is drafted is a guess, and backends without float64 make it too.
+    Not written where the temperature of b is 0. draft_sampling is sampling, rounded to the nearest float32: what is
+    drafted is a guess, and backends without float64 make it too.
     Errors: ValueError for an unknown purpose.
     Source: DESIGN section 7.""",
     inputs=(
         TensorSpec(names.TIP_POSITION, INTEGER, (_SLOTS,)),
-        TensorSpec(names.SEED, "uint64", (_SLOTS,)),
-        TensorSpec(names.STREAM, INTEGER, (_SLOTS,)),
-        TensorSpec(names.TEMPERATURE, "float64", (_SLOTS,)),
-        TensorSpec(names.TOP_P, "float64", (_SLOTS,)),
-        TensorSpec(names.MIN_P, "float64", (_SLOTS,)),
+        *_CHOICE_SLOTS,
     ),
     outputs=(
         TensorSpec(names.NOISE, "float32", (_SLOTS, "depths", _VOCABULARY)),
-        TensorSpec(names.DRAFT_TEMPERATURE, "float32", (_SLOTS,)),
-        TensorSpec(names.DRAFT_TOP_P, "float32", (_SLOTS,)),
-        TensorSpec(names.DRAFT_MIN_P, "float32", (_SLOTS,)),
+        TensorSpec(names.DRAFT_SAMPLING, "float32", (_SLOTS, SETTINGS)),
     ),
     attributes=(_PURPOSE,),
 )
@@ -237,15 +231,12 @@ _WINDOW_BIAS = OpSchema(
 
 _DRAFT_SETTINGS = (
     TensorSpec(names.NOISE, "float32", ("trees", _VOCABULARY)),
-    TensorSpec(names.TEMPERATURE, "float32", ("trees",)),
-    TensorSpec("top_k_filter", INTEGER, ("trees",)),
-    TensorSpec(names.TOP_P, "float32", ("trees",)),
-    TensorSpec(names.MIN_P, "float32", ("trees",)),
+    TensorSpec(names.DRAFT_SAMPLING, "float32", ("trees", SETTINGS)),
 )
 
 _DRAFT_SAMPLE = OpSchema(
     name="DraftSample",
-    version=3,
+    version=4,
     doc="""A token drawn from a drafter's own distribution, and that distribution, for rejection.
 
     token[b] wins the race of probability[b] with noise[b]: the largest probability over noise. probability[b] is the
@@ -268,11 +259,11 @@ _CANDIDATES = ("trees", "candidates")
 
 _TREE_EXPAND = OpSchema(
     name="TreeExpand",
-    version=4,
+    version=5,
     doc="""Children of a draft tree's frontier nodes, and which of them are expanded next.
 
     A node's children are its top_k likeliest tokens, scored by the node's score plus their log-probability. Where a
-    branch samples (temperature[b] > 0) the target will run a race with noise[b], and what is likely depends on that.
+    branch samples, its temperature above 0, the target will run a race with noise[b]: what is likely depends on that.
     With q the drafter's distribution at the branch's temperature, and k the same under top-k, top-p (their cuts looked
     for among the 64 likeliest tokens) and min-p, token x counts as the target's choice with probability
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.errors import PlanError, RequestError
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
 
 FilterOrder = Literal["temperature_first", "temperature_last"]
@@ -23,35 +24,34 @@ FilterOrder = Literal["temperature_first", "temperature_last"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Checked sampling settings of one branch, by the names of their options (`options.Options`).
+    """Checked sampling settings of one branch.
 
     Every draw is a function of (seed, stream_id, position, purpose): `stream_id` numbers the branch within its request,
     so that a branch can be replayed alone.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    row: Sampling = Sampling()  # noqa: RUF009 (a tuple)
     seed: int = 0
     stream_id: int = 0
-    filter_order: FilterOrder = "temperature_first"
     skip_sample_adjustment: bool = False
 
     @classmethod
     def from_options(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Take the settings from checked values of all options; without a seed, draw one."""
-        own = {each.name: values[each.name] for each in fields(cls)}
-        return cls(**own | {"seed": new_seed() if own["seed"] is None else own["seed"]})
+        last = values["filter_order"] == "temperature_last"
+        row = Sampling(**{name: values[name] for name in Sampling._fields} | {"filter_order": last})
+        seed = new_seed() if values["seed"] is None else values["seed"]
+        return cls(row, seed, values["stream_id"], values["skip_sample_adjustment"])
 
-    def slots(self) -> dict[str, float | int]:
+    @property
+    def temperature(self) -> float:
+        """0 is greedy."""
+        return self.row.temperature
+
+    def slots(self) -> dict[str, Sampling | int]:
         """The settings as ops read them, by the names of their buffers."""
         return {
-            names.TEMPERATURE: self.temperature,
-            names.TOP_K: self.top_k,
-            names.TOP_P: self.top_p,
-            names.MIN_P: self.min_p,
-            names.FILTER_ORDER: int(self.filter_order == "temperature_last"),
+            names.SAMPLING: self.row,
             names.SEED: self.seed,
             names.STREAM: self.stream_id,
             names.SKIP_SAMPLE_ADJUSTMENT: int(self.skip_sample_adjustment),

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import Session
-from outrider.plugins.reference import RaceKey, Sampling
+from outrider.plans.sampling import Sampling
+from outrider.plugins.reference import RaceKey
 from outrider.plugins.reference.choice import filtered_weights
 from outrider.plugins.reference.race import race_times
 from outrider.plugins.schema import FilterOrder, Purpose
@@ -219,10 +220,8 @@ def find_parting(
     again: Options = options | Options(drafter="none", partial_kv="off", ignore_eos=True, max_new_tokens=index + 1)
     session.generate(prompt, whole=True, **again)
     params = SamplingParams.from_options(check_options(again))
-    order = FilterOrder[params.filter_order.upper()]
-    sampling = Sampling(params.temperature, params.top_k, params.top_p, params.min_p, order)
     key = RaceKey(params.seed, params.stream_id, len(prompt) + index, Purpose.TARGET)
-    apart = margin(session.step_logits(0), sampling, key)
+    apart = margin(session.step_logits(0), params.row, key)
     return Parting(number, len(prompt), index, plain[index], other[index], apart)
 
 
@@ -237,7 +236,7 @@ def margin(logits: NDArray[np.float32], sampling: Sampling, key: RaceKey) -> flo
         return float(ranked[0] - ranked[1]) if len(ranked) > 1 else float("inf")
     times = np.sort(race_times(filtered_weights(logits, sampling), key)[1].astype(np.float64))
     found = [sampling.temperature * np.log(second / times[0]) for second in times[1:2]]
-    kept = sampling.top_k if 0 < sampling.top_k < len(ranked) else len(ranked)
+    kept = int(sampling.top_k) if 0 < sampling.top_k < len(ranked) else len(ranked)
     temperature = 1.0 if sampling.filter_order == FilterOrder.TEMPERATURE_LAST else sampling.temperature
     fewer, more = list[float](), list[float]()  # what makes the set smaller, and what lets others in
     if sampling.top_p < 1.0:

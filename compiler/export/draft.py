@@ -16,6 +16,7 @@ from outrider.compiler.export.tracing import Shape, name_inputs, trace
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.plans import names
 from outrider.plans.manifest import Tree
+from outrider.plans.sampling import SETTINGS
 
 
 def export_draft(
@@ -82,10 +83,7 @@ def export_draft(
         names.PAST_LENGTH: (row,),
         **(tips if several else {}),
         names.NOISE: (branches, tree.depth + 1, vocab_size),
-        names.DRAFT_TEMPERATURE: (branches,),
-        names.TOP_K: (branches,),
-        names.DRAFT_TOP_P: (branches,),
-        names.DRAFT_MIN_P: (branches,),
+        names.DRAFT_SAMPLING: (branches, SETTINGS),
         **{names.k_cache(i): cache for i in layers},
         **{names.v_cache(i): cache for i in layers},
     }
@@ -109,10 +107,7 @@ def export_draft(
             "tip_indices": torch.zeros(count, trees, dtype=index) if several else None,
             "tip_branch": torch.zeros(count, trees, dtype=index) if several else None,
             "noise": torch.ones(settings, tree.depth + 1, vocab_size),
-            "temperature": torch.zeros(settings),
-            "top_k": torch.zeros(settings, dtype=index),
-            "top_p": torch.zeros(settings),
-            "min_p": torch.zeros(settings),
+            "draft_sampling": torch.zeros(settings, SETTINGS),
             "k_caches": caches(),
             "v_caches": caches(),
         },
@@ -126,7 +121,7 @@ def export_draft(
             "past_length": {0: free} if several else None,
             "tip_indices": {0: free, 1: free} if several else None,
             "tip_branch": {0: free, 1: free} if several else None,
-            **dict.fromkeys(("noise", "temperature", "top_k", "top_p", "min_p"), {0: free} if several else None),
+            **dict.fromkeys(("noise", "draft_sampling"), {0: free} if several else None),
             "k_caches": by_row,
             "v_caches": by_row,
         },

@@ -91,7 +91,7 @@ class Tips:
     bias: Tensor  # [n, T]
     noise: Tensor  # [branches, depth + 1, V], of the target's tokens
     branch: Tensor | None  # [n], of each tip; None where there is one branch
-    filters: tuple[Tensor, Tensor, Tensor, Tensor]  # [n] each: temperature, top_k, top_p, min_p
+    sampling: Tensor  # [n, SETTINGS], f32
     start: Tensor  # [R], first slot behind the row's tokens
     slots: Tensor  # [n * each, 1], slots of the first pass behind the tips
     splits: Tensor  # [R + 1], row splits of a pass behind the tips
@@ -162,10 +162,7 @@ class DraftGraph(nn.Module):
         tip_indices: Tensor | None,
         tip_branch: Tensor | None,
         noise: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
+        draft_sampling: Tensor,
         k_caches: Sequence[Tensor],
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
@@ -179,7 +176,6 @@ class DraftGraph(nn.Module):
             fused = model.fuse(chosen.unsqueeze(0))
         execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, row_splits)
         hidden = self._take_in(token_ids.unsqueeze(0), fused, execution)
-        filters = (temperature, top_k, top_p, min_p)
         if tip_indices is None or tip_branch is None:
             # Not token_ids.shape[0]: ONNX Runtime adds on the CPU to what is a shape, and reads past_length there.
             start = past_length + row_splits[1:]
@@ -191,7 +187,7 @@ class DraftGraph(nn.Module):
                 attn_bias[:, :, -1].squeeze(1),
                 noise,
                 None,
-                filters,
+                draft_sampling,
                 start,
                 start + self.offsets,
                 self.splits,
@@ -201,8 +197,7 @@ class DraftGraph(nn.Module):
         else:
             tips = self._tips(caches, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_indices)
             of = tip_branch.reshape(-1)
-            heat, most, share, least = (torch.index_select(each, 0, of) for each in filters)
-            tips = replace(tips, noise=noise, branch=of, filters=(heat, most, share, least))
+            tips = replace(tips, noise=noise, branch=of, sampling=torch.index_select(draft_sampling, 0, of))
         growth = self._growth(tips)
         logits = growth.first()
         grow = self._draw if self.rejected else self._grow
@@ -242,7 +237,7 @@ class DraftGraph(nn.Module):
         tip_indices: Tensor,
     ) -> Tips:
         """Gather the tips at `tip_indices` `[R, tips]`; the caller replaces the placeholders `noise`,
-        `branch` and `filters`.
+        `branch` and `sampling`.
         """
         k, (rows, trees) = self.each, tip_indices.shape
         tip = tip_indices.reshape(-1)
@@ -259,7 +254,7 @@ class DraftGraph(nn.Module):
             torch.index_select(attn_bias.reshape(-1, attn_bias.shape[3]), 0, place.reshape(-1)),
             noise=tip,
             branch=tip,
-            filters=(tip, tip, tip, tip),
+            sampling=tip,
             start=start,
             slots=(start.unsqueeze(1) + torch.arange(width)).reshape(-1, 1),
             splits=torch.arange(rows + 1) * width,
@@ -318,7 +313,7 @@ class DraftGraph(nn.Module):
         if tips.several is not None:
             logits = logits.reshape(-1, nodes, logits.shape[2])
         grown: tuple[Tensor, Tensor, Tensor] = tree_expand(
-            logits, score, self._noise(tips, depth), *tips.filters, self.tree.top_k, DOUBT
+            logits, score, self._noise(tips, depth), tips.sampling, self.tree.top_k, DOUBT
         )
         return grown
 
@@ -356,7 +351,7 @@ class DraftGraph(nn.Module):
         for depth in range(tree.nodes - 1):
             if depth:
                 logits = growth.behind(tokens[-1], depth - 1)
-            token, probability = draft_sample(of_chains(logits), self._noise(tips, depth), *tips.filters)
+            token, probability = draft_sample(of_chains(logits), self._noise(tips, depth), tips.sampling)
             tokens.append(token)
             if model.vocabulary is not None:
                 columns = model.vocabulary.reshape(1, 1, -1)

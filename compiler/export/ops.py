@@ -59,10 +59,7 @@ def tree_expand(
     logits: Tensor,
     score: Tensor,
     noise: Tensor,
-    temperature: Tensor,
-    top_k_filter: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    draft_sampling: Tensor,
     top_k: int,
     doubt: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +69,7 @@ def tree_expand(
 
 @tree_expand.register_fake
 def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (trees, nodes), top_k = score.shape, rest[5]
+    (trees, nodes), top_k = score.shape, rest[2]
     return (
         logits.new_empty((trees, nodes * top_k), dtype=torch.int64),
         logits.new_empty((trees, nodes * top_k)),
@@ -81,9 +78,7 @@ def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 @torch.library.custom_op("outrider::draft_sample", mutates_args=())
-def draft_sample(
-    logits: Tensor, noise: Tensor, temperature: Tensor, top_k_filter: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor]:
+def draft_sample(logits: Tensor, noise: Tensor, draft_sampling: Tensor) -> tuple[Tensor, Tensor]:
     """Shapes: `plugins.schemas`, DraftSample."""
     raise NotImplementedError("outrider::draft_sample exists for export only")
 

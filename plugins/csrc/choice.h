@@ -10,16 +10,32 @@
 
 namespace outrider {
 
-struct Sampling {
-  double temperature;  // 0 is greedy
-  i64 top_k;           // 0 is off
-  double top_p;        // 1 is off
-  double min_p;        // 0 is off
-  i64 filter_order;    // one of the two below
+// A branch's row of `sampling`, or with float of a drafter's `draft_sampling`. plans/sampling.py has the same columns.
+template <typename Real>
+struct SamplingRow {
+  Real temperature;   // 0 is greedy
+  Real top_k;         // a whole number; 0 is off
+  Real top_p;         // 1 is off
+  Real min_p;         // 0 is off
+  Real filter_order;  // one of the two below
 };
 
-constexpr i64 kTemperatureFirst = 0;
-constexpr i64 kTemperatureLast = 1;
+using Sampling = SamplingRow<double>;
+
+constexpr int kSettings = sizeof(Sampling) / sizeof(double);
+
+#if !defined(__CUDACC_RTC__)  // which would write them into every module
+constexpr const char* kSamplingColumns[] = {"temperature", "top_k", "top_p", "min_p", "filter_order"};
+static_assert(sizeof(kSamplingColumns) == kSettings * sizeof(kSamplingColumns[0]), "every column has a name");
+#endif
+
+template <typename Real>
+OUTRIDER_HD inline SamplingRow<Real> sampling_of(const Real* rows, i64 branch) {
+  return reinterpret_cast<const SamplingRow<Real>*>(rows)[branch];
+}
+
+constexpr double kTemperatureFirst = 0.0;
+constexpr double kTemperatureLast = 1.0;
 
 constexpr double kWeightOne = 0x1p+40;
 // exp(-28) * 2^40 is 0.76: below this every weight is 0.

@@ -28,7 +28,7 @@ OUTRIDER_HD inline u64 fraction53(double x) {
 struct DraftFilters {
   bool sampled;  // else greedy
   float heat;    // what logits are divided by
-  i64 top_k;     // 0 or less is off
+  i64 top_k;     // 0 is off, as more than kLikely would be
   u64 top_p;     // in units of 2^-53; all of them are off
   float min_p;   // 0 is off
 
@@ -36,10 +36,11 @@ struct DraftFilters {
   OUTRIDER_HD bool cut() const { return sampled && (top_k > 0 || top_p < kWhole53); }
 };
 
-OUTRIDER_HD inline DraftFilters draft_filters(float temperature, i64 top_k, float top_p, float min_p) {
-  const bool sampled = temperature > 0.0f;
-  const float heat = !sampled ? 1.0f : temperature > kCoolest ? temperature : kCoolest;
-  return {sampled, heat, top_k, fraction53(top_p), min_p};
+OUTRIDER_HD inline DraftFilters draft_filters(const SamplingRow<float>& row) {
+  const bool sampled = row.temperature > 0.0f;
+  const float heat = !sampled ? 1.0f : row.temperature > kCoolest ? row.temperature : kCoolest;
+  const bool limited = row.top_k >= 1.0f && row.top_k <= static_cast<float>(kLikely);
+  return {sampled, heat, limited ? static_cast<i64>(row.top_k) : 0, fraction53(row.top_p), row.min_p};
 }
 
 // Weight of a legible logit whose row's largest is `top`, in [0, 1]: exp of how far it lies below, at the temperature.

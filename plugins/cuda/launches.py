@@ -82,10 +82,9 @@ FAULTS = {
 }
 
 _CHOICE = (
-    names.LOGITS_OUT, names.LOGIT_INDICES, names.POSITIONS, names.BRANCH, names.TEMPERATURE, names.TOP_K, names.TOP_P,
-    names.MIN_P, names.FILTER_ORDER, names.SEED, names.STREAM,
+    names.LOGITS_OUT, names.LOGIT_INDICES, names.POSITIONS, names.BRANCH, names.SAMPLING, names.SEED, names.STREAM,
 )  # fmt: skip
-_DRAFT = (names.NOISE, names.TEMPERATURE, "top_k_filter", names.TOP_P, names.MIN_P)
+_DRAFT = (names.NOISE, names.DRAFT_SAMPLING)
 _TREE = (names.TOKEN_IDS, names.PARENT)
 _ACCEPTED = (names.COMMITTED, names.ACCEPTED_COUNT, names.KEPT_INDICES, names.KEPT_COUNT)
 _PARTIAL_LAYOUT = ("block_size", "sink_blocks", "window_blocks")
@@ -153,8 +152,7 @@ LAUNCHES: dict[str, Launch] = {
     "RaceNoise": Launch(
         kernel="outrider_race_noise",
         pointers=(
-            names.TIP_POSITION, names.SEED, names.STREAM, names.TEMPERATURE, names.TOP_P, names.MIN_P, names.NOISE,
-            names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P, names.DRAFT_MIN_P,
+            names.TIP_POSITION, names.SAMPLING, names.SEED, names.STREAM, names.NOISE, names.DRAFT_SAMPLING,
         ),
         numbers=("B", "depths", "V", "purpose"),
         blocks=lambda s: -(-s["B"] * s["depths"] * s["V"] // (4 * THREADS)),

@@ -8,18 +8,15 @@ import onnx
 from onnx import defs, parser
 
 from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
-from outrider.plugins.onnx_ops.filtered import FILTERED, settings_parameters
+from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF, settings_parameters
 
 # Sums are in float64, so that `probability` has all digits of float32.
 _DRAFT_SAMPLE = """
 <opset_import: ["" : 24], domain: "outrider">
-DraftSample (logits, noise, temperature, top_k_filter, top_p, min_p) => (token, probability)
+DraftSample (logits, noise, draft_sampling) => (token, probability)
 {
-    one_1 = Constant <value_ints: ints = [1]> ()
     last_1 = Constant <value_ints: ints = [-1]> ()
-    behind = Constant <value_ints: ints = [1, 2]> ()
-    still = Constant <value_float: float = 0.0> ()
-    sampled = Greater (temperature, still)
+    SETTINGS_OF
     FILTERED
     kept_exact = Cast <to: int = 11> (kept_weights)
     kept_total = ReduceSum (kept_exact, last_1)
@@ -29,11 +26,13 @@ DraftSample (logits, noise, temperature, top_k_filter, top_p, min_p) => (token, 
     best = ArgMax <axis: int = 2> (logits)
     size_1 = Shape <start: int = 2, end: int = 3> (logits)
     vocabulary = Squeeze (size_1)
+    zero_i = Constant <value_int: int = 0> ()
+    one_i = Constant <value_int: int = 1> ()
     ids = Range (zero_i, vocabulary, one_i)
     is_best = Equal (ids, best)
     certain = Cast <to: int = 1> (is_best)
-    probability = Where (sampled_3, normed, certain)
-    token_nested = Where (sampled_3, fastest, best)
+    probability = Where (sampled, normed, certain)
+    token_nested = Where (sampled, fastest, best)
     token = Squeeze (token_nested, last_1)
 }
 """
@@ -42,7 +41,7 @@ DraftSample (logits, noise, temperature, top_k_filter, top_p, min_p) => (token, 
 @cache
 def draft_sample_function() -> onnx.FunctionProto:
     """Return the function body of DraftSample."""
-    return parser.parse_function(_DRAFT_SAMPLE.replace("FILTERED", FILTERED))
+    return parser.parse_function(_DRAFT_SAMPLE.replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED))
 
 
 def draft_sample_schema() -> defs.OpSchema:

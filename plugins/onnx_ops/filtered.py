@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from onnx import defs
 
-# Inputs: logits [B, F, V], noise [B, V], temperature, top_k_filter, top_p, min_p and sampled (bool) [B], and the
-# constants one_1 = [1], last_1 = [-1], behind = [1, 2]. Results: weights [B, F, V] at the branch's temperature, total
-# [B, F, 1], their sum, kept_weights [B, F, V], the weights of the tokens that the filters keep, else 0, pace [B, F, V],
-# these over the noise, and sampled_3 [B, 1, 1].
+from outrider.plans.sampling import SETTINGS, Sampling
+
+# Inputs: draft_sampling [B, SETTINGS], and last_1 = [-1]. Results [B, 1, 1]: each setting, and whether it is to sample.
+SETTINGS_OF = f"""
+columns = Unsqueeze (draft_sampling, last_1)
+{", ".join(Sampling._fields)} = Split <axis: int = 1, num_outputs: int = {SETTINGS}> (columns)
+nothing = Constant <value_float: float = 0.0> ()
+sampled = Greater (temperature, nothing)
+"""
+
+# Inputs: logits [B, F, V], noise [B, V], what SETTINGS_OF gives, and last_1. Results: weights [B, F, V] at the branch's
+# temperature, total [B, F, 1], their sum, kept_weights [B, F, V], the weights of the tokens that the filters keep, else
+# 0, and pace [B, F, V], these over the noise.
 # The cuts of top-k and top-p are searched among the 64 likeliest tokens: sorting a whole vocabulary costs more than
 # drafting. Temperatures below 1e-30 count as 1e-30, near the end of float32.
 FILTERED = """
-zero_i = Constant <value_int: int = 0> ()
-one_i = Constant <value_int: int = 1> ()
 one_f = Constant <value_float: float = 1.0> ()
-sampled_3 = Unsqueeze (sampled, behind)
 coolest = Constant <value_float: float = 1e-30> ()
 heat_warm = Max (temperature, coolest)
 heat = Where (sampled, heat_warm, one_f)
-heat_3 = Unsqueeze (heat, behind)
 largest = ReduceMax (logits, last_1)
 lowered = Sub (logits, largest)
-scaled = Div (lowered, heat_3)
+scaled = Div (lowered, heat)
 weights = Exp (scaled)
 total = ReduceSum (weights, last_1)
-limited = Greater (top_k_filter, zero_i)
+limited = GreaterOrEqual (top_k, one_f)
 cut = Less (top_p, one_f)
 filtered = Or (limited, cut)
 filtered_i = Cast <to: int = 7> (filtered)
@@ -32,7 +37,6 @@ filtered_any = ReduceMax <keepdims: int = 0> (filtered_i)
 any_filtered = Cast <to: int = 9> (filtered_any)
 within_cuts = If (any_filtered) <
     then_branch = filters () => (float["B", "F", "V"] kept_some) {
-        endless = Constant <value_int: int = 4611686018427387904> ()
         lowest = Constant <value_float: float = -3.4e38> ()
         highest = Constant <value_float: float = 3.4e38> ()
         wide = Constant <value_ints: ints = [64]> ()
@@ -41,22 +45,21 @@ within_cuts = If (any_filtered) <
         width_1 = Min (vocabulary_1, wide)
         sorted, sorted_token = TopK (scaled, width_1)
         width = Squeeze (width_1)
-        rank = Range (zero_i, width, one_i)
-        most = Where (limited, top_k_filter, endless)
-        most_3 = Unsqueeze (most, behind)
-        within_k = Less (rank, most_3)
+        width_f = Cast <to: int = 1> (width)
+        rank = Range (nothing, width_f, one_f)
+        most = Where (limited, top_k, highest)
+        within_k = Less (rank, most)
         within_k_f = Cast <to: int = 1> (within_k)
         sorted_all = Exp (sorted)
         sorted_weights = Mul (sorted_all, within_k_f)
         sorted_total = ReduceSum (sorted_weights, last_1)
-        few = LessOrEqual (most_3, width)
+        few = LessOrEqual (most, width_f)
         survivors = Where (few, sorted_total, total)
         before_it = CumSum <exclusive: int = 1> (sorted_weights, axis)
-        share_3 = Unsqueeze (top_p, behind)
-        goal_p = Mul (share_3, survivors)
-        full = GreaterOrEqual (share_3, one_f)
+        goal_p = Mul (top_p, survivors)
+        full = GreaterOrEqual (top_p, one_f)
         below_p = Less (before_it, goal_p)
-        first = Less (rank, one_i)
+        first = Less (rank, one_f)
         below_or_first = Or (below_p, first)
         within_p = Or (below_or_first, full)
         within = And (within_k, within_p)
@@ -76,9 +79,7 @@ within_cuts = If (any_filtered) <
         kept_all = Identity (weights)
     }
 >
-least_3 = Unsqueeze (min_p, behind)
-weighs = GreaterOrEqual (weights, least_3)
-nothing = Constant <value_float: float = 0.0> ()
+weighs = GreaterOrEqual (weights, min_p)
 kept_weights = Where (weighs, within_cuts, nothing)
 middle_1 = Constant <value_ints: ints = [1]> ()
 noise_3 = Unsqueeze (noise, middle_1)
@@ -91,8 +92,5 @@ def settings_parameters() -> list[defs.OpSchema.FormalParameter]:
     parameter = defs.OpSchema.FormalParameter
     return [
         parameter("noise", "F", "[B, V], of the race that chooses the children"),
-        parameter("temperature", "F", "[B], 0 is greedy"),
-        parameter("top_k_filter", "I", "[B], 0 is off"),
-        parameter("top_p", "F", "[B], 1 is off"),
-        parameter("min_p", "F", "[B], 0 is off"),
+        parameter("draft_sampling", "F", "[B, SETTINGS], rows of `plans.sampling.Sampling`"),
     ]

@@ -8,18 +8,17 @@ import onnx
 from onnx import defs, parser
 
 from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
-from outrider.plugins.onnx_ops.filtered import FILTERED, settings_parameters
+from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF, settings_parameters
 
 # Log-probabilities are computed for the chosen logits only: the vocabulary is read twice and never written. The nodes
 # for the target's races are in an If, so that greedy drafting does not pay for them.
 _TREE_EXPAND = """
 <opset_import: ["" : 24], domain: "outrider">
-TreeExpand <top_k, doubt> (logits, score, noise, temperature, top_k_filter, top_p, min_p)
+TreeExpand <top_k, doubt> (logits, score, noise, draft_sampling)
     => (token, candidate_score, frontier)
 {
     one_1 = Constant <value_ints: ints = [1]> ()
     last_1 = Constant <value_ints: ints = [-1]> ()
-    behind = Constant <value_ints: ints = [1, 2]> ()
     flat = Constant <value_ints: ints = [0, -1]> ()
     k = Constant <value_int: int = @top_k> ()
     k_1 = Reshape (k, one_1)
@@ -32,8 +31,7 @@ TreeExpand <top_k, doubt> (logits, score, noise, temperature, top_k_filter, top_
     normaliser = ReduceLogSumExp (logits, last_1)
     log_prob = Sub (best, normaliser)
 
-    still = Constant <value_float: float = 0.0> ()
-    sampled = Greater (temperature, still)
+    SETTINGS_OF
     sampled_counted = Cast <to: int = 7> (sampled)
     sampled_any = ReduceMax <keepdims: int = 0> (sampled_counted)
     any_sampled = Cast <to: int = 9> (sampled_any)
@@ -49,8 +47,8 @@ TreeExpand <top_k, doubt> (logits, score, noise, temperature, top_k_filter, top_
             highest_mass, likely_here = TopK (mass, k_1)
             probability = Max (highest_mass, tiny)
             own_here = Log (probability)
-            child_coupled = Where (sampled_3, likely_here, likely)
-            own_coupled = Where (sampled_3, own_here, log_prob)
+            child_coupled = Where (sampled, likely_here, likely)
+            own_coupled = Where (sampled, own_here, log_prob)
         },
         else_branch = greedy () => (int64["B", "F", "K"] child_greedy, float["B", "F", "K"] own_greedy) {
             child_greedy = Identity (likely)
@@ -73,7 +71,7 @@ TreeExpand <top_k, doubt> (logits, score, noise, temperature, top_k_filter, top_
 @cache
 def tree_expand_function() -> onnx.FunctionProto:
     """Return the function body of TreeExpand. The tree needs TopK's order: the lower index first among equals."""
-    return parser.parse_function(_TREE_EXPAND.replace("FILTERED", FILTERED))
+    return parser.parse_function(_TREE_EXPAND.replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED))
 
 
 def tree_expand_schema() -> defs.OpSchema:

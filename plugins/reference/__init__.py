@@ -6,7 +6,7 @@ Functions take the arrays of one step at their exact sizes and return new arrays
 from outrider.plugins.reference.bim_mask import bim_mask
 from outrider.plugins.reference.branch_attention import branch_attention
 from outrider.plugins.reference.chain_accept import chain_accept
-from outrider.plugins.reference.choice import Sampling, choice, fixed_weights, shared_exp
+from outrider.plugins.reference.choice import choice, fixed_weights, shared_exp
 from outrider.plugins.reference.draft_sample import draft_sample
 from outrider.plugins.reference.kv_gather import kv_gather
 from outrider.plugins.reference.kv_slots import from_slots, to_slots
@@ -32,7 +32,6 @@ __all__ = [
     "Expert",
     "RaceKey",
     "Reranked",
-    "Sampling",
     "SamplingSlots",
     "attend",
     "bim_mask",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.reference.choice import filtered_weights, sampling_of
 from outrider.plugins.reference.philox import uniform
 from outrider.plugins.reference.race import race
 from outrider.plugins.reference.sample import SamplingSlots
@@ -69,7 +69,7 @@ def chain_accept(
 
     def step(node: int) -> tuple[int, int | None]:
         b, position = int(branch[node]), int(positions[node])
-        weights = filtered_weights(logits[place_of[node]], slots.sampling(b))
+        weights = filtered_weights(logits[place_of[node]], sampling_of(slots.sampling, b))
         key = slots.key(b, position, Purpose.TARGET)
         if not by_rejection[b]:
             token = race(weights, key)

@@ -5,12 +5,12 @@ Weights are integers, so that no sum depends on its order; Python's integers giv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import factorial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins.reference.race import RaceKey, race
 from outrider.plugins.schema import FilterOrder
 
@@ -26,15 +26,9 @@ _TO_INTEGER = 1.5 * 2.0**52
 _DEGREE = 12
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling settings of one branch: temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    filter_order: FilterOrder = FilterOrder.TEMPERATURE_FIRST
+def sampling_of(rows: NDArray[np.floating], index: int) -> Sampling:
+    """Return a row of `sampling` or `draft_sampling` `[B, SETTINGS]`."""
+    return Sampling(*rows[index].tolist())
 
 
 def shared_exp(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -96,7 +90,7 @@ def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray
         return np.where(np.arange(len(logits)) == lowest, np.uint64(_WEIGHT_ONE), np.uint64(0))
     kept = np.ones(len(logits), dtype=bool)
     if 0 < sampling.top_k < len(logits):
-        kept &= logits >= top_k_cut(logits, sampling.top_k)
+        kept &= logits >= top_k_cut(logits, int(sampling.top_k))
     last = sampling.filter_order == FilterOrder.TEMPERATURE_LAST
     weights = np.where(kept, fixed_weights(logits, 1.0 if last else sampling.temperature), 0)
     if sampling.top_p < 1.0:

@@ -7,31 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.plugins.reference.choice import Sampling, choice
+from outrider.plugins.reference.choice import choice, sampling_of
 from outrider.plugins.reference.race import RaceKey
-from outrider.plugins.schema import FilterOrder, Purpose
+from outrider.plugins.schema import Purpose
 
 
 @dataclass(frozen=True)
 class SamplingSlots:
-    """Settings and random streams of all branches, arrays `[B]`; dtypes as in the schema of Sample."""
+    """Settings `[B, SETTINGS]` and random streams `[B]` of all branches; dtypes as in the schema of Sample."""
 
-    temperature: NDArray[np.float64]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-    filter_order: NDArray[np.int64]
+    sampling: NDArray[np.float64]
     seed: NDArray[np.uint64]
     stream: NDArray[np.int64]
-
-    def sampling(self, branch: int) -> Sampling:
-        return Sampling(
-            temperature=float(self.temperature[branch]),
-            top_k=int(self.top_k[branch]),
-            top_p=float(self.top_p[branch]),
-            min_p=float(self.min_p[branch]),
-            filter_order=FilterOrder(int(self.filter_order[branch])),
-        )
 
     def key(self, branch: int, position: int, purpose: Purpose) -> RaceKey:
         """Return the race for the token behind `position`: a race is numbered by the token that it draws."""
@@ -39,7 +26,7 @@ class SamplingSlots:
 
     def choose(self, logits: NDArray[np.float32], branch: int, position: int, purpose: Purpose) -> int:
         """Choose the token behind `position` from `logits`."""
-        return choice(logits, self.sampling(branch), self.key(branch, position, purpose))
+        return choice(logits, sampling_of(self.sampling, branch), self.key(branch, position, purpose))
 
 
 def sample(

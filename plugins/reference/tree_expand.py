@@ -7,16 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.plans.sampling import Sampling
+from outrider.plugins.reference.choice import sampling_of
+
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """What a drafter knows of each branch: its noise float32 `[B, V]`, and its settings `[B]`."""
+    """What a drafter knows of each branch: its noise float32 `[B, V]`, and its settings `[B, SETTINGS]`."""
 
     noise: NDArray[np.float32]
-    temperature: NDArray[np.floating]
-    top_k_filter: NDArray[np.int64]
-    top_p: NDArray[np.floating]
-    min_p: NDArray[np.floating]
+    draft_sampling: NDArray[np.floating]
+
+    def of(self, tree: int) -> Sampling:
+        return sampling_of(self.draft_sampling, tree)
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,9 @@ def kept_weights(logits: NDArray[np.float64], settings: DraftSettings, tree: int
     """Return weights `[V]` under temperature, then top-k, then top-p, with cuts searched among the likeliest tokens,
     then min-p.
     """
-    top_k, top_p = int(settings.top_k_filter[tree]), float(settings.top_p[tree])
-    weights = weights_of(logits, float(settings.temperature[tree]))
+    sampling = settings.of(tree)
+    top_k, top_p = int(sampling.top_k), sampling.top_p
+    weights = weights_of(logits, sampling.temperature)
     likely = best(logits, LIKELY)
     limited = 0 < top_k <= len(likely)
     survivors = weights[likely[:top_k]].sum() if limited else weights.sum()
@@ -60,7 +64,7 @@ def kept_weights(logits: NDArray[np.float64], settings: DraftSettings, tree: int
         if (not top_k or rank < top_k) and (top_p >= 1 or rank == 0 or weights[likely[:rank]].sum() < top_p * survivors)
     ]
     threshold = -np.inf if len(kept) == len(likely) and not limited else logits[kept].min()
-    return np.where((logits >= threshold) & (weights >= float(settings.min_p[tree])), weights, 0.0)
+    return np.where((logits >= threshold) & (weights >= sampling.min_p), weights, 0.0)
 
 
 def chosen_log_probs(
@@ -68,7 +72,7 @@ def chosen_log_probs(
 ) -> NDArray[np.float64]:
     """Return the log-probability `[V]` of each token to win the target's race: the schema of TreeExpand."""
     pace = kept_weights(logits, settings, tree) / settings.noise[tree]
-    every = weights_of(logits, float(settings.temperature[tree]))
+    every = weights_of(logits, settings.of(tree).temperature)
     mass: NDArray[np.float64] = (1 - doubt) * pace / pace.sum() + doubt * every / every.sum()
     return np.log(np.maximum(mass, 1e-30))
 
@@ -88,7 +92,7 @@ def tree_expand(
         for node in range(nodes):
             row = logits[tree, node].astype(np.float64)
             log_probs = row - (row.max() + np.log(np.exp(row - row.max()).sum()))
-            if settings.temperature[tree] > 0:
+            if settings.of(tree).temperature > 0:
                 log_probs = chosen_log_probs(row, settings, tree, doubt)
             children = best(log_probs, top_k)
             place = slice(node * top_k, (node + 1) * top_k)

@@ -58,20 +58,18 @@ OUTRIDER_DEVICE u32* never_full() {
 }
 
 OUTRIDER_KERNEL outrider_row_shares(const float* logits, const i64* logit_indices, const i64* positions,
-                                    const i64* branch, const double* temperature, const i64* top_k, const double* top_p,
-                                    const double* min_p, const i64* filter_order, const u64* seed, const i64* stream,
+                                    const i64* branch, const double* sampling, const u64* seed, const i64* stream,
                                     u64* shares, i64 vocabulary, i64 branches, i64 purpose) {
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, nullptr, vocabulary, branches};
   tell_part(step, own_part(vocabulary), static_cast<u32>(purpose), nullptr, shares);
 }
 
 OUTRIDER_KERNEL outrider_chain_shares(const float* logits, const i64* logit_indices, const i64* positions,
-                                      const i64* branch, const double* temperature, const i64* top_k,
-                                      const double* top_p, const double* min_p, const i64* filter_order,
-                                      const u64* seed, const i64* stream, const i64* parent, const float* draft_probs,
-                                      const i64* by_rejection, u64* shares, i64 vocabulary, i64 branches) {
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+                                      const i64* branch, const double* sampling, const u64* seed, const i64* stream,
+                                      const i64* parent, const float* draft_probs, const i64* by_rejection, u64* shares,
+                                      i64 vocabulary, i64 branches) {
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, nullptr, vocabulary, branches};
   const Trees trees = {logit_indices, rows_of_launch(vocabulary), parent, nullptr};
   const Part part = own_part(vocabulary);
@@ -81,35 +79,31 @@ OUTRIDER_KERNEL outrider_chain_shares(const float* logits, const i64* logit_indi
 
 // A block for each row, of which every share was told of.
 OUTRIDER_KERNEL outrider_row_choice(const float* logits, const i64* logit_indices, const i64* positions,
-                                    const i64* branch, const double* temperature, const i64* top_k, const double* top_p,
-                                    const double* min_p, const i64* filter_order, const u64* seed, const i64* stream,
-                                    const u64* shares, i64* committed, u64* candidates, i64* status,
-                                    i64 vocabulary, i64 branches, i64 purpose) {
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+                                    const i64* branch, const double* sampling, const u64* seed, const i64* stream,
+                                    const u64* shares, i64* committed, u64* candidates, i64* status, i64 vocabulary,
+                                    i64 branches, i64 purpose) {
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   commit(step, block_index(), static_cast<u32>(purpose), committed, status);
 }
 
 OUTRIDER_KERNEL outrider_tree_choices(const float* logits, const i64* logit_indices, const i64* positions,
-                                      const i64* branch, const double* temperature, const i64* top_k,
-                                      const double* top_p, const double* min_p, const i64* filter_order,
-                                      const u64* seed, const i64* stream, const i64* token_ids, const i64* parent,
-                                      const u64* shares, i64* chosen, i64* next, u64* candidates, i64 vocabulary,
-                                      i64 branches, i64 purpose) {
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+                                      const i64* branch, const double* sampling, const u64* seed, const i64* stream,
+                                      const i64* token_ids, const i64* parent, const u64* shares, i64* chosen,
+                                      i64* next, u64* candidates, i64 vocabulary, i64 branches, i64 purpose) {
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Trees trees = {logit_indices, block_count(), parent, token_ids};
   choose_node(step, trees, block_index(), static_cast<u32>(purpose), {chosen, next});
 }
 
 OUTRIDER_KERNEL outrider_chain_choices(const float* logits, const i64* logit_indices, const i64* positions,
-                                       const i64* branch, const double* temperature, const i64* top_k,
-                                       const double* top_p, const double* min_p, const i64* filter_order,
-                                       const u64* seed, const i64* stream, const i64* token_ids, const i64* parent,
-                                       const float* draft_probs, const i64* skip_sample_adjustment,
-                                       const i64* by_rejection, const u64* shares, i64* chosen, i64* next, double* weighed,
-                                       u64* candidates, i64 vocabulary, i64 branches) {
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+                                       const i64* branch, const double* sampling, const u64* seed, const i64* stream,
+                                       const i64* token_ids, const i64* parent, const float* draft_probs,
+                                       const i64* skip_sample_adjustment, const i64* by_rejection, const u64* shares,
+                                       i64* chosen, i64* next, double* weighed, u64* candidates, i64 vocabulary,
+                                       i64 branches) {
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Trees trees = {logit_indices, block_count(), parent, token_ids};
   choose_link(step, trees, {draft_probs, skip_sample_adjustment, by_rejection}, block_index(), {chosen, next}, weighed);

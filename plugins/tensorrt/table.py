@@ -18,9 +18,9 @@ A plugin's kernel gets inputs, outputs and integers, and no memory that outlives
 - A size that no input has comes as an extra input whose memory is not read: `places` [S], `view` [T], `slots` [B]. With
   one row, `branch` serves as `places`. A value that the engine's builder knows is an attribute: `purpose`, `depths`,
   `V`. TensorRT bakes it into the engine as a constant argument.
-- TensorRT has neither float64 nor uint64. Such tensors are carried as int64, bit for bit: temperature, top_p, min_p,
-  seed (engine inputs, bound to the same memory) and trials of `ChainAccept` (engine outputs). Only our plugins can
-  calculate with them, so that drafters read `RaceNoise`'s float32s.
+- TensorRT has neither float64 nor uint64. Such tensors are carried as int64, bit for bit: sampling and seed (engine
+  inputs, bound to the same memory) and trials of `ChainAccept` (engine outputs). Only our plugins can calculate with
+  them, so that drafters read `RaceNoise`'s float32s.
 - A kernel's arguments are integers. A float attribute is passed as the bits of a float32.
 - A builder times kernels on arbitrary memory contents. Guards keep the kernels within their tensors then (parts.cu.h).
   Drafting kernels follow no index that they read, so their guards check sizes only.

@@ -120,7 +120,7 @@ class DeviceBuffers(Buffers):
             name: self.memory[names.of(names.TARGET, name)].address
             for name in (names.TOKEN_IDS, names.POSITIONS, names.BRANCH, names.LOGIT_INDICES, names.COMMITTED)
         }
-        (branches,) = self.memory[names.TEMPERATURE].shape
+        (branches,) = self.memory[names.SEED].shape
         slots = self.memory[names.of(names.TARGET, names.KV)].shape[3]
         return TokenPool(self.device, self.allocate, addresses, branches, slots)
 

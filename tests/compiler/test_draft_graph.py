@@ -26,6 +26,7 @@ from outrider.compiler.models.eager import CausalExecution, sequence_logits
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.plans import names
 from outrider.plans.manifest import Tree
+from outrider.plans.sampling import Sampling
 from outrider.plugins.cuda import LAUNCHES
 from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.reference import bim_mask
@@ -129,10 +130,7 @@ class DraftEngine:
             names.ATTN_BIAS: bias,
             names.PAST_LENGTH: lengths,
             names.NOISE: np.ones((1, self._tree.depth + 1, self._vocabulary), np.float32),
-            names.DRAFT_TEMPERATURE: np.zeros(1, np.float32),
-            names.TOP_K: np.zeros(1, np.int64),
-            names.DRAFT_TOP_P: np.ones(1, np.float32),
-            names.DRAFT_MIN_P: np.zeros(1, np.float32),
+            names.DRAFT_SAMPLING: np.array([Sampling()], np.float32),
             **more,
         }
         read = {tensor.name for tensor in self.engine.inputs}

@@ -17,6 +17,7 @@ from outrider.compiler.programs import stages_around
 from outrider.plans import names
 from outrider.plans.buffers import DType, Tensor
 from outrider.plans.manifest import Geometry, GraphDrafter, Tree
+from outrider.plans.sampling import SETTINGS
 from outrider.plans.step_buffers import drafter_buffers, sampling_buffers, status_buffers, target_buffers
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
 from outrider.plugins.schema import Purpose
@@ -30,7 +31,6 @@ GEOMETRY = Geometry(
 )  # fmt: skip
 COUPLED = GraphDrafter(kind="model", name="d", tree=Tree(top_k=2, depth=3, nodes=6))
 REJECTED = GraphDrafter(kind="model", name="d", tree=Tree(top_k=1, depth=3, nodes=5), acceptance="rejection")
-SETTINGS = (names.DRAFT_TEMPERATURE, names.DRAFT_TOP_P, names.DRAFT_MIN_P)
 BY_NAME: dict[str, Plugin] = {
     plugin.name: plugin for entry in PLUGINS.values() if not isinstance(entry, Declined) for plugin in entry
 }
@@ -64,7 +64,7 @@ def drafting(drafter: GraphDrafter) -> ir.Model:
     inputs = [
         value(names.ATTN_BIAS, real, 1, 1, "N", "T"),
         value(names.NOISE, real, 1, drafter.tree.depth + 1, 11),
-        *(value(name, real, 1) for name in SETTINGS),
+        value(names.DRAFT_SAMPLING, real, 1, SETTINGS),
     ]
     tree = ir.node("Thing", inputs, domain="test")
     tree.outputs[0].name, tree.outputs[0].shape = names.TREE_TOKEN_IDS, ir.Shape([drafter.tree.nodes])
@@ -120,7 +120,7 @@ def test_the_target_makes_its_bias_and_accepts() -> None:
     assert nodes["Shape"].inputs[0] is not None
     assert (nodes["Shape"].inputs[0].name, nodes["Shape"].attributes.get_int("start")) == (names.ATTN_BIAS, 3)
     types = {v.name: (v.dtype, [str(d) for d in v.shape]) for v in made.graph.inputs if v.shape is not None}
-    assert types[names.TEMPERATURE] == (ir.DataType.DOUBLE, ["1"])
+    assert types[names.SAMPLING] == (ir.DataType.DOUBLE, ["1", str(SETTINGS)])
     assert types[names.SEED] == (ir.DataType.UINT64, ["1"])
     assert types[names.BIM] == (ir.DataType.INT64, ["R", "80"])
 
@@ -130,7 +130,7 @@ def test_a_drafters_bias_is_always_its_own_and_of_the_given_one_the_length_count
     nodes = nodes_of(made)
     assert "Where" not in nodes
     assert {use.node.op_type for use in made.graph.inputs[0].uses()} == {"Shape"}
-    assert {names.NOISE, *SETTINGS}.isdisjoint(named(made.graph.inputs))
+    assert {names.NOISE, names.DRAFT_SAMPLING}.isdisjoint(named(made.graph.inputs))
     thing = nodes["Thing"]
     assert thing.inputs[0] is nodes["BimMask"].outputs[0]
     assert list(thing.inputs[1:]) == [*nodes["RaceNoise"].outputs]
@@ -161,7 +161,7 @@ def test_plugins_get_what_the_table_says(drafter: GraphDrafter | None) -> None:
         choices, walk = by_name["TreeChoices"], by_name["TreeWalk"]
         assert choices.attributes["purpose"].value == int(Purpose.TARGET)
         assert [*walk.inputs[2:4]] == [*choices.outputs[:2]]
-        assert named(walk.inputs)[-1] == names.TOP_K  # of one place for each slot
+        assert named(walk.inputs)[-1] == names.STREAM  # of one place for each slot
         assert named(walk.outputs) == [*(spec.name for spec in SCHEMAS["TreeAccept"].outputs), names.STATUS]
         assert walk.outputs[-1] in made.graph.outputs
     else:

@@ -83,11 +83,11 @@ def test_engines_take_and_give_what_the_ops_did(built: Plan) -> None:
     assert {spec.name for spec in (*SCHEMAS["BimMask"].inputs, *SCHEMAS["TreeAccept"].inputs)} <= taken.keys() | given
     assert {names.FREE_BIAS, names.ATTN_BIAS} <= taken.keys()  # what a beam search writes
     assert {spec.name for spec in SCHEMAS["TreeAccept"].outputs} | {names.STATUS} <= given.keys()
-    assert (taken[names.TEMPERATURE].dtype, taken[names.SEED].dtype) == ("float64", "uint64")
+    assert (taken[names.SAMPLING].dtype, taken[names.SEED].dtype) == ("float64", "uint64")
     assert plan.engines["drawn"].holds == ("RaceNoise", "BimMask")
     drafted = {tensor.name for tensor in head.inputs}
-    assert {names.NOISE, names.DRAFT_TEMPERATURE, names.FREE_BIAS}.isdisjoint(drafted)
-    assert {names.TIP_POSITION, names.SEED, names.TEMPERATURE} <= drafted
+    assert {names.NOISE, names.DRAFT_SAMPLING, names.FREE_BIAS}.isdisjoint(drafted)
+    assert {names.TIP_POSITION, names.SEED, names.SAMPLING} <= drafted
 
 
 def test_engines_say_who_built_them_and_where(built: Plan) -> None:

@@ -187,7 +187,7 @@ def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, tex
 
 def test_a_plan_of_another_version_is_refused_with_what_to_do(plan: Path) -> None:
     edit(plan, lambda m: m.update(format_version=1))
-    assert "has format version 1, this runtime reads 16; build the plan with this version" in refused(plan)
+    assert "has format version 1, this runtime reads 17; build the plan with this version" in refused(plan)
 
 
 @pytest.mark.parametrize("verify", [True, False])

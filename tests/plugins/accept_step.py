@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
 from outrider.plugins.reference import SamplingSlots
 
@@ -50,17 +51,15 @@ class AcceptStep:
             assert (output == POISON).all()
 
 
-def equal_slots(branches=1, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=3) -> SamplingSlots:
-    """The same settings for each branch; branch b draws from stream b."""
-    return SamplingSlots(
-        np.full(branches, temperature, np.float64),
-        np.full(branches, top_k),
-        np.full(branches, top_p, np.float64),
-        np.full(branches, min_p, np.float64),
-        np.zeros(branches, np.int64),
-        np.full(branches, seed, np.uint64),
-        np.arange(branches),
-    )
+def slots_of(settings, seed=3) -> SamplingSlots:
+    """A branch for each of `settings`, rows of `Sampling`; branch b draws from stream b."""
+    rows = np.array(settings, np.float64)
+    return SamplingSlots(rows, np.full(len(rows), seed, np.uint64), np.arange(len(rows)))
+
+
+def equal_slots(branches=1, *, seed=3, **settings) -> SamplingSlots:
+    """The same settings for each branch."""
+    return slots_of([Sampling(**settings)] * branches, seed)
 
 
 def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins.reference import SamplingSlots
 from tests.conftest import compiled_once
 from tests.plugins.emulator import KERNELS, OF_ENGINES, Emulator
@@ -18,6 +19,9 @@ TEMPERATURES = st.sampled_from([0.0, 1e-3, 0.1, 0.7, 1.0, 1.7, 100.0])
 TOP_PS = st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999999, 1.0 - 2.0**-53, 1.0])
 MIN_PS = st.sampled_from([0.0, 0.0, 1e-12, 0.05, 0.5, 1.0])
 
+TOP_KS = st.sampled_from([0, 1, 2, 3, 7, 50, 10**6, 2**53 + 2, 2**63 - 1])
+SETTINGS = st.builds(Sampling, TEMPERATURES, TOP_KS, TOP_PS, MIN_PS, st.integers(0, 1))
+
 
 @st.composite
 def _slots(draw, branches: int) -> SamplingSlots:
@@ -25,11 +29,7 @@ def _slots(draw, branches: int) -> SamplingSlots:
         return np.array(draw(st.lists(values, min_size=branches, max_size=branches)), dtype=dtype)
 
     return SamplingSlots(
-        temperature=column(TEMPERATURES, np.float64),
-        top_k=column(st.sampled_from([0, 1, 2, 3, 7, 50, 10**6]), np.int64),
-        top_p=column(TOP_PS, np.float64),
-        min_p=column(MIN_PS, np.float64),
-        filter_order=column(st.integers(0, 1), np.int64),
+        sampling=column(SETTINGS, np.float64),
         seed=column(st.integers(0, 2**64 - 1), np.uint64),
         stream=column(st.integers(-(2**63), 2**63 - 1), np.int64),
     )

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
 from outrider.plugins.reference.tree_expand import chosen_log_probs
 
@@ -17,7 +18,7 @@ DOUBT = {"doubt": 0.3}
 BRANCHES = st.lists(
     st.tuples(
         st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-        st.sampled_from([0, 1, 2, 50, 64, 65, 1000]),
+        st.sampled_from([0, 1, 2, 50, 64, 65, 1000, 2**63 - 1]),
         st.sampled_from([0.0, 0.05, 0.5, 0.9, 1.0]),
         st.sampled_from([0.0, 0.0, 0.11, 1.0]),
     ),
@@ -32,14 +33,12 @@ Branch = tuple[float, int, float, float]
 
 
 def settings_of(branches: list[Branch], noise: NDArray[np.float32]) -> Tensors:
-    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*branches, strict=True))
-    return {
-        "noise": noise,
-        "temperature": temperature.astype(np.float32),
-        "top_k_filter": top_k.astype(np.int64),
-        "top_p": top_p.astype(np.float32),
-        "min_p": min_p.astype(np.float32),
-    }
+    return {"noise": noise, "draft_sampling": np.array([Sampling(*branch) for branch in branches], np.float32)}
+
+
+def samples(inputs: Tensors) -> NDArray[np.bool_]:
+    """Of each branch."""
+    return np.array([Sampling(*row).temperature > 0 for row in inputs["draft_sampling"]])
 
 
 def noise_of(random: np.random.Generator, branches: int, vocabulary: int) -> NDArray[np.float32]:
@@ -59,7 +58,7 @@ def expand_inputs(
 
 
 def settings_in(inputs: Tensors) -> DraftSettings:
-    return DraftSettings(*(inputs[name] for name in ("noise", "temperature", "top_k_filter", "top_p", "min_p")))
+    return DraftSettings(inputs["noise"], inputs["draft_sampling"])
 
 
 def expand_outputs(inputs: Tensors, top_k: int) -> Tensors:
@@ -86,7 +85,7 @@ def check_expand(inputs: Tensors, found: Tensors, top_k: int) -> None:
         expected = tree_expand(logits, score, settings, top_k, **DOUBT)
     parents = np.repeat(score, top_k, axis=1)
     assert (found["candidate_score"] <= parents).all()
-    for tree, sampled in enumerate(inputs["temperature"] > 0):
+    for tree, sampled in enumerate(samples(inputs)):
         token, own = found["token"][tree], found["candidate_score"][tree].astype(np.float64)
         if not sampled:
             np.testing.assert_array_equal(token, expected.token[tree])
@@ -117,7 +116,7 @@ def check_sample(inputs: Tensors, found: Tensors) -> None:
     for tree, noise in enumerate(inputs["noise"].astype(np.float64)):
         for node, token in enumerate(found["token"][tree]):
             assert probability[tree, node, token] > 0
-            if inputs["temperature"][tree] > 0:
+            if samples(inputs)[tree]:
                 pace = probability[tree, node] / noise
                 assert pace[token] >= pace.max() * (1 - 1e-5)
 

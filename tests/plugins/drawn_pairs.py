@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plugins.reference import SamplingSlots
-from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.reference.choice import filtered_weights, sampling_of
 
 DRAWS = 20_000
 TIP = 0
@@ -42,7 +42,7 @@ def decode_two(step: Step, slots: SamplingSlots) -> tuple[NDArray[np.int64], flo
 
 def distribution(logits, slots: SamplingSlots, branch=0):
     """p: what the target draws from, filters included."""
-    weights = filtered_weights(logits, slots.sampling(branch)).astype(np.float64)
+    weights = filtered_weights(logits, sampling_of(slots.sampling, branch)).astype(np.float64)
     return weights / weights.sum()
 
 

@@ -1,18 +1,17 @@
 """ChainAccept: the kernel is the reference, and what it commits has the target's distribution."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import RaceKey, Sampling, chain_accept, race, sample, tree_accept, uniform
+from outrider.plugins.reference import RaceKey, chain_accept, race, sample, tree_accept, uniform
 from outrider.plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
-from outrider.plugins.reference.choice import filtered_weights
+from outrider.plugins.reference.choice import filtered_weights, sampling_of
 from outrider.plugins.schema import Purpose
-from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest
+from tests.plugins.accept_step import AcceptStep, depth_of, equal_slots, forest, slots_of
 from tests.plugins.drawn_pairs import (
     DRAFTERS,
     DRAWS,
@@ -149,7 +148,7 @@ def test_kernel_residuals_equal_reference_bit_for_bit(data, vocabulary, kind, sl
     """Tokens alone would hide a difference of some 2**-50."""
     settings_ = data.draw(slots(1))
     logits = data.draw(logits_rows(1, vocabulary))[0]
-    weights, p = filtered_weights(logits, settings_.sampling(0)), distribution(logits, settings_)
+    weights, p = filtered_weights(logits, sampling_of(settings_.sampling, 0)), distribution(logits, settings_)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     q = drafted_probs(rng, kind, p, rng.integers(vocabulary)).astype(np.float32)
     out = np.full(vocabulary, 7, np.uint64)
@@ -351,8 +350,7 @@ def test_logits_without_a_choice_are_refused_where_the_walk_meets_them():
 
 
 def test_settings_of_branches_without_a_chain_are_not_looked_at():
-    slots = equal_slots(2, temperature=1.0)
-    slots = replace(slots, top_p=np.array([1.0, np.nan]))
+    slots = slots_of([Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=np.nan)])
     zeros = np.zeros(1, np.int64)
     arrays = (np.zeros((1, 4), np.float32), zeros, zeros, zeros, zeros, zeros - 1, np.zeros((1, 4), np.float32))
     assert chain_step(slots, *arrays, skip=[0, 7]).run().accepted_count[0] == 1
@@ -365,7 +363,7 @@ def test_a_token_that_the_nucleus_leaves_out_is_never_accepted(order, top_k):
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(400, 2, 256)).astype(np.float32)
     logits[:, :, :30] += 6.0  # the nucleus lies in the first block
-    slots = replace(equal_slots(400, temperature=1.3, top_k=top_k, top_p=0.5), filter_order=np.full(400, order))
+    slots = equal_slots(400, temperature=1.3, top_k=top_k, top_p=0.5, filter_order=order)
     token_ids = np.zeros((400, 2), np.int64)
     token_ids[:, 1] = rng.integers(64, 256, 400)
     q = np.zeros_like(logits)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import RaceKey, Sampling, choice, exponential, fixed_weights, noise_words, shared_exp
+from outrider.plugins.reference import RaceKey, choice, exponential, fixed_weights, noise_words, shared_exp
 from outrider.plugins.reference.choice import filtered_weights
 from outrider.plugins.schema import FilterOrder
 from tests.properties import cheap

@@ -202,9 +202,8 @@ def test_draft_sample_draws_from_what_it_says_whatever_the_logits(
     drawn, logits = data.draw(slots(2)), data.draw(logits_rows(6, vocabulary)).reshape(2, 3, vocabulary)
     if data.draw(st.booleans()):
         logits[1, 1] = data.draw(st.sampled_from([np.nan, -np.inf]))
-    branches = list(zip(drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p, strict=True))
     noise = noise_of(np.random.default_rng(seed), 2, vocabulary)
-    inputs = {"logits": logits, **settings_of(branches, noise)}
+    inputs = {"logits": logits, **settings_of(drawn.sampling, noise)}
     check_sample(inputs, run(kernels, "DraftSample", inputs, sample_outputs(inputs)))
 
 

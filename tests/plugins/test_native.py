@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from outrider import plugins
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native, onnxruntime_ops
 from outrider.plugins.schema import ANY_KV
 from outrider.plugins.schemas import SCHEMAS
@@ -174,8 +175,8 @@ def test_calls_with_the_wrong_number_or_kind_of_extents_are_refused(op_name):
 @pytest.mark.parametrize("op_name", KERNELS)
 def test_a_bound_op_keeps_its_arrays_alive_and_calls_allocate_nothing(op_name):
     arrays = arrays_of(op_name)
-    if "top_k" in arrays:
-        arrays["temperature"][:], arrays["top_p"][:], arrays["top_k"][:] = 0.8, 0.9, 4
+    if "sampling" in arrays:
+        arrays["sampling"][:] = Sampling(temperature=0.8, top_k=4, top_p=0.9)
     watched = arrays["attn_bias"] if op_name == "BimMask" else next(iter(arrays.values()))
     references = sys.getrefcount(watched)
     op, extents = create(op_name, arrays), extents_of(op_name)
@@ -201,7 +202,7 @@ def test_threads_choose_independently_while_the_lock_is_released():
 
     def bound(seed):
         arrays = arrays_of("Sample") | {"logits": rng.normal(size=(5, 100_000)).astype(np.float32)}
-        arrays["temperature"][:], arrays["top_p"][:], arrays["seed"][:] = 1.0, 0.9, seed
+        arrays["sampling"][:], arrays["seed"][:] = Sampling(temperature=1.0, top_p=0.9), seed
         return native.create("Sample", arrays), arrays["committed"]
 
     ops = {seed: bound(seed) for seed in range(3)}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.plans.sampling import SETTINGS, Sampling
 from outrider.plugins import native
 from outrider.plugins.reference import race_noise
 from outrider.plugins.schema import Purpose
@@ -17,14 +18,12 @@ POISON = -1.0
 
 def noise_outputs(branches: int, depths: int, vocabulary: int) -> dict[str, np.ndarray]:
     """Poisoned."""
-    near = {name: np.full(branches, POISON, np.float32) for name in ("temperature", "top_p", "min_p")}
-    outputs = {"noise": np.full((branches, depths, vocabulary), POISON, np.float32)}
-    return outputs | {f"draft_{name}": array for name, array in near.items()}
+    shapes = {"noise": (branches, depths, vocabulary), "draft_sampling": (branches, SETTINGS)}
+    return {name: np.full(shape, POISON, np.float32) for name, shape in shapes.items()}
 
 
 def noise_inputs(tips, slots) -> dict[str, np.ndarray]:
-    names = ("seed", "stream", "temperature", "top_p", "min_p")
-    return {"tip_position": tips, **{name: getattr(slots, name) for name in names}}
+    return {"tip_position": tips, **vars(slots)}
 
 
 @given(
@@ -40,11 +39,10 @@ def test_the_kernel_is_the_reference(data, slots, depths, vocabulary, purpose) -
     found = noise_outputs(branches, depths, vocabulary)
     native.create("RaceNoise", noise_inputs(tips, settings_) | found, {"purpose": int(purpose)})()
     expected = race_noise(tips, settings_.seed, settings_.stream, depths, vocabulary, purpose)
-    sampled = settings_.temperature > 0
+    sampled = np.array([Sampling(*row).temperature > 0 for row in settings_.sampling])
     np.testing.assert_array_equal(found["noise"][sampled], expected[sampled])
     assert (found["noise"][~sampled] == POISON).all()
-    for name in ("temperature", "top_p", "min_p"):
-        np.testing.assert_array_equal(found[f"draft_{name}"], getattr(settings_, name).astype(np.float32))
+    np.testing.assert_array_equal(found["draft_sampling"], settings_.sampling.astype(np.float32))
 
 
 def test_the_target_runs_this_race_for_the_token_behind_the_tip() -> None:

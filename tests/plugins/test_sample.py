@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
 from outrider.plugins.reference import SamplingSlots, sample
 from outrider.plugins.schema import Purpose
@@ -12,16 +13,8 @@ from outrider.plugins.schema import Purpose
 POISON = -77
 
 
-def one_slot(*, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, filter_order=0, seed=3, stream=0):
-    return SamplingSlots(
-        np.array([temperature]),
-        np.array([top_k]),
-        np.array([top_p]),
-        np.array([min_p]),
-        np.array([filter_order]),
-        np.array([seed], np.uint64),
-        np.array([stream]),
-    )
+def one_slot(*, seed=3, stream=0, **settings):
+    return SamplingSlots(np.array([Sampling(**settings)], float), np.array([seed], np.uint64), np.array([stream]))
 
 
 def bind(logits, logit_indices, positions, branch, slots, purpose=Purpose.TARGET):
@@ -41,6 +34,10 @@ def sample_rows(logits, slots, positions=None, purpose=Purpose.TARGET):
     op, committed = bind(logits, rows, rows if positions is None else positions, np.zeros_like(rows), slots, purpose)
     op(len(rows), len(rows))
     return committed
+
+
+def test_the_kernels_read_the_columns_that_are_declared():
+    assert native.SAMPLING_COLUMNS == Sampling._fields == ("temperature", "top_k", "top_p", "min_p", "filter_order")
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -151,7 +148,9 @@ def test_a_row_without_any_token_is_refused():
         ({"temperature": -0.1}, "temperature must be finite and at least 0"),
         ({"temperature": np.inf}, "temperature must be finite"),
         ({"temperature": np.nan}, "temperature must be finite"),
-        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"top_k": -1}, "top_k must be a whole number, at least 0"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"top_k": np.nan}, "top_k must be a whole number"),
         ({"top_p": 1.5}, "top_p must be in 0..1"),
         ({"top_p": np.nan}, "top_p must be in 0..1"),
         ({"min_p": -0.1}, "min_p must be in 0..1"),

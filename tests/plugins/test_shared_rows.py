@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -17,7 +16,7 @@ from outrider.plugins.cuda.launches import SHARE
 from outrider.plugins.reference import SamplingSlots, sample
 from outrider.plugins.reference.choice import fixed_weights
 from outrider.plugins.schema import FilterOrder
-from tests.plugins.accept_step import equal_slots, fault_on_the_cpu
+from tests.plugins.accept_step import equal_slots, fault_on_the_cpu, slots_of
 from tests.plugins.emulator import ORDERS, Emulator
 from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, compare, step_of
 
@@ -38,16 +37,6 @@ SETTINGS = [
 ]
 BIG = [32_000, 50_257, pytest.param(128_256, marks=pytest.mark.long), 152_064]
 USUAL = 7  # of the settings: those after them are of flat or of steep distributions
-
-
-def slots_of(settings, seed: int = 3) -> SamplingSlots:
-    """A branch for each of `settings`."""
-    temperature, top_k, top_p, min_p, order = (np.array(column) for column in zip(*settings, strict=True))
-    branches = len(settings)
-    return SamplingSlots(
-        temperature.astype(np.float64), top_k, top_p.astype(np.float64), min_p.astype(np.float64), order,
-        np.full(branches, seed, np.uint64), np.arange(branches),
-    )  # fmt: skip
 
 
 def rows_of(logits: np.ndarray, slots: SamplingSlots) -> dict[str, np.ndarray]:
@@ -258,5 +247,5 @@ def test_a_drafters_fault_is_found_in_any_share(kernels, place, bad) -> None:
 def test_rejection_of_greedy_rows_and_of_rows_without_filters(kernels) -> None:
     tensors, outputs, extents = big_step("ChainAccept")
     for settings in ((0.0, 0, 1.0, 0.0, 0), (1.0, 0, 1.0, 0.0, 0), (1.0, 0, 1.0, 0.3, 1)):
-        slots = replace(slots_of([settings] * 4))
+        slots = slots_of([settings] * 4)
         compare(kernels, "ChainAccept", tensors | vars(slots), outputs, extents)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
 from outrider.plugins.reference import SamplingSlots
 from outrider.plugins.schema import Purpose
@@ -104,7 +104,8 @@ def test_choices_and_walks(stand_in, op, data, vocabulary, purpose, slots, logit
 )  # fmt: skip
 def test_race_noise(stand_in, data, depths, branches, vocabulary, purpose, slots) -> None:
     drawn: SamplingSlots = data.draw(slots(branches))
-    drawn = replace(drawn, temperature=np.maximum(drawn.temperature, 0.1))  # else noise is not written
+    heat = drawn.sampling[:, Sampling._fields.index("temperature")]
+    heat[:] = np.maximum(heat, 0.1)  # else noise is not written
     tensors = noise_inputs(np.arange(branches) + 2**33, drawn)
     outputs = noise_outputs(branches, depths, vocabulary)
     agree(stand_in, "RaceNoise", tensors, outputs, (), depths=depths, V=vocabulary, purpose=int(purpose))

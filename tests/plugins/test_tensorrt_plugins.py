@@ -217,8 +217,8 @@ def test_what_does_not_compile_is_told_with_the_compilers_words() -> None:
 def test_a_type_that_is_not_the_plugins_is_refused() -> None:
     (plugin,) = PLUGINS["RaceNoise"]
     tensors = tensors_of(plugin.inputs)
-    tensors["temperature"] = tensors["temperature"].astype("float32")
-    with pytest.raises(ValueError, match=r"outrider::RaceNoise takes temperature as int64 \(the bits of float64\)"):
+    tensors["sampling"] = tensors["sampling"].astype("float32")
+    with pytest.raises(ValueError, match=r"outrider::RaceNoise takes sampling as int64 \(the bits of float64\)"):
         StandIn().describe(plugin, list(tensors.values()), {"depths": 2, "V": 9, "purpose": 0})
 
 

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from outrider.compiler.lowering.unbranched import unbranch
+from outrider.plans.sampling import SETTINGS, Sampling
 from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from outrider.plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
 from outrider.plugins.reference.tree_expand import chosen_log_probs
 from outrider.plugins.schema import CPU_DOMAIN
 from tests.cpu_session import cpu_session
-from tests.plugins.drafting import DOUBT, Tensors, apart, noise_of, settings_of
+from tests.plugins.drafting import DOUBT, Tensors, apart, noise_of, samples, settings_of
 from tests.properties import cheap
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
@@ -64,16 +65,13 @@ def unbranched(function: onnx.FunctionProto) -> onnx.FunctionProto:
 
 
 BODY, WITHOUT_IFS, KERNEL = FORMS = ("body", "body without Ifs", "kernel")
-SETTINGS = {
+SETTINGS_INPUTS = {
     "noise": (FLOAT, ["B", "V"]),
-    "temperature": (FLOAT, ["B"]),
-    "top_k_filter": (INT, ["B"]),
-    "top_p": (FLOAT, ["B"]),
-    "min_p": (FLOAT, ["B"]),
+    "draft_sampling": (FLOAT, ["B", SETTINGS]),
 }
 FILTERS = st.tuples(
     st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    st.sampled_from([0, 1, 2, 50, 1000]),
+    st.sampled_from([0, 1, 2, 50, 1000, 2**63 - 1]),
     st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     st.sampled_from([0.0, 0.0, 0.11]),
 )
@@ -89,7 +87,7 @@ def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
             {
                 "logits": (FLOAT, ["B", "F", "V"]),
                 "score": (FLOAT, ["B", "F"]),
-                **SETTINGS,
+                **SETTINGS_INPUTS,
             },
             {"token": INT, "candidate_score": FLOAT, "frontier": INT},
             domain=CPU_DOMAIN if request.param == KERNEL else DOMAIN,
@@ -103,7 +101,7 @@ def expand(request: pytest.FixtureRequest) -> dict[int, ort.InferenceSession]:
 
 @pytest.fixture(scope="module", params=[BODY, WITHOUT_IFS])
 def sampler(request: pytest.FixtureRequest) -> ort.InferenceSession:
-    inputs = {"logits": (FLOAT, ["B", "F", "V"]), **SETTINGS}
+    inputs = {"logits": (FLOAT, ["B", "F", "V"]), **SETTINGS_INPUTS}
     outputs = {"token": (INT, 2), "probability": (FLOAT, 3)}
     return session("DraftSample", inputs, outputs, without_ifs=request.param == WITHOUT_IFS)
 
@@ -112,7 +110,7 @@ def check(expand, k: int, logits: NDArray[np.float32], score: NDArray[np.float32
     token, candidate_score, frontier = expand[k].run(None, {"logits": logits, "score": score, **sampling})
     expected = tree_expand(logits, score, DraftSettings(**sampling), k, **DOUBT)
     # Sums of probabilities in float32: a share of 1e-6 of the largest is noise, and so is the order of such tokens.
-    sampled = np.repeat(sampling["temperature"] > 0, logits.shape[1] * k).reshape(token.shape)
+    sampled = np.repeat(samples(sampling), logits.shape[1] * k).reshape(token.shape)
     clear = ~sampled | (expected.score - np.repeat(score, k, axis=1) > np.log(1e-4))
     np.testing.assert_array_equal(token[clear], expected.token[clear])
     np.testing.assert_allclose(candidate_score[~sampled], expected.score[~sampled], atol=1e-5, rtol=1e-6)
@@ -184,7 +182,7 @@ def test_probabilities_are_those_of_a_disturbed_race() -> None:
     noise = np.array([[0.3, 2.5, 0.9, 0.01, 1.1]])
     raced = np.where(logits >= 1.0, logits / 0.8 - np.log(noise[0]), -np.inf) + random.gumbel(size=(runs, 5))
     found = (1 - doubt) * np.bincount(raced.argmax(1), minlength=5) / runs + doubt * q
-    sampling = DraftSettings(noise, np.array([0.8]), np.array([3]), np.ones(1), np.zeros(1))
+    sampling = DraftSettings(noise, np.array([Sampling(temperature=0.8, top_k=3)]))
     expected = np.exp(chosen_log_probs(logits, sampling, 0, doubt))
     np.testing.assert_allclose(found, expected, atol=4e-3)  # 5 standard deviations of 400,000 draws
 

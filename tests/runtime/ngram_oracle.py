@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 from hypothesis import strategies as st
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins.reference import RaceKey, exponential, noise_words
 from outrider.plugins.schema import Purpose
 from outrider.runtime.drafters import HostDrafter
@@ -17,9 +18,7 @@ from outrider.runtime.sampling import SamplingParams
 GREEDY = SamplingParams()
 SAMPLINGS = st.one_of(
     st.just(GREEDY),
-    st.builds(
-        SamplingParams, temperature=st.sampled_from([0.5, 1.0]), seed=st.integers(0, 99), stream_id=st.integers(0, 3)
-    ),
+    st.builds(SamplingParams, st.sampled_from([Sampling(0.5), Sampling(1.0)]), st.integers(0, 99), st.integers(0, 3)),
 )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import NgramDrafter as NgramSettings
+from outrider.plans.sampling import Sampling
 from outrider.runtime.drafters import make_host_drafter
 from outrider.runtime.drafters.ngram import NgramDrafter
 from outrider.runtime.sampling import SamplingParams
@@ -210,7 +211,7 @@ def test_a_race_of_a_low_temperature_is_won_by_the_heaviest() -> None:
     drafter.extend(tokens)
     assert drafted(drafter, 1) == [2]  # came twice
     for temperature in (1e-2, 1e-4, 1e-6):
-        assert drafted(drafter, 1, sampling=SamplingParams(temperature=temperature)) == [7]  # was likely 42 times
+        assert drafted(drafter, 1, sampling=SamplingParams(Sampling(temperature))) == [7]  # was likely 42 times
 
 
 def test_what_was_likely_behind_a_cut_is_forgotten() -> None:

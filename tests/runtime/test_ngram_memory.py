@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import NgramDrafter as NgramSettings
+from outrider.plans.sampling import Sampling
 from outrider.plugins.native import NgramMemory
 from outrider.runtime.drafters import make_memories
 from outrider.runtime.drafters.ngram import NgramDrafter
@@ -95,7 +96,7 @@ def test_drafts_are_those_of_the_scanning_oracle_whatever_was_forgotten(
 @pytest.mark.parametrize("seed", range(12))
 def test_long_runs_give_the_drafts_of_the_scanning_oracle(seed: int, temperature: float) -> None:
     """Texts that quote each other, so that contexts are long, known in both halves, and continued in several ways."""
-    generator, sampling = random.Random(seed), SamplingParams(temperature=temperature, seed=seed)
+    generator, sampling = random.Random(seed), SamplingParams(Sampling(temperature), seed)
     settings, room = (generator.choice([2, 4, 9]), 1, 9, generator.choice([0.0, 0.0613])), generator.randint(30, 120)
     memory, texts, quotable = NgramMemory(room, settings[0]), OracleMemory(room), [0, 1, 2]
     compared = recalled = 0

@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider import Generation, Runtime
-from outrider.plugins.reference import RaceKey, Sampling, choice
+from outrider.plans.sampling import Sampling
+from outrider.plugins.reference import RaceKey, choice
 from outrider.plugins.reference.choice import filtered_weights
 from outrider.plugins.schema import FilterOrder, Purpose
 from outrider.runtime.options.options import Options

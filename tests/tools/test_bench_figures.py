@@ -12,7 +12,6 @@ import pytest
 from outrider import Generation, Stats
 from outrider.runtime.generation import FinishReason
 from outrider.runtime.options.options import Options
-from outrider.runtime.sampling import SamplingParams
 from outrider.tools.bench import runs as bench_runs
 from outrider.tools.bench.columns import COLUMNS, flat_rows, to_csv
 from outrider.tools.bench.prompts import Prompts
@@ -83,7 +82,7 @@ def test_repetitions_of_plain_decoding_are_compared_with_each_other() -> None:
 def test_tokens_by_rejection_at_a_temperature_are_not_expected_to_be_plain_decodings() -> None:
     def mode(acceptance: str, temperature: float, forced: int | None = None) -> Mode:
         variant = Variant("classical", "classical", "model", "1/1/3", 3, 2, acceptance)
-        sampling = SamplingParams(temperature=temperature)
+        sampling = {"temperature": temperature}
         return mode_of(variant, Namespace(synthetic_accept=forced, sampling=sampling))
 
     assert [mode("rejection", t).promised for t in (0.0, 0.7)] == [True, False]

@@ -17,7 +17,6 @@ from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
 from outrider.plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
 from outrider.plans.plan import read_manifest
-from outrider.runtime.sampling import SamplingParams
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench import variants
 from outrider.tools.bench.sampling import GREEDY, name_sampling, read_sampling
@@ -124,7 +123,7 @@ def test_sampling_is_named_as_it_is_written() -> None:
     assert name_sampling(GREEDY) == "greedy"
     for text in ("temperature=0.7", "temperature=0.7,top_k=40,top_p=0.9,seed=12345678901234567890"):
         assert name_sampling(read_sampling(text)) == text
-    assert read_sampling("seed=3, temperature=0.5") == SamplingParams(temperature=0.5, seed=3)
+    assert read_sampling("seed=3, temperature=0.5") == Options(temperature=0.5, seed=3)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from outrider.runtime.text.structured_outputs import StructuredOutputs
 from outrider.tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts
 from outrider.tools.bench.rows import rows_of
 from outrider.tools.bench.runs import Run, cost_of, generate, load, mode_of
-from outrider.tools.bench.sampling import as_options
 from outrider.tools.bench.shapes import Variant
 from outrider.tools.bench.synthetic import check_can_force, forced_session
 from outrider.tools.bench.variants import plan_to_measure
@@ -50,7 +49,7 @@ def _measure(
     form = None if options.form is None else _name_form(options.form)
     runtime, shared = load(options, plan, auto_disable=auto_disable, form=form)
     session = runtime.session() if forced is None else forced_session(runtime, forced)
-    settings = as_options(options.sampling) | Options(
+    settings = options.sampling | Options(
         max_new_tokens=options.new,
         ignore_eos=options.form is None,
         auto_disable=auto_disable,

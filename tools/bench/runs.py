@@ -81,7 +81,7 @@ def load(options: argparse.Namespace, plan: Path, **columns: Any) -> tuple[Runti
 def mode_of(variant: Variant, options: argparse.Namespace, runs: Sequence[Run] = ()) -> Mode:
     """The mode of these runs; whether its tokens are promised goes by `--sampling` and `--synthetic-accept`."""
     forced = options.synthetic_accept if variant.name != PLAIN else None
-    by_chance = variant.acceptance == "rejection" and options.sampling.temperature > 0
+    by_chance = variant.acceptance == "rejection" and options.sampling["temperature"] > 0
     return Mode(variant, list(runs), synthetic=forced, promised=forced is None and not by_chance)
 
 

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
-from typing import cast
+from typing import Any, cast
 
 from outrider.plans.errors import RequestError
+from outrider.plans.sampling import Sampling
 from outrider.runtime.options.kinds import Real, Whole
 from outrider.runtime.options.options import OPTIONS, Options
-from outrider.runtime.sampling import SamplingParams
 
-GREEDY = SamplingParams()
-_KEYS = [
-    each.name
-    for each in fields(SamplingParams)
-    if isinstance(OPTIONS[each.name].kind, Real | Whole) and each.name != "stream_id"
-]
+GREEDY = Options(temperature=0.0, seed=0)
+_KEYS = [name for name in (*Sampling._fields, "seed") if isinstance(OPTIONS[name].kind, Real | Whole)]
 _EXAMPLE = "write greedy, or such as temperature=0.7,top_p=0.9,seed=3"
 
 
-def read_sampling(text: str) -> SamplingParams:
-    """`greedy`, or settings by the runtime's names; for `add_argument`'s `type`."""
+def read_sampling(text: str) -> Options:
+    """`greedy`, or settings by the names of options; for `add_argument`'s `type`. The seed is 0 unless it is given."""
     if text == "greedy":
         return GREEDY
-    settings: dict[str, float] = {}
+    settings: dict[str, Any] = {}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in _KEYS or key in settings:
@@ -43,19 +38,15 @@ def read_sampling(text: str) -> SamplingParams:
             raise argparse.ArgumentTypeError(str(error)) from None
     if not settings.get("temperature"):
         raise argparse.ArgumentTypeError(f"{text!r} has no temperature above 0, and would be greedy; {_EXAMPLE}")
-    return SamplingParams(**settings)  # type: ignore[arg-type]
+    return cast(Options, {"seed": 0} | settings)
 
 
-def name_sampling(sampling: SamplingParams) -> str:
+def name_sampling(sampling: Options) -> str:
     """As `read_sampling` takes it; what has its default is left out."""
-    if not sampling.temperature:
+    if not sampling.get("temperature"):
         return "greedy"
-    return ",".join(f"{key}={value:g}" if key != "seed" else f"{key}={value}" for key, value in _written(sampling))
-
-
-def _written(sampling: SamplingParams) -> list[tuple[str, float]]:
-    return [(key, value) for key in _KEYS if (value := getattr(sampling, key)) != getattr(GREEDY, key)]
-
-
-def as_options(sampling: SamplingParams) -> Options:
-    return cast(Options, {key: getattr(sampling, key) for key in _KEYS})
+    known = {name: OPTIONS[name].default for name in _KEYS} | {"seed": 0}
+    given = {name: value for name, value in sampling.items() if name in known and value != known[name]}
+    return ",".join(
+        f"{name}={given[name]:g}" if name != "seed" else f"seed={given[name]}" for name in _KEYS if name in given
+    )

@@ -20,7 +20,6 @@ from outrider.tools.bench.prompts import Prompts
 from outrider.tools.bench.questions import Conversation, Question, read_questions
 from outrider.tools.bench.rows import rows_of
 from outrider.tools.bench.runs import Run, cost_of, generate, load, mode_of
-from outrider.tools.bench.sampling import as_options
 from outrider.tools.bench.shapes import Variant
 from outrider.tools.bench.variants import plan_to_measure
 from outrider.tools.measuring import measuring, run_in_turn, turns
@@ -81,7 +80,7 @@ def _measure(
     auto_disable = not options.keep_drafting
     runtime, shared = load(options, plan, task=task, auto_disable=auto_disable, form=None)
     session = runtime.session()
-    settings = as_options(options.sampling) | Options(
+    settings = options.sampling | Options(
         max_new_tokens=options.new,
         auto_disable=auto_disable,
         remember=False,  # or every repetition would draft from the answer of the one before

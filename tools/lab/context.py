@@ -23,7 +23,7 @@ from outrider.plans.partial_kv import PARTIAL_MODES
 from outrider.plans.plan import read_manifest
 from outrider.runtime.options.options import Options
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts
-from outrider.tools.bench.sampling import GREEDY, as_options, read_sampling
+from outrider.tools.bench.sampling import GREEDY, read_sampling
 from outrider.tools.identity import identity_columns
 from outrider.tools.lab.random_rows import RandomRows
 from outrider.tools.measuring import (
@@ -136,7 +136,7 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
 def _run(
     session: Session, tokens: list[int], mode: str, drafter: str, budget: Any, options: argparse.Namespace
 ) -> tuple[list[int], Stats]:
-    settings = as_options(options.sampling) | Options(
+    settings = options.sampling | Options(
         max_new_tokens=options.new,
         drafter=drafter,
         partial_kv=mode,  # type: ignore[typeddict-item]

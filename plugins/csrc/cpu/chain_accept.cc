@@ -62,13 +62,11 @@ OUTRIDER_CLONES void take_away(const float* q, Survivors& p) {
 class ChainAccept {
  public:
   ChainAccept(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch,
-              nb::object temperature, nb::object top_k, nb::object top_p, nb::object min_p, nb::object filter_order, nb::object seed,
-              nb::object stream, nb::object token_ids, nb::object parent, nb::object draft_probs,
-              nb::object skip_sample_adjustment, nb::object by_rejection, nb::object committed,
+              nb::object sampling, nb::object seed, nb::object stream, nb::object token_ids, nb::object parent,
+              nb::object draft_probs, nb::object skip_sample_adjustment, nb::object by_rejection, nb::object committed,
               nb::object accepted_count, nb::object kept_indices, nb::object kept_count, nb::object trials)
       : binder_(kOp),
-        choices_(kOp, binder_, logits, logit_indices, positions, branch, temperature, top_k, top_p, min_p, filter_order, seed,
-                 stream, kForTarget),
+        choices_(kOp, binder_, logits, logit_indices, positions, branch, sampling, seed, stream, kForTarget),
         walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_indices, kept_count),
         draft_probs_(binder_.input<float>("draft_probs", draft_probs, {"M", "V"})),
         skip_sample_adjustment_(binder_.input<i64>("skip_sample_adjustment", skip_sample_adjustment, {"B"})),
@@ -163,14 +161,13 @@ void residual_weights(nb::object weights, nb::object draft_probs, nb::object out
 
 void register_chain_accept(nb::module_& module) {
   nb::class_<ChainAccept>(module, "ChainAccept")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
                     nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, nb::object, nb::object>(),
-           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
-           nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
-           nb::arg("token_ids"), nb::arg("parent"), nb::arg("draft_probs"), nb::arg("skip_sample_adjustment"),
-           nb::arg("by_rejection"), nb::arg("committed"), nb::arg("accepted_count"), nb::arg("kept_indices"),
-           nb::arg("kept_count"), nb::arg("trials"))
+                    nb::object>(),
+           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("sampling"),
+           nb::arg("seed"), nb::arg("stream"), nb::arg("token_ids"), nb::arg("parent"), nb::arg("draft_probs"),
+           nb::arg("skip_sample_adjustment"), nb::arg("by_rejection"), nb::arg("committed"), nb::arg("accepted_count"),
+           nb::arg("kept_indices"), nb::arg("kept_count"), nb::arg("trials"))
       .def("__call__", &ChainAccept::call);
   module.def("residual", &residual_weights, nb::arg("weights"), nb::arg("draft_probs"), nb::arg("out"));
   module.def("accepts", &accepts, nb::arg("r"), nb::arg("p"), nb::arg("q"));

@@ -109,6 +109,9 @@ double log_sum_exp(nb::object row) {
 }  // namespace
 
 void register_choice_parts(nb::module_& module) {
+  nb::list columns;
+  for (const char* column : kSamplingColumns) columns.append(column);
+  module.attr("SAMPLING_COLUMNS") = nb::tuple(columns);
   module.def("weights", &weights, nb::arg("logits"), nb::arg("temperature"), nb::arg("out"));
   module.def("log_sum_exp", &log_sum_exp, nb::arg("row"));
   module.def("likeliest", &likeliest, nb::arg("row"), nb::arg("out"));

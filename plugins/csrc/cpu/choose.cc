@@ -241,7 +241,7 @@ RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, S
 
   const i64* ids = nullptr;
   if (sampling.top_k > 0 && sampling.top_k < size) {
-    size = keep_top_k(logits, size, block_top, sampling.top_k);
+    size = keep_top_k(logits, size, block_top, static_cast<i64>(sampling.top_k));
     ids = scratch.ids.data();
     logits = scratch.logits.data();
     scan(logits, size, block_top);
@@ -298,7 +298,9 @@ const char* settings_fault(const Sampling& sampling) {
   if (!(sampling.temperature >= 0.0 && std::isfinite(sampling.temperature))) {
     return "temperature must be finite and at least 0 (0 is greedy)";
   }
-  if (sampling.top_k < 0) return "top_k must be at least 0 (0 is off)";
+  if (!(sampling.top_k >= 0.0 && sampling.top_k == std::floor(sampling.top_k))) {
+    return "top_k must be a whole number, at least 0 (0 is off)";
+  }
   if (!(sampling.top_p >= 0.0 && sampling.top_p <= 1.0)) return "top_p must be in 0..1 (1 is off)";
   if (!(sampling.min_p >= 0.0 && sampling.min_p <= 1.0)) return "min_p must be in 0..1 (0 is off)";
   if (sampling.filter_order != kTemperatureFirst && sampling.filter_order != kTemperatureLast) {

@@ -17,20 +17,15 @@ constexpr const char* kOp = "RaceNoise";
 
 class RaceNoise {
  public:
-  RaceNoise(nb::object tip_position, nb::object seed, nb::object stream, nb::object temperature, nb::object top_p,
-            nb::object min_p, nb::object noise, nb::object draft_temperature, nb::object draft_top_p,
-            nb::object draft_min_p, i64 purpose)
+  RaceNoise(nb::object tip_position, nb::object sampling, nb::object seed, nb::object stream, nb::object noise,
+            nb::object draft_sampling, i64 purpose)
       : binder_(kOp),
         tip_position_(binder_.input<i64>("tip_position", tip_position, {"B"})),
+        sampling_(binder_.input<double>("sampling", sampling, {"B", kSettings})),
         seed_(binder_.input<u64>("seed", seed, {"B"})),
         stream_(binder_.input<i64>("stream", stream, {"B"})),
-        temperature_(binder_.input<double>("temperature", temperature, {"B"})),
-        top_p_(binder_.input<double>("top_p", top_p, {"B"})),
-        min_p_(binder_.input<double>("min_p", min_p, {"B"})),
         noise_(binder_.output<float>("noise", noise, {"B", "depths", "V"})),
-        draft_temperature_(binder_.output<float>("draft_temperature", draft_temperature, {"B"})),
-        draft_top_p_(binder_.output<float>("draft_top_p", draft_top_p, {"B"})),
-        draft_min_p_(binder_.output<float>("draft_min_p", draft_min_p, {"B"})),
+        draft_sampling_(binder_.output<float>("draft_sampling", draft_sampling, {"B", kSettings})),
         branches_(binder_.size_of("B")),
         depths_(binder_.size_of("depths")),
         vocabulary_(binder_.size_of("V")),
@@ -40,13 +35,11 @@ class RaceNoise {
 
   void call() const {
     i64 sampled = 0;
-    for (i64 b = 0; b < branches_; ++b) sampled += temperature_[b] > 0.0 ? 1 : 0;
+    for (i64 b = 0; b < branches_; ++b) sampled += samples(b) ? 1 : 0;
     const GilReleasedIfLong released(sampled * depths_ * vocabulary_ * static_cast<i64>(sizeof(float)));
+    for (i64 i = 0; i < branches_ * kSettings; ++i) draft_sampling_[i] = static_cast<float>(sampling_[i]);
     for (i64 b = 0; b < branches_; ++b) {
-      draft_temperature_[b] = static_cast<float>(temperature_[b]);
-      draft_top_p_[b] = static_cast<float>(top_p_[b]);
-      draft_min_p_[b] = static_cast<float>(min_p_[b]);
-      if (!(temperature_[b] > 0.0)) continue;
+      if (!samples(b)) continue;
       for (i64 d = 0; d < depths_; ++d) {
         const RaceKey key = race_key(seed_[b], stream_[b], tip_position_[b] + 1 + d, purpose_);
         all_noise(key, vocabulary_, noise_ + (b * depths_ + d) * vocabulary_);
@@ -55,17 +48,15 @@ class RaceNoise {
   }
 
  private:
+  bool samples(i64 branch) const { return sampling_of(sampling_, branch).temperature > 0.0; }
+
   Binder binder_;  // keeps the arrays alive
   const i64* tip_position_;
+  const double* sampling_;
   const u64* seed_;
   const i64* stream_;
-  const double* temperature_;
-  const double* top_p_;
-  const double* min_p_;
   float* noise_;
-  float* draft_temperature_;
-  float* draft_top_p_;
-  float* draft_min_p_;
+  float* draft_sampling_;
   i64 branches_;
   i64 depths_;
   i64 vocabulary_;
@@ -76,11 +67,9 @@ class RaceNoise {
 
 void register_race_noise(nb::module_& module) {
   nb::class_<RaceNoise>(module, "RaceNoise")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, i64>(),
-           nb::arg("tip_position"), nb::arg("seed"), nb::arg("stream"), nb::arg("temperature"), nb::arg("top_p"),
-           nb::arg("min_p"), nb::arg("noise"), nb::arg("draft_temperature"), nb::arg("draft_top_p"),
-           nb::arg("draft_min_p"), nb::arg("purpose") = 0)
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64>(),
+           nb::arg("tip_position"), nb::arg("sampling"), nb::arg("seed"), nb::arg("stream"), nb::arg("noise"),
+           nb::arg("draft_sampling"), nb::arg("purpose") = 0)
       .def("__call__", &RaceNoise::call);
 }
 

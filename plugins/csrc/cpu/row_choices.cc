@@ -7,18 +7,13 @@ namespace outrider {
 namespace nb = nanobind;
 
 RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::handle logit_indices, nb::handle positions,
-                       nb::handle branch, nb::handle temperature, nb::handle top_k, nb::handle top_p,
-                       nb::handle min_p, nb::handle filter_order, nb::handle seed, nb::handle stream, i64 purpose)
+                       nb::handle branch, nb::handle sampling, nb::handle seed, nb::handle stream, i64 purpose)
     : op_(op) {
   logits_ = binder.input<float>("logits", logits, {"M", "V"});
   logit_indices_ = binder.input<i64>("logit_indices", logit_indices, {"M"});
   positions_ = binder.input<i64>("positions", positions, {"N"});
   branch_ = binder.input<i64>("branch", branch, {"N"});
-  slots_.temperature = binder.input<double>("temperature", temperature, {"B"});
-  slots_.top_k = binder.input<i64>("top_k", top_k, {"B"});
-  slots_.top_p = binder.input<double>("top_p", top_p, {"B"});
-  slots_.min_p = binder.input<double>("min_p", min_p, {"B"});
-  slots_.filter_order = binder.input<i64>("filter_order", filter_order, {"B"});
+  slots_.sampling = binder.input<double>("sampling", sampling, {"B", kSettings});
   slots_.seed = binder.input<u64>("seed", seed, {"B"});
   slots_.stream = binder.input<i64>("stream", stream, {"B"});
   most_new_ = binder.size_of("N");
@@ -44,7 +39,7 @@ void RowChoices::check(i64 new_tokens, i64 count) const {
     check_value(op_, "logit_indices", place, row, 0, new_tokens - 1);
     const i64 branch = branch_[row];
     check_value(op_, "branch", row, branch, 0, branches_ - 1);
-    if (const char* fault = settings_fault(sampling_of(slots_, branch))) {
+    if (const char* fault = settings_fault(sampling(place))) {
       refuse(op_, "the sampling settings of branch " + std::to_string(branch) + " cannot be used: " + fault + ".");
     }
   }
@@ -52,15 +47,14 @@ void RowChoices::check(i64 new_tokens, i64 count) const {
 
 i64 RowChoices::at(i64 place) const {
   i64 token = 0;
-  const Sampling sampling = sampling_of(slots_, branch(place));
-  refuse_fault(place, choose(logits_ + place * vocabulary_, vocabulary_, sampling, race(place, purpose_), token));
+  const float* row = logits_ + place * vocabulary_;
+  refuse_fault(place, choose(row, vocabulary_, sampling(place), race(place, purpose_), token));
   return token;
 }
 
 Survivors RowChoices::survivors(i64 place) const {
   Survivors left;
-  const Sampling sampling = sampling_of(slots_, branch(place));
-  refuse_fault(place, filter(logits_ + place * vocabulary_, vocabulary_, sampling, left));
+  refuse_fault(place, filter(logits_ + place * vocabulary_, vocabulary_, sampling(place), left));
   return left;
 }
 

@@ -13,8 +13,7 @@ namespace outrider {
 class RowChoices {
  public:
   RowChoices(const char* op, Binder& binder, nanobind::handle logits, nanobind::handle logit_indices,
-             nanobind::handle positions, nanobind::handle branch, nanobind::handle temperature, nanobind::handle top_k,
-             nanobind::handle top_p, nanobind::handle min_p, nanobind::handle filter_order, nanobind::handle seed,
+             nanobind::handle positions, nanobind::handle branch, nanobind::handle sampling, nanobind::handle seed,
              nanobind::handle stream, i64 purpose);
 
   // Refuses extents beyond the buffers, and indices and settings that cannot be used.
@@ -29,6 +28,7 @@ class RowChoices {
 
   const i64* logit_indices() const { return logit_indices_; }
   i64 branch(i64 place) const { return branch_[logit_indices_[place]]; }
+  Sampling sampling(i64 place) const { return sampling_of(slots_.sampling, branch(place)); }
   i64 vocabulary() const { return vocabulary_; }
   i64 bytes(i64 count) const { return count * vocabulary_ * static_cast<i64>(sizeof(float)); }
 

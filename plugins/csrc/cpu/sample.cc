@@ -18,12 +18,10 @@ constexpr const char* kOp = "Sample";
 
 class Sample {
  public:
-  Sample(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch, nb::object temperature,
-         nb::object top_k, nb::object top_p, nb::object min_p, nb::object filter_order, nb::object seed, nb::object stream,
-         nb::object committed, i64 purpose)
+  Sample(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch, nb::object sampling,
+         nb::object seed, nb::object stream, nb::object committed, i64 purpose)
       : binder_(kOp),
-        choices_(kOp, binder_, logits, logit_indices, positions, branch, temperature, top_k, top_p, min_p, filter_order, seed,
-                 stream, purpose),
+        choices_(kOp, binder_, logits, logit_indices, positions, branch, sampling, seed, stream, purpose),
         committed_(binder_.output<i64>("committed", committed, {"M"})) {}
 
   void call(i64 new_tokens, i64 count) const {
@@ -42,11 +40,10 @@ class Sample {
 
 void register_sample(nb::module_& module) {
   nb::class_<Sample>(module, "Sample")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, nb::object, i64>(),
-           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
-           nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
-           nb::arg("committed"), nb::arg("purpose") = 0)
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+                    i64>(),
+           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("sampling"),
+           nb::arg("seed"), nb::arg("stream"), nb::arg("committed"), nb::arg("purpose") = 0)
       .def("__call__", &Sample::call);
 }
 

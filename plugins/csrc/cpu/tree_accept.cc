@@ -19,13 +19,11 @@ constexpr const char* kOp = "TreeAccept";
 
 class TreeAccept {
  public:
-  TreeAccept(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch, nb::object temperature,
-             nb::object top_k, nb::object top_p, nb::object min_p, nb::object filter_order, nb::object seed, nb::object stream,
-             nb::object token_ids, nb::object parent, nb::object committed, nb::object accepted_count,
-             nb::object kept_indices, nb::object kept_count, i64 purpose)
+  TreeAccept(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch, nb::object sampling,
+             nb::object seed, nb::object stream, nb::object token_ids, nb::object parent, nb::object committed,
+             nb::object accepted_count, nb::object kept_indices, nb::object kept_count, i64 purpose)
       : binder_(kOp),
-        choices_(kOp, binder_, logits, logit_indices, positions, branch, temperature, top_k, top_p, min_p, filter_order, seed,
-                 stream, purpose),
+        choices_(kOp, binder_, logits, logit_indices, positions, branch, sampling, seed, stream, purpose),
         walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_indices, kept_count) {}
 
   void call(i64 new_tokens, i64 count) const {
@@ -49,13 +47,11 @@ class TreeAccept {
 
 void register_tree_accept(nb::module_& module) {
   nb::class_<TreeAccept>(module, "TreeAccept")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    i64>(),
-           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("temperature"),
-           nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"), nb::arg("filter_order"), nb::arg("seed"), nb::arg("stream"),
-           nb::arg("token_ids"), nb::arg("parent"), nb::arg("committed"), nb::arg("accepted_count"),
-           nb::arg("kept_indices"), nb::arg("kept_count"), nb::arg("purpose") = 0)
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
+                    nb::object, nb::object, nb::object, nb::object, nb::object, i64>(),
+           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("sampling"),
+           nb::arg("seed"), nb::arg("stream"), nb::arg("token_ids"), nb::arg("parent"), nb::arg("committed"),
+           nb::arg("accepted_count"), nb::arg("kept_indices"), nb::arg("kept_count"), nb::arg("purpose") = 0)
       .def("__call__", &TreeAccept::call);
 }
 

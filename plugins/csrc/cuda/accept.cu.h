@@ -47,7 +47,7 @@ OUTRIDER_DEVICE bool knows(const ChoiceStep& step, i64 place) {
 }
 
 OUTRIDER_DEVICE Sampling sampling_at(const ChoiceStep& step, i64 place) {
-  return sampling_of(step.slots, step.branch[step.logit_indices[place]]);
+  return sampling_of(step.slots.sampling, step.branch[step.logit_indices[place]]);
 }
 
 OUTRIDER_DEVICE RaceKey race_of(const ChoiceStep& step, i64 place, u32 purpose) {
@@ -108,12 +108,10 @@ OUTRIDER_DEVICE void commit(const ChoiceStep& step, i64 place, u32 purpose, i64*
 }
 
 OUTRIDER_KERNEL outrider_sample(const float* logits, const i64* logit_indices, const i64* positions, const i64* branch,
-                                const double* temperature, const i64* top_k, const double* top_p, const double* min_p,
-                                const i64* filter_order, const u64* seed, const i64* stream, i64* committed,
-                                u64* shares, u64* candidates, i64* status, u32* arrived, i64 vocabulary, i64 branches,
-                                i64 purpose) {
+                                const double* sampling, const u64* seed, const i64* stream, i64* committed, u64* shares,
+                                u64* candidates, i64* status, u32* arrived, i64 vocabulary, i64 branches, i64 purpose) {
   follow();
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Part part = own_part(vocabulary);
   tell_part(step, part, static_cast<u32>(purpose), nullptr, shares);
@@ -197,14 +195,13 @@ OUTRIDER_DEVICE void choose_node(const ChoiceStep& step, const Trees& trees, i64
 }
 
 OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_indices, const i64* positions,
-                                     const i64* branch, const double* temperature, const i64* top_k,
-                                     const double* top_p, const double* min_p, const i64* filter_order, const u64* seed,
-                                     const i64* stream, const i64* token_ids, const i64* parent, i64* committed,
-                                     i64* accepted_count, i64* kept_indices, i64* kept_count, u64* shares,
-                                     u64* candidates, i64* status, i64* chosen, i64* next, u32* arrived, u32* counter,
-                                     i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens, i64 purpose) {
+                                     const i64* branch, const double* sampling, const u64* seed, const i64* stream,
+                                     const i64* token_ids, const i64* parent, i64* committed, i64* accepted_count,
+                                     i64* kept_indices, i64* kept_count, u64* shares, u64* candidates, i64* status,
+                                     i64* chosen, i64* next, u32* arrived, u32* counter, i64 vocabulary, i64 branches,
+                                     i64 most_trees, i64 new_tokens, i64 purpose) {
   follow();
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Trees trees = {logit_indices, rows_of_launch(vocabulary), parent, token_ids};
   const Part part = own_part(vocabulary);
@@ -311,16 +308,15 @@ OUTRIDER_DEVICE void tell_trials(const Trees& trees, const volatile i64* next, c
 }
 
 OUTRIDER_KERNEL outrider_chain_accept(const float* logits, const i64* logit_indices, const i64* positions,
-                                      const i64* branch, const double* temperature, const i64* top_k,
-                                      const double* top_p, const double* min_p, const i64* filter_order,
-                                      const u64* seed, const i64* stream, const i64* token_ids, const i64* parent,
-                                      const float* draft_probs, const i64* skip_sample_adjustment,
-                                      const i64* by_rejection, i64* committed, i64* accepted_count, i64* kept_indices,
-                                      i64* kept_count, double* trials, u64* shares, u64* candidates, i64* status,
-                                      i64* chosen, i64* next, double* weighed, u32* arrived, u32* counter,
-                                      i64 vocabulary, i64 branches, i64 most_trees, i64 new_tokens) {
+                                      const i64* branch, const double* sampling, const u64* seed, const i64* stream,
+                                      const i64* token_ids, const i64* parent, const float* draft_probs,
+                                      const i64* skip_sample_adjustment, const i64* by_rejection, i64* committed,
+                                      i64* accepted_count, i64* kept_indices, i64* kept_count, double* trials,
+                                      u64* shares, u64* candidates, i64* status, i64* chosen, i64* next,
+                                      double* weighed, u32* arrived, u32* counter, i64 vocabulary, i64 branches,
+                                      i64 most_trees, i64 new_tokens) {
   follow();
-  const SamplingSlots slots = {temperature, top_k, top_p, min_p, filter_order, seed, stream};
+  const SamplingSlots slots = {sampling, seed, stream};
   const ChoiceStep step = {logits, logit_indices, positions, branch, slots, shares, candidates, vocabulary, branches};
   const Trees trees = {logit_indices, rows_of_launch(vocabulary), parent, token_ids};
   const Drafts drafts = {draft_probs, skip_sample_adjustment, by_rejection};

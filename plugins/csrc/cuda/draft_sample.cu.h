@@ -5,14 +5,13 @@
 
 namespace outrider {
 
-OUTRIDER_KERNEL outrider_draft_sample(const float* logits, const float* noise, const float* temperature,
-                                      const i64* top_k_filter, const float* top_p, const float* min_p, i64* token,
+OUTRIDER_KERNEL outrider_draft_sample(const float* logits, const float* noise, const float* draft_sampling, i64* token,
                                       float* probability, i64 nodes, i64 vocabulary) {
   follow();
   OUTRIDER_SHARED u64 best[kMostBest];
   const i64 node = block_index();
   const i64 tree = node / nodes;
-  const DraftFilters filters = draft_filters(temperature[tree], top_k_filter[tree], top_p[tree], min_p[tree]);
+  const DraftFilters filters = draft_filters(sampling_of(draft_sampling, tree));
   const DraftRow row = read_row(logits + node * vocabulary, vocabulary, filters, 1, best);
   i64 drawn = index_of(best[0]);
   const double scale = 1.0 / static_cast<double>(row.kept_total);

@@ -6,23 +6,18 @@
 
 namespace outrider {
 
-OUTRIDER_KERNEL outrider_race_noise(const i64* tip_position, const u64* seed, const i64* stream,
-                                    const double* temperature, const double* top_p, const double* min_p, float* noise,
-                                    float* draft_temperature, float* draft_top_p, float* draft_min_p, i64 branches,
-                                    i64 depths, i64 vocabulary, i64 purpose) {
+OUTRIDER_KERNEL outrider_race_noise(const i64* tip_position, const double* sampling, const u64* seed, const i64* stream,
+                                    float* noise, float* draft_sampling, i64 branches, i64 depths, i64 vocabulary,
+                                    i64 purpose) {
   follow();
   const i64 step = block_count() * thread_count();
   const i64 self = block_index() * thread_count() + thread_index();
   const i64 quads = (vocabulary + kRacers - 1) / kRacers;
-  for (i64 b = self; b < branches; b += step) {
-    draft_temperature[b] = static_cast<float>(temperature[b]);
-    draft_top_p[b] = static_cast<float>(top_p[b]);
-    draft_min_p[b] = static_cast<float>(min_p[b]);
-  }
+  for (i64 i = self; i < branches * kSettings; i += step) draft_sampling[i] = static_cast<float>(sampling[i]);
   for (i64 i = self; i < branches * depths * quads; i += step) {
     const i64 row = i / quads;
     const i64 b = row / depths;
-    if (!(temperature[b] > 0.0)) continue;
+    if (!(sampling_of(sampling, b).temperature > 0.0)) continue;
     const i64 position = tip_position[b] + 1 + row % depths;
     const RaceKey key = race_key(seed[b], stream[b], position, static_cast<u32>(purpose));
     const i64 quad = i % quads;

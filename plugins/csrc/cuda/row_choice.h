@@ -14,7 +14,9 @@ constexpr i64 kNanFault = 1;
 constexpr i64 kMaskedFault = 2;
 constexpr i64 kIndexFault = 3;
 
-OUTRIDER_DEVICE bool limits(const Sampling& sampling, i64 size) { return sampling.top_k > 0 && sampling.top_k < size; }
+OUTRIDER_DEVICE bool limits(const Sampling& sampling, i64 size) {
+  return sampling.top_k >= 1.0 && sampling.top_k < static_cast<double>(size);
+}
 
 OUTRIDER_DEVICE bool cuts_at_one(const Sampling& sampling) {
   return (sampling.top_p < 1.0 || sampling.min_p > 0.0) && sampling.filter_order == kTemperatureLast;
@@ -121,7 +123,7 @@ OUTRIDER_DEVICE void narrow(FilteredRow& filtered, const Sampling& sampling, Can
   bool complete = limited;  // whether no other token counts
   bool added_up = limited;  // whether the sum of weights is to be known, not its bounds
   Bounds total = nucleus && !limited ? bounds_of_total(row, filtered.heat) : Bounds{0, 0};
-  for (i64 groups = limited ? sampling.top_k : kFirstGroups;; groups *= 2) {
+  for (i64 groups = limited ? static_cast<i64>(sampling.top_k) : kFirstGroups;; groups *= 2) {
     if (!limited && (groups > kLastGroups || groups > row.groups())) complete = true;
     const i32 floor = complete && !limited ? kLeastFinite : row.floor_of(groups);
     filtered.kept = find_candidates(row, floor, filtered.heat, limited, list);

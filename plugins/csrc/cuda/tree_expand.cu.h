@@ -38,14 +38,13 @@ OUTRIDER_DEVICE void choose_frontier(const volatile float* candidate_score, i64 
 
 // `doubt` is a float32 as its bits.
 OUTRIDER_KERNEL outrider_tree_expand(const float* logits, const float* score, const float* noise,
-                                     const float* temperature, const i64* top_k_filter, const float* top_p,
-                                     const float* min_p, i64* token, float* candidate_score, i64* frontier,
+                                     const float* draft_sampling, i64* token, float* candidate_score, i64* frontier,
                                      u32* counter, i64 nodes, i64 vocabulary, i64 top_k, i64 doubt) {
   follow();
   OUTRIDER_SHARED u64 best[kMostBest];
   const i64 node = block_index();
   const i64 tree = node / nodes;
-  const DraftFilters filters = draft_filters(temperature[tree], top_k_filter[tree], top_p[tree], min_p[tree]);
+  const DraftFilters filters = draft_filters(sampling_of(draft_sampling, tree));
   const DraftRow row = read_row(logits + node * vocabulary, vocabulary, filters, filters.sampled ? 1 : top_k, best);
   if (filters.sampled) {
     find_likeliest(row, noise + tree * vocabulary, float_of(static_cast<i32>(doubt)), top_k, best);

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "choice.h"
 #include "onnxruntime/kernels.h"
 #include "tree_rerank.h"
 
@@ -31,20 +32,16 @@ struct Workspace {
   }
 };
 
-struct Filters {
-  float temperature;
-  std::int64_t top_k;
-  float top_p, min_p;
-};
+using Filters = SamplingRow<float>;
 
 // The smallest logit that top-k and top-p keep, looked for among the likeliest.
 float least_kept(const RowKernels& rows, const float* logits, std::int64_t size, const Filters& filters, double total,
                  Workspace& space) {
-  if (filters.top_k <= 0 && filters.top_p >= 1.0f) return kNothing;
+  if (filters.top_k < 1.0f && filters.top_p >= 1.0f) return kNothing;
   const std::int64_t likely = std::min(kLikely, size);
   rows.best(logits, size, likely, space.values.data(), space.indices.data());
-  const bool limited = filters.top_k > 0 && filters.top_k <= likely;
-  const std::int64_t most = limited ? filters.top_k : likely;
+  const bool limited = filters.top_k >= 1.0f && filters.top_k <= static_cast<float>(likely);
+  const std::int64_t most = limited ? static_cast<std::int64_t>(filters.top_k) : likely;
   double survivors = limited ? 0.0 : total;
   for (std::int64_t i = 0; limited && i < most; ++i) survivors += space.weights[space.indices[i]];
   std::int64_t kept = 0;
@@ -85,15 +82,14 @@ void tree_expand(const TreeExpandInputs& in, const TreeExpandOutputs& out) {
   for (std::int64_t node = 0; node < in.trees * in.nodes; ++node) {
     const std::int64_t tree = node / in.nodes;
     const float* logits = in.logits + node * size;
-    const bool sampled = in.temperature[tree] > 0.0f;
+    const Filters filters = sampling_of(in.draft_sampling, tree);
+    const bool sampled = filters.temperature > 0.0f;
     const float top = rows.highest(logits, size);
     const bool known = top > kNothing;
     double normaliser = 0.0;
     if (known && sampled) {
-      const Filters filters{std::max(in.temperature[tree], kCoolest), in.top_k_filter[tree], in.top_p[tree],
-                            in.min_p[tree]};
       float* weights = space.weights.data();
-      const double total = rows.weights(logits, size, top, 1.0f / filters.temperature, weights);
+      const double total = rows.weights(logits, size, top, 1.0f / std::max(filters.temperature, kCoolest), weights);
       const float least = least_kept(rows, logits, size, filters, total, space);
       to_masses(rows, logits, size, filters, least, in.noise + tree * size, in.doubt, total, space);
       rows.best(weights, size, k, space.values.data(), space.indices.data());

@@ -8,13 +8,10 @@ namespace outrider::engine {
 struct TreeExpandInputs {
   std::int64_t trees, nodes, vocabulary, top_k;
   float doubt;
-  const float* logits;             // [B, F, V]
-  const float* score;              // [B, F]
-  const float* noise;              // [B, V]
-  const float* temperature;        // [B]
-  const std::int64_t* top_k_filter;  // [B]
-  const float* top_p;              // [B]
-  const float* min_p;              // [B]
+  const float* logits;          // [B, F, V]
+  const float* score;           // [B, F]
+  const float* noise;           // [B, V]
+  const float* draft_sampling;  // [B, kSettings]
 };
 
 struct TreeExpandOutputs {

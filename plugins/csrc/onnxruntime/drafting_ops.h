@@ -1,6 +1,7 @@
 // TreeExpand and TreeRerank as ONNX Runtime calls them: plugins.schemas has their inputs.
 #pragma once
 
+#include "choice.h"
 #include "onnxruntime/drafting.h"
 #include "onnxruntime/ort.h"
 
@@ -9,11 +10,9 @@ namespace outrider::engine {
 class TreeExpandOp {
  public:
   static constexpr const char* kName = "TreeExpand";
-  static constexpr std::size_t kInputs = 7, kOutputs = 3, kRequired = kOutputs;
+  static constexpr std::size_t kInputs = 4, kOutputs = 3, kRequired = kOutputs;
 
-  static ONNXTensorElementDataType input_type(std::size_t index) {
-    return index == 4 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-  }
+  static ONNXTensorElementDataType input_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   static ONNXTensorElementDataType output_type(std::size_t index) {
     return index == 1 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   }
@@ -28,14 +27,13 @@ class TreeExpandOp {
     run.shape_of(0, shape);
     if (top_k_ < 1 || top_k_ > shape[2]) run.refuse("top_k is no number of tokens");
     if (shape[1] < 1) run.refuse("there is no node to expand");
-    const std::int64_t nodes[] = {shape[0], shape[1]}, trees[] = {shape[0]};
+    const std::int64_t nodes[] = {shape[0], shape[1]};
     run.expect(1, nodes);
-    const std::int64_t noise[] = {shape[0], shape[2]};
+    const std::int64_t noise[] = {shape[0], shape[2]}, settings[] = {shape[0], kSettings};
     run.expect(2, noise);
-    for (std::size_t index = 3; index < kInputs; ++index) run.expect(index, trees);
+    run.expect(3, settings);
     const TreeExpandInputs in{shape[0], shape[1], shape[2], top_k_, doubt_, run.input<float>(0), run.input<float>(1),
-                              run.input<float>(2), run.input<float>(3), run.input<std::int64_t>(4),
-                              run.input<float>(5), run.input<float>(6)};
+                              run.input<float>(2), run.input<float>(3)};
     const std::int64_t candidates[] = {shape[0], shape[1] * top_k_}, frontier[] = {shape[0], top_k_};
     tree_expand(in, {run.output<std::int64_t>(0, candidates), run.output<float>(1, candidates),
                      run.output<std::int64_t>(2, frontier)});

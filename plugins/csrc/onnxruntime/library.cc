@@ -69,7 +69,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 10; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 11; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,

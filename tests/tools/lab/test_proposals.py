@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.plans.sampling import Sampling
 from outrider.plugins.reference import DraftSettings
 from outrider.plugins.reference.tree_expand import chosen_log_probs
 from outrider.tools.lab.proposals import CHILDREN, DOUBT, Places, rows
@@ -42,8 +43,7 @@ def test_the_race_is_the_score_of_tree_expand() -> None:
     rng = np.random.default_rng(3)
     logits, noise = rng.normal(size=9), rng.exponential(size=9)
     q = torch.from_numpy(np.exp(logits) / np.exp(logits).sum())[None]
-    one, off = np.ones(1), np.zeros(1)
-    settings = DraftSettings(noise[None].astype(np.float32), one, np.zeros(1, np.int64), one, off)
+    settings = DraftSettings(noise[None].astype(np.float32), np.array([Sampling(temperature=1.0)]))
     expected = np.exp(chosen_log_probs(logits, settings, 0, 0.3))
     found = Places(q, q, torch.from_numpy(settings.noise.astype(np.float64)))
     np.testing.assert_allclose(found.race(0.3)[0].numpy(), expected, atol=1e-12)
