@@ -17,6 +17,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
 from outrider.plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
 from outrider.plans.plan import read_manifest
+from outrider.runtime.options.options import Options
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench import variants
 from outrider.tools.bench.sampling import GREEDY, name_sampling, read_sampling
