@@ -246,6 +246,9 @@ def margin(logits: NDArray[np.float32], sampling: Sampling, key: RaceKey) -> flo
         *fewer, end = _to_the_ends(sampling.top_p / (1 - sampling.top_p), weights, kept - 1, temperature)
         more.append(end)
     more += [ranked[kept - 1] - dropped for dropped in ranked[kept : kept + 1]]
+    if sampling.top_n_sigma > 0.0:
+        finite = ranked[np.isfinite(ranked)]
+        found += np.abs(finite[1:] - ranked[0] + sampling.top_n_sigma * finite.std()).tolist()
     if sampling.min_p > 0.0:  # who comes in passes both, and who is dropped anyway does not matter
         above = ranked - ranked[0] - temperature * np.log(sampling.min_p)
         found += np.abs(above[1:kept]).tolist()  # the first always passes

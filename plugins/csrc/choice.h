@@ -17,6 +17,7 @@ struct SamplingRow {
   Real top_k;         // a whole number; 0 is off
   Real top_p;         // 1 is off
   Real min_p;         // 0 is off
+  Real top_n_sigma;   // 0 is off
   Real filter_order;  // one of the two below
 };
 
@@ -25,7 +26,7 @@ using Sampling = SamplingRow<double>;
 constexpr int kSettings = sizeof(Sampling) / sizeof(double);
 
 #if !defined(__CUDACC_RTC__)  // which would write them into every module
-constexpr const char* kSamplingColumns[] = {"temperature", "top_k", "top_p", "min_p", "filter_order"};
+constexpr const char* kSamplingColumns[] = {"temperature", "top_k", "top_p", "min_p", "top_n_sigma", "filter_order"};
 static_assert(sizeof(kSamplingColumns) == kSettings * sizeof(kSamplingColumns[0]), "every column has a name");
 #endif
 
@@ -85,6 +86,40 @@ OUTRIDER_HD inline u64 nucleus_need(double top_p, u64 total) {
 // The least weight that is at least the share min_p <= 1 of the largest.
 OUTRIDER_HD inline u64 least_share(double min_p) {
   return ceil_share(static_cast<u64>(min_p * 0x1p+53), static_cast<u64>(kWeightOne));
+}
+
+// How far the logits of a row lie below the largest, but for those of -inf: sums of integers, in any order the same.
+struct Spread {
+  u64 count;
+  u64 sum;      // of distances in units of 2^-8, at most 2^20 each
+  u64 squares;  // of these
+};
+
+constexpr double kDistances = 0x1p+8;       // in a logit
+constexpr double kFarthestLogit = 0x1p+12;  // further ones count as this far
+
+OUTRIDER_HD inline u64 distance_of(float logit, float top) {
+  const double gap = logit == top ? 0.0 : static_cast<double>(top) - static_cast<double>(logit);
+  return floor_to_integer((gap < kFarthestLogit ? gap : kFarthestLogit) * kDistances);
+}
+
+// Adds a logit that is not -inf.
+OUTRIDER_HD inline void add_distance(Spread& spread, float logit, float top) {
+  const u64 distance = distance_of(logit, top);
+  spread.count += 1;
+  spread.sum += distance;
+  spread.squares += distance * distance;
+}
+
+// The least weight, at the temperature, of a logit that lies at most `top_n_sigma` standard deviations of its row below
+// the largest (top-n-sigma, arXiv 2411.07641).
+OUTRIDER_HD inline u64 sigma_cut(double top_n_sigma, const Spread& spread, double temperature) {
+  const double count = static_cast<double>(spread.count);
+  const double mean = static_cast<double>(spread.sum) / count;
+  const double variance = static_cast<double>(spread.squares) / count - mean * mean;
+  const double sigma = variance > 0.0 ? square_root(variance) / kDistances : 0.0;
+  const double x = -(top_n_sigma * sigma) / temperature;
+  return weighs_nothing(x) ? 0 : floor_to_integer(shared_exp(x) * kWeightOne);
 }
 
 }  // namespace outrider

@@ -11,6 +11,7 @@
 #endif
 
 #if !defined(__CUDACC_RTC__)
+#include <cmath>
 #include <cstring>
 #endif
 
@@ -25,6 +26,15 @@ using u32 = unsigned int;
 using i64 = long long;
 using u64 = unsigned long long;
 static_assert(sizeof(i32) == 4 && sizeof(i64) == 8, "the ops assume 32-bit int and 64-bit long long");
+
+// Rounded to the nearest, as IEEE 754 has it.
+OUTRIDER_HD inline double square_root(double value) {
+#if defined(__CUDA_ARCH__)
+  return __dsqrt_rn(value);
+#else
+  return std::sqrt(value);
+#endif
+}
 
 OUTRIDER_HD inline u64 bits_of(double value) {
 #if defined(__CUDA_ARCH__)

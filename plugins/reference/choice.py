@@ -76,6 +76,22 @@ def min_p_cut(min_p: float) -> int:
     return -(-int(min_p * 2.0**_SHARE_BITS) * int(_WEIGHT_ONE) >> _SHARE_BITS)
 
 
+def sigma_cut(logits: NDArray[np.float32], top_n_sigma: float, temperature: float) -> int:
+    """Return the least weight, at the temperature, of a logit at most `top_n_sigma` standard deviations of its row
+    below the largest. Distances are whole units of 2**-8, at most 2**20: their sums are exact (arXiv 2411.07641)."""
+    top = logits.max()
+    finite = logits[~np.isneginf(logits)].astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        gaps = np.where(finite == top, 0.0, np.minimum(np.float64(top) - finite, 2.0**12))
+    distances = [int(gap * 2.0**8) for gap in gaps.tolist()]
+    count = float(len(distances))
+    mean = float(sum(distances)) / count
+    variance = float(sum(each * each for each in distances)) / count - mean * mean
+    sigma = np.sqrt(variance) / 2.0**8 if variance > 0.0 else 0.0
+    x = -(top_n_sigma * sigma) / temperature
+    return int(shared_exp(np.array(x)) * _WEIGHT_ONE) if x >= _NO_WEIGHT_BELOW else 0
+
+
 def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.uint64]:
     """Return weights `[V]` after top-k, top-p and min-p; filtered tokens weigh 0. Greedy keeps only the largest logit.
 
@@ -97,6 +113,8 @@ def filtered_weights(logits: NDArray[np.float32], sampling: Sampling) -> NDArray
         kept &= weights >= np.uint64(top_p_cut(weights, sampling.top_p))
     if sampling.min_p > 0.0:
         kept &= weights >= np.uint64(min_p_cut(sampling.min_p))
+    if sampling.top_n_sigma > 0.0:
+        kept &= weights >= np.uint64(sigma_cut(logits, sampling.top_n_sigma, 1.0 if last else sampling.temperature))
     return np.where(kept, fixed_weights(logits, sampling.temperature), np.uint64(0))
 
 

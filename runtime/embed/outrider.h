@@ -204,8 +204,10 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  *   default: 1.0.
  * - min_p (double): Keep tokens that are at least this share as probable as the most probable one; 0 is off. Pass a
  *   number from 0 to 1; default: 0.0.
- * - filter_order (text): Temperature before the filters top_k, top_p and min_p, or after them. Pass one of
- *   temperature_first, temperature_last; default: temperature_first.
+ * - top_n_sigma (double): Keep tokens at most this number of standard deviations of all logits below the largest; 0
+ *   is off. Pass a number from 0 to 100; default: 0.0.
+ * - filter_order (text): Temperature before the filters, or after them. Pass one of temperature_first,
+ *   temperature_last; default: temperature_first.
  * - seed (int): Seed of the draws; default: a new one, which the result has. Pass a whole number from 0 to
  *   18446744073709551615.
  * - stream_id (int): Which of the seed's streams of draws; a branch adds its number to it. Pass a whole number of at

@@ -117,11 +117,19 @@ class Options(TypedDict, total=False):
             Real(0, 1), "keep tokens that are at least this share as probable as the most probable one; 0 is off", 0.0
         ),
     ]
+    top_n_sigma: Annotated[
+        float | None,
+        Option(
+            Real(0, 100),
+            "keep tokens at most this number of standard deviations of all logits below the largest; 0 is off",
+            0.0,
+        ),
+    ]
     filter_order: Annotated[
         FilterOrder | None,
         Option(
             Choice(get_args(FilterOrder)),
-            "temperature before the filters top_k, top_p and min_p, or after them",
+            "temperature before the filters, or after them",
             "temperature_first",
             Doors.COMMAND | Doors.C,
         ),

@@ -124,6 +124,29 @@ def test_min_p_is_a_share_of_the_largest_behind_top_p():
     assert kept([2, 5, 5, 1], temperature=1.0, min_p=1.0) == [1, 2]
 
 
+@cheap
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    count=st.floats(0.1, 4),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    order=st.sampled_from([0, 1]),
+)
+def test_top_n_sigma_keeps_logits_near_the_largest_whatever_the_temperature(seed, count, temperature, order):
+    logits = np.random.default_rng(seed).normal(0, 2, 200).astype(np.float32)
+    logits[::7] = -np.inf  # which have no part in the deviation
+    finite = logits[np.isfinite(logits)].astype(np.float64)
+    below, near = finite.max() - logits.astype(np.float64), 2.0**-6  # distances count in units of 2**-8
+    found = set(kept(logits, temperature=temperature, top_n_sigma=count, filter_order=order))
+    assert set(np.flatnonzero(below <= count * finite.std() - near)) - found == set() or below.max() / temperature > 27
+    assert found <= set(np.flatnonzero(below <= count * finite.std() + near))
+
+
+def test_top_n_sigma_of_rows_without_a_spread():
+    assert kept([3, 3, 3], temperature=1.0, top_n_sigma=1.0) == [0, 1, 2]
+    assert kept([-np.inf, 3, -np.inf], temperature=1.0, top_n_sigma=1.0) == [1]
+    assert kept([np.inf, 3, 2], temperature=1.0, top_n_sigma=0.1) == [0]
+
+
 def test_filter_order_decides_which_distribution_min_p_sees():
     logits = np.log([0.6, 0.3, 0.1])
     assert kept(logits, temperature=5.0, min_p=0.6) == [0, 1, 2]

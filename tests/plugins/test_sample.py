@@ -37,7 +37,11 @@ def sample_rows(logits, slots, positions=None, purpose=Purpose.TARGET):
 
 
 def test_the_kernels_read_the_columns_that_are_declared():
-    assert native.SAMPLING_COLUMNS == Sampling._fields == ("temperature", "top_k", "top_p", "min_p", "filter_order")
+    assert (
+        native.SAMPLING_COLUMNS
+        == Sampling._fields
+        == (*("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "filter_order"),)
+    )
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -70,6 +74,8 @@ def test_kernel_equals_reference(data, slots, logits_rows):
         {"top_p": 0.9},
         {"top_p": 0.9, "top_k": 50},
         {"min_p": 0.05},
+        {"top_n_sigma": 0.7},
+        {"top_n_sigma": 1.5, "top_k": 60, "top_p": 0.99, "filter_order": 1},
         {"min_p": 0.01, "top_p": 0.9, "top_k": 50},
         {"top_p": 0.3, "filter_order": 1},
         {"min_p": 0.1, "filter_order": 1},
@@ -155,6 +161,7 @@ def test_a_row_without_any_token_is_refused():
         ({"top_p": np.nan}, "top_p must be in 0..1"),
         ({"min_p": -0.1}, "min_p must be in 0..1"),
         ({"min_p": np.nan}, "min_p must be in 0..1"),
+        ({"top_n_sigma": np.inf}, "top_n_sigma must be finite and at least 0"),
         ({"filter_order": 2}, "filter_order must be 0"),
     ],
 )

@@ -28,6 +28,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("top_k", [-1, 1.0, True, 2**63], "pass a whole number of at least 0."),
     ("top_p", [0.0, 1.1, -1, NAN, False, "1"], "pass a number above 0 and at most 1."),
     ("min_p", [-0.1, 1.1, NAN], "pass a number from 0 to 1."),
+    ("top_n_sigma", [-0.1, 100.5, NAN], "pass a number from 0 to 100."),
     ("filter_order", ["first", 1, ["temperature_last"]], "pass one of temperature_first, temperature_last."),
     ("seed", [-1, 2**64, True, 1.0], f"pass a whole number from 0 to {2**64 - 1}."),
     ("stream_id", [-1, 2**63, False], "pass a whole number of at least 0."),

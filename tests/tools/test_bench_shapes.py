@@ -104,7 +104,7 @@ def test_rejection_is_for_whole_chains() -> None:
         (
             read_sampling,
             "0.7",
-            "'0.7' in '0.7' is none of temperature, top_k, top_p, min_p, seed; write greedy, or such as",
+            "'0.7' in '0.7' is none of temperature, top_k, top_p, min_p, top_n_sigma, seed; write greedy, or such as",
         ),
         (read_sampling, "temperature=warm", "temperature in 'temperature=warm' is 'warm', which is no number"),
         (read_sampling, "temperature=1,seed=1,seed=2", "'seed' in 'temperature=1,seed=1,seed=2' stands twice"),

@@ -24,7 +24,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "temperature 1, top-p": {"temperature": 1.0, "top_p": 0.95, "stream_id": 3},
     "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3},
     "a schema": {"temperature": 0.8, "structured_outputs": {"json": _SCHEMA}},
-    "temperature 1.5, top-k": {"temperature": 1.5, "top_k": 40, "min_p": 0.02},
+    "temperature 1.5, top-k": {"temperature": 1.5, "top_k": 40, "min_p": 0.02, "top_n_sigma": 3.0},
     "penalties, temperature 0.6": {"temperature": 0.6, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
     "stop, bad words": {"temperature": 0.9, "stop": ["\n\n", "return"], "min_tokens": 5, "bad_words": ["self", "x"]},
 }

@@ -217,6 +217,24 @@ OUTRIDER_CLONES u64 reweigh(const float* logits, i64 size, float top, double tem
   return total;
 }
 
+// Of a row whose largest logit is `top`.
+OUTRIDER_CLONES Spread spread_of(const float* logits, i64 size, float top) {
+  Spread spread = {0, 0, 0};
+  for (i64 i = 0; i < size; ++i) {
+    if (logits[i] != -std::numeric_limits<float>::infinity()) add_distance(spread, logits[i], top);
+  }
+  return spread;
+}
+
+// The least weight that min-p and top-n-sigma leave of a row, at the temperature at which weights are cut.
+u64 least_weight(const float* logits, i64 size, float top, const Sampling& sampling, double temperature) {
+  const u64 share = least_share(sampling.min_p);
+  if (sampling.top_n_sigma == 0.0) return share;
+  return std::max(share, sigma_cut(sampling.top_n_sigma, spread_of(logits, size, top), temperature));
+}
+
+bool cuts_by_weight(const Sampling& sampling) { return sampling.min_p > 0.0 || sampling.top_n_sigma > 0.0; }
+
 Survivors only(i64 token) {
   constexpr u64 all = static_cast<u64>(kWeightOne);
   i64* ids = grown(scratch.ids, 1);
@@ -239,6 +257,11 @@ RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, S
     return RowFault::kNone;
   }
 
+  const float top = logit_of(extremes.top);
+  const bool cuts = sampling.top_p < 1.0 || cuts_by_weight(sampling);
+  const bool cut_at_one = cuts && sampling.filter_order == kTemperatureLast;
+  const double first_temperature = cut_at_one ? 1.0 : sampling.temperature;
+  const u64 least = least_weight(logits, size, top, sampling, first_temperature);
   const i64* ids = nullptr;
   if (sampling.top_k > 0 && sampling.top_k < size) {
     size = keep_top_k(logits, size, block_top, static_cast<i64>(sampling.top_k));
@@ -249,13 +272,9 @@ RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, S
 
   u64* weights = grown(scratch.weights, size);
   u64* block_sum = grown(scratch.block_sum, blocks_of(size));
-  const float top = logit_of(extremes.top);
-  const bool cuts = sampling.top_p < 1.0 || sampling.min_p > 0.0;
-  const bool cut_at_one = cuts && sampling.filter_order == kTemperatureLast;
-  const double first_temperature = cut_at_one ? 1.0 : sampling.temperature;
   u64 total = weigh(logits, size, block_top, top, first_temperature, weights, block_sum);
   if (cuts) {
-    u64 cut = least_share(sampling.min_p);
+    u64 cut = least;
     if (sampling.top_p < 1.0) {
       cut = std::max(cut, nucleus_cut(weights, size, block_sum, total, nucleus_need(sampling.top_p, total)));
     }
@@ -268,7 +287,7 @@ RowFault filter(const float* logits, i64 vocabulary, const Sampling& sampling, S
 
 RowFault choose(const float* logits, i64 vocabulary, const Sampling& sampling, const RaceKey& key, i64& token) {
   const bool limited = sampling.top_k > 0 && sampling.top_k < vocabulary;
-  const bool reweighs = sampling.min_p > 0.0 && sampling.filter_order == kTemperatureLast;
+  const bool reweighs = cuts_by_weight(sampling) && sampling.filter_order == kTemperatureLast;
   if (sampling.temperature == 0.0 || limited || sampling.top_p < 1.0 || reweighs) {
     Survivors left;
     const RowFault fault = filter(logits, vocabulary, sampling, left);
@@ -278,8 +297,9 @@ RowFault choose(const float* logits, i64 vocabulary, const Sampling& sampling, c
   i32* block_top = grown(scratch.block_top, blocks_of(vocabulary));
   const Extremes extremes = scan(logits, vocabulary, block_top);
   if (const RowFault fault = fault_of(extremes); fault != RowFault::kNone) return fault;
-  token = raced_row(logits, vocabulary, block_top, logit_of(extremes.top), sampling.temperature,
-                    least_share(sampling.min_p), key, grown(scratch.block_sum, blocks_of(vocabulary)));
+  const float top = logit_of(extremes.top);
+  token = raced_row(logits, vocabulary, block_top, top, sampling.temperature,
+                    least_weight(logits, vocabulary, top, sampling, sampling.temperature), key, grown(scratch.block_sum, blocks_of(vocabulary)));
   return RowFault::kNone;
 }
 
@@ -303,6 +323,9 @@ const char* settings_fault(const Sampling& sampling) {
   }
   if (!(sampling.top_p >= 0.0 && sampling.top_p <= 1.0)) return "top_p must be in 0..1 (1 is off)";
   if (!(sampling.min_p >= 0.0 && sampling.min_p <= 1.0)) return "min_p must be in 0..1 (0 is off)";
+  if (!(sampling.top_n_sigma >= 0.0 && std::isfinite(sampling.top_n_sigma))) {
+    return "top_n_sigma must be finite and at least 0 (0 is off)";
+  }
   if (sampling.filter_order != kTemperatureFirst && sampling.filter_order != kTemperatureLast) {
     return "filter_order must be 0 (temperature first) or 1 (temperature last)";
   }

@@ -19,7 +19,25 @@ OUTRIDER_DEVICE bool limits(const Sampling& sampling, i64 size) {
 }
 
 OUTRIDER_DEVICE bool cuts_at_one(const Sampling& sampling) {
-  return (sampling.top_p < 1.0 || sampling.min_p > 0.0) && sampling.filter_order == kTemperatureLast;
+  const bool cuts = sampling.top_p < 1.0 || sampling.min_p > 0.0 || sampling.top_n_sigma > 0.0;
+  return cuts && sampling.filter_order == kTemperatureLast;
+}
+
+// Every thread calls, and gets it.
+OUTRIDER_DEVICE Spread spread_of(const Row& row) {
+  Spread own = {0, 0, 0};
+  for (i64 i = thread_index(); i < row.size; i += thread_count()) {
+    if (order_key(row.logits[i]) != kMinusInfinityKey) add_distance(own, row.logits[i], row.top);
+  }
+  return {fold(own.count, Sum()), fold(own.sum, Sum()), fold(own.squares, Sum())};
+}
+
+// The least weight that min-p and top-n-sigma leave of a row, at the temperature `heat`.
+OUTRIDER_DEVICE u64 least_weight(const Row& row, const Sampling& sampling, double heat) {
+  const u64 share = least_share(sampling.min_p);
+  if (!(sampling.top_n_sigma > 0.0)) return share;
+  const u64 cut = sigma_cut(sampling.top_n_sigma, spread_of(row), heat);
+  return cut > share ? cut : share;
 }
 
 OUTRIDER_DEVICE Wanted wanted_of(const Sampling& sampling, i64 size) {
@@ -187,7 +205,7 @@ OUTRIDER_OUTLINED FilteredRow filter_row(const float* logits, i64 size, const Sh
     barrier();
     return filtered;
   }
-  const u64 least = least_share(sampling.min_p);
+  const u64 least = least_weight(row, sampling, heat);
   filtered.everywhere = wanted_of(sampling, size).times;
   if (!filtered.everywhere) narrow(filtered, sampling, list);
   filtered.cut = filtered.cut > least ? filtered.cut : least;
