@@ -20,7 +20,6 @@ from rich.table import Table
 from outrider.commands.arguments import Parser, at_least_0, at_least_1
 from outrider.commands.console import guarded, print_json, progress_bar, stdout
 from outrider.plans.errors import OutriderError, RequestError
-from outrider.tools.identity import describe_run
 
 Row = dict[str, Any]
 Report = dict[str, Any]
@@ -235,6 +234,8 @@ def run_tool(
     """Parse the command line, measure, and print a table or JSON; return the exit status."""
 
     def run() -> int:
+        from outrider.tools.identity import describe_run  # loads the runtime, which a table does not need
+
         options = make_parser().parse_args(arguments)
         return print_report({**describe_run(), **measure(options)}, options.json, print_table)
 

@@ -23,6 +23,7 @@ Token = int | str
 """A token's id; of a server that tells no ids, the token's text."""
 
 _SHOWN = 24  # characters of a text
+_HALF = "\ufffd"  # stands for bytes of a character whose rest has not come
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
@@ -48,8 +49,9 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request came to. `tokens` may be empty where a server tells none; `logprobs` are of the tokens from index
-    `logprobs_from` on, and None where none were asked for. With an `error`, nothing else counts."""
+    """What a request came to, or has so far. `tokens` may be empty where a server tells none. `logprobs` are of
+    the tokens from index `logprobs_from` on, and None where none were asked for. `calls` are names and arguments of
+    tools. With an `error`, nothing else counts."""
 
     tokens: tuple[Token, ...] = ()
     text: str = ""
@@ -57,6 +59,7 @@ class Outcome:
     logprobs: tuple[Logprob, ...] | None = None
     logprobs_from: int = 0
     error: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Outcome:
@@ -66,12 +69,50 @@ class Outcome:
             Logprob(each["token"], each["logprob"], tuple((token, logprob) for token, logprob in each["top"]))
             for each in told
         )  # fmt: skip
-        return cls(**value | {"tokens": tuple(value["tokens"]), "logprobs": logprobs})
+        calls = tuple((name, arguments) for name, arguments in value["calls"])
+        return cls(**value | {"tokens": tuple(value["tokens"]), "logprobs": logprobs, "calls": calls})
+
+    def begins(self, whole: Outcome) -> bool:
+        """Whether `whole` may continue from here: text, calls and log-probabilities, whose last may have half come."""
+        logprobs, calls = self.logprobs or (), self.calls
+        return (
+            whole.text.startswith(self.text.rstrip(_HALF))
+            and (whole.logprobs or ())[: len(logprobs)] == logprobs
+            and len(calls) <= len(whole.calls)
+            and all(
+                one == name and arguments.startswith(begun)
+                for (one, begun), (name, arguments) in zip(calls, whole.calls, strict=False)
+            )
+        )
+
+
+def read_logprobs(told: dict[str, Any]) -> tuple[Logprob, ...]:
+    """The log-probabilities in a choice of OpenAI's API, of chats or of completions; NaN where a server tells none of a
+    token."""
+    if "content" in told:
+        return tuple(
+            Logprob(
+                each["token"], each["logprob"], tuple((top["token"], top["logprob"]) for top in each["top_logprobs"])
+            )
+            for each in told["content"]
+        )
+    tops = told.get("top_logprobs") or []
+    pairs = enumerate(zip(map(str, told.get("tokens") or ()), told.get("token_logprobs") or (), strict=False))
+    return tuple(
+        Logprob(
+            token, float("nan") if value is None else float(value), _ranked(tops[place] if place < len(tops) else {})
+        )
+        for place, (token, value) in pairs
+    )
+
+
+def _ranked(top: dict[str, float] | None) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted((top or {}).items(), key=lambda pair: -pair[1]))
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where an outcome parts from the expected one: `what` of tokens, text, finish reason, log-probabilities, error.
+    """Where an outcome parts from the expected one: in which of its parts, by the name `what`.
 
     `index` is that of a token, or of a character of a text. `expected` and `found` are what stands there; `margin` is
     by how many nats the expected token was the more probable one before temperature, filters and rules, None where
@@ -150,6 +191,8 @@ def divergence(request: str, expected: Outcome, found: Outcome) -> Divergence | 
         index = first_difference(expected.text, found.text) or 0
         one_text, other_text = (repr(each.text[index : index + _SHOWN]) for each in (expected, found))
         return Divergence("text", index, one_text, other_text, None, request)
+    if expected.calls != found.calls:
+        return Divergence("calls", None, repr(expected.calls), repr(found.calls), None, request)
     if expected.finish != found.finish:
         return Divergence("finish reason", None, repr(expected.finish), repr(found.finish), None, request)
     return _logprobs_part(request, expected, found)

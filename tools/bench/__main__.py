@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.commands.arguments import Parser, at_least_1
+from outrider.commands.arguments import Parser, at_least_1, counts
 from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
 from outrider.plans.errors import OutriderError
@@ -78,7 +78,7 @@ def _parser(called: str) -> Parser:
     )
     _add_measuring(sweep, count=4)
     sweep.add_argument(
-        "--prompt-len", type=_lengths, metavar="N,...",
+        "--prompt-len", type=counts, metavar="N,...",
         help=f"lengths of prompts (default: {', '.join(map(str, SWEPT))}, as far as the context has room)",
     )  # fmt: skip
     sweep.add_argument(
@@ -187,10 +187,6 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 def _length(text: str) -> tuple[int, ...]:
     return (at_least_1(text),)
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(at_least_1(word.strip()) for word in text.split(",")))
 
 
 def _length_of_path(text: str) -> int:

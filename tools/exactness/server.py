@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from outrider.plans.errors import RequestError
 from outrider.tools.exactness.requests import Asked
-from outrider.tools.parting import Logprob, Outcome
+from outrider.tools.parting import Outcome, read_logprobs
 
 _READY_SECONDS, _GLANCE_SECONDS, _END_SECONDS, _ANSWER_SECONDS = 300.0, 0.2, 40.0, 900.0
 _LOGPROBS = 5
@@ -177,15 +177,9 @@ def _read(answer: dict[str, Any], with_logprobs: bool) -> Outcome:
     """Return what an answer of /v1/completions holds, that was asked for `with_logprobs` or without."""
     choice = answer["choices"][0]
     told = choice.get("logprobs") or {}
-    tops = told.get("top_logprobs") or []
-    tokens = tuple(map(str, told.get("tokens") or ()))
-    values = told.get("token_logprobs") or ()
-    logprobs = []
-    for place, (token, value) in enumerate(zip(tokens, values, strict=False)):
-        top = sorted((tops[place] or {}).items(), key=lambda pair: -pair[1]) if place < len(tops) else []
-        logprobs.append(Logprob(token, float("nan") if value is None else float(value), tuple(top)))
+    tokens, logprobs = tuple(map(str, told.get("tokens") or ())), read_logprobs(told)
     whole = len(logprobs) == len(tokens) and all(each.logprob == each.logprob for each in logprobs)
-    kept = (tuple(logprobs) if whole else ()) if with_logprobs else None
+    kept = (logprobs if whole else ()) if with_logprobs else None
     return Outcome(tokens, choice["text"], str(choice.get("finish_reason")), kept)
 
 

@@ -13,19 +13,23 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from outrider import PrefixCacheConfig, Runtime, Session, Stats
 from outrider.commands.arguments import Parser, at_least_1, counts
+from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import NgramDrafter
 from outrider.plans.partial_kv import PARTIAL_MODES
 from outrider.plans.plan import read_manifest
+from outrider.runtime.kv.memory import HostKv, KvMemory
+from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.options.options import Options
+from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts, room_for_prompts
 from outrider.tools.bench.sampling import GREEDY, read_sampling
 from outrider.tools.identity import identity_columns
-from outrider.tools.lab.random_rows import RandomRows
 from outrider.tools.measuring import (
     Column,
     add_arguments,
@@ -43,6 +47,23 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 OFF = "off"
 _CHAIN = 8  # tokens behind the tip of a verify pass that is timed
 _REFRESHING = ("BlockSummary", "BlockSelect", "PartialKvGather")
+
+
+class RandomRows(TokenKv):
+    """Random keys and values in place of a prompt's own: tokens after them mean nothing, and cost what they would."""
+
+    def __init__(self) -> None:
+        self._numbers = np.random.default_rng(0)
+
+    def get(self, start: int, count: int, to: KvMemory, at: int) -> None:
+        """Fill `count` slots of `to` from `at` on."""
+        there = to.array(at, count)
+        numbers = self._numbers.standard_normal(there.shape, np.float32).astype(there.dtype)
+        to.copy(at, HostKv(numbers), 0, count)
+
+    def insert(self, cache: PrefixCache, tokens: list[int]) -> None:
+        """Let the target have such rows of `tokens`, as if they had been computed."""
+        cache.insert(tokens, {names.TARGET: (len(tokens), self)})
 
 
 def measure_context(options: argparse.Namespace) -> dict[str, Any]:

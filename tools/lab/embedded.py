@@ -10,13 +10,13 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from time import sleep
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -28,6 +28,7 @@ from outrider.runtime.backends import choose_backend
 from outrider.runtime.embed.build import build
 from outrider.tools.bench.prompts import choose_prompts, encode_prompts
 from outrider.tools.identity import threads_used
+from outrider.tools.lab.child import Child, ChildError
 from outrider.tools.measuring import add_arguments, measuring, paired_ratios, run_in_turn, run_tool, spread
 
 SOURCE = Path(__file__).resolve().parent / "embedded.c"
@@ -90,64 +91,46 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Process:
-    """One that generates when it is told to."""
+class _Process(Child):
+    """One that generates when it is asked to. Raises `OutriderError` for one that fails."""
 
     def __init__(self, command: list[str]) -> None:
+        super().__init__(command)
         self._name = Path(command[0]).name
-        self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `__exit__`)
-        self._process = subprocess.Popen(
-            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said
-        )
 
-    def __enter__(self) -> _Process:
+    def __enter__(self) -> Self:
         try:
-            if (line := self._answer()) != "ready":
+            if (line := self._heard(self.answer)) != "ready":
                 raise self._fault(f"it says {line!r} where it should be ready")
         except BaseException:
-            self._process.kill()
-            self.__exit__(KeyboardInterrupt)
+            self.close()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close its input, and wait for its end; raise where its status is not 0."""
-        if kind is not None:
-            self._process.kill()
         try:
-            self._process.communicate(timeout=_PATIENCE_SECONDS)
-            if kind is None and self._process.returncode:
-                raise self._fault(f"exit status {self._process.returncode}")
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            raise self._fault("it does not end") from None
+            if kind is None and (status := self.end(_PATIENCE_SECONDS)) != 0:
+                raise self._fault("it does not end" if status is None else f"exit status {status}")
         finally:
-            self._said.close()
+            self.close()
 
     def generate(self) -> float:
         """Milliseconds a token."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # then there is no answer
-            print(file=self._process.stdin, flush=True)
-        line = self._answer()
+        line = self._heard(self.ask)
         try:
             return float(line)
         except ValueError:
             raise self._fault(f"it says {line!r} in place of a time") from None
 
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._fault(f"exit status {self._process.wait()}")
-        return line.strip()
+    def _heard(self, ask: Callable[[], str]) -> str:
+        try:
+            return ask()
+        except ChildError as error:
+            raise OutriderError(f"{self._name} fails: {error}") from None
 
     def _fault(self, otherwise: str) -> OutriderError:
-        """Its last words, or else how it ended."""
-        self._said.seek(0)
-        said = self._said.read().strip().splitlines()
-        return OutriderError(f"{self._name} fails: {said[-1] if said else otherwise}")
+        return OutriderError(f"{self._name} fails: {self.last_words(otherwise)}")
 
 
 def _compile(folder: Path) -> Path:

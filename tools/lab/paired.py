@@ -20,12 +20,11 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -34,6 +33,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.lab.child import Child, ChildError
 from outrider.tools.measuring import (
     Column,
     add_arguments,
@@ -113,7 +113,7 @@ def _bursts(
     """What each side printed for its bursts, in pairs, without those that warm up."""
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(_Version.running(root, asked | {"plan": str(plans[name])}))
+            name: stack.enter_context(_Version(root, asked | {"plan": str(plans[name])}))
             for name, root in sides.items()
         }
         return run_in_turn(
@@ -127,48 +127,20 @@ def _bursts(
         )
 
 
-class _Version:
+class _Version(Child):
     """A process of a checkout's own Python, with that checkout's packages before all others."""
 
-    def __init__(self, root: Path, asked: dict[str, Any], said: IO[str]) -> None:
-        """`said` is a file for what it prints on stderr."""
-        self._root, self._said = root, said
+    def __init__(self, root: Path, asked: dict[str, Any]) -> None:
+        self._root = root
         source = Path(__file__).with_name("paired_worker.py").read_text("utf-8")
-        command = [str(_python(root)), "-c", source, json.dumps(asked)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, stderr=said, text=True)
-
-    @classmethod
-    @contextmanager
-    def running(cls, root: Path, asked: dict[str, Any]) -> Iterator[_Version]:
-        """Start it, and stop it at the end."""
-        with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-            version = cls(root, asked, said)
-            with version._process as process:
-                try:
-                    yield version
-                finally:
-                    process.kill()
-                    with suppress(BrokenPipeError):  # what one that has failed did not read
-                        process.communicate()
+        super().__init__([str(_python(root)), "-c", source, json.dumps(asked)], cwd=root)
 
     def burst(self) -> dict[str, Any]:
         """Have one burst generated. Raises `RequestError` with the last line of a process that has failed."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with suppress(BrokenPipeError):  # where it has ended, stdout ends too
-            process.stdin.write("\n")
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            process.wait()
-            self._said.seek(0)
-            lines = self._said.read().strip().splitlines()
-            raise RequestError(
-                f"The version in {self._root} has failed: {lines[-1] if lines else 'it printed nothing'}"
-            )
-        found: dict[str, Any] = json.loads(line)
+        try:
+            found: dict[str, Any] = json.loads(self.ask())
+        except ChildError as error:
+            raise RequestError(f"The version in {self._root} has failed: {error}") from None
         return found
 
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider import Runtime
 from outrider.compiler import __main__ as compiler
+from outrider.tools.lab import child
 from outrider.tools.lab.peers import __main__ as peers
-from outrider.tools.lab.peers import measure, process
+from outrider.tools.lab.peers import measure
 from outrider.tools.lab.peers.end_token import choose_end_token
 from outrider.tools.lab.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings
 from outrider.tools.lab.peers.process import Worker, WorkerError
@@ -119,13 +120,13 @@ def test_threads_of_the_command_line_reach_every_worker(
 
 def test_a_worker_is_started_with_its_threads_for_every_library(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    popen = process.subprocess.Popen
+    popen = child.subprocess.Popen
 
     def start(command: list[str], **options: Any) -> Any:
         asked.update(options["env"])
         return popen(["cat"], **options)  # says the settings again, which are no answer
 
-    monkeypatch.setattr(process.subprocess, "Popen", start)
+    monkeypatch.setattr(child.subprocess, "Popen", start)
     with pytest.raises(KeyError):
         Worker(TRANSFORMERS, Settings("", "", None, 3, 8))
     assert (asked["OMP_NUM_THREADS"], asked["MKL_NUM_THREADS"]) == ("3", "3")
@@ -178,14 +179,3 @@ def test_onnxruntime_genai_is_given_threads_and_the_end_token(workplace: Path, m
     assert threads == [3, 3]
     assert [found["eos_token_id"] for found in overlays] == [299, 299]
     assert overlays[1]["draft"]["session_options"] == {"log_id": "x", "intra_op_num_threads": 3}
-
-
-def test_a_worker_may_be_closed_twice() -> None:
-    """It is closed when it is lost, and once more at the end."""
-    worker = Worker.__new__(Worker)
-    worker._said = process.TemporaryFile("w+")
-    pipe = process.subprocess.PIPE
-    worker._process = process.subprocess.Popen(["cat"], stdin=pipe, stdout=pipe, text=True)
-    worker.close()
-    worker.close()
-    assert worker._process.returncode is not None

@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outrider.commands.console import progress_bar
 from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Decoder
@@ -28,6 +27,7 @@ from outrider.tools.lab.context_quality.held_out import Lines, documents, held_o
 from outrider.tools.lab.context_quality.questions import Context, Contexts
 from outrider.tools.lab.context_quality.reading import answers, short_losses, token_losses
 from outrider.tools.lab.reference.tasks import identifiers
+from outrider.tools.measuring import measuring
 
 RECIPE, CHECKPOINT = "recipe", "checkpoint"
 FIRST_LENGTH, SHORT_WINDOW = 1024, 1024
@@ -183,10 +183,7 @@ def _cost(model: Decoder, length: int) -> float:
 
 
 def _work(jobs: Sequence[_Job]) -> None:
-    done, total, started = 0.0, sum(job.cost for job in jobs), perf_counter()
-    with progress_bar("reading") as progress:
-        for place, job in enumerate(jobs):
-            left = (perf_counter() - started) * (total - done) / done if done else None
-            progress(place, len(jobs), job.doing, left=left)
+    with measuring([job.cost for job in jobs], "reading") as begin:
+        for job in jobs:
+            begin(job.doing)
             job.run()
-            done += job.cost

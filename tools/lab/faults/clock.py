@@ -106,7 +106,7 @@ def _drain(server: Server, setting: Setting, figures: Figures, clock: Path) -> N
         return False
 
     answer = Client(server.port).ask(stream, leave)
-    if answer.done and answer.error is None and answer.choices[0].reason == "length":
+    if answer.done and answer.error is None and answer.choices[0].finish == "length":
         figures.count("answered")
     else:
         figures.lose(f"A stream did not end while the server drained and the clock jumped: {answer.error}")

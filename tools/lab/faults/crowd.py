@@ -158,12 +158,13 @@ def judge(
             figures.count("refused")
             return
         figures.lose(f"A stream without its end; {_short(body)}")
-    elif answer.done and answer.same(question.expected):
+    elif answer.done and (parted := answer.part(question.expected)) is None:
         figures.count("answered")
     elif (left or may_end) and answer.begins(question.expected):
         figures.count("cut")
     else:
-        figures.differ(f"{answer.choices} in place of {question.expected.choices}; {_short(body)}")
+        said = parted.text if answer.done and parted else f"{answer.choices} begins otherwise"
+        figures.differ(f"{said}; {_short(body)}")
 
 
 def _short(body: dict[str, Any]) -> str:

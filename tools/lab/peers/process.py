@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from tempfile import TemporaryFile
 from time import perf_counter, sleep
-from types import TracebackType
 from typing import Any
 
 from outrider.plans.errors import OutriderError
+from outrider.tools.lab.child import Child, ChildError
 from outrider.tools.lab.peers.engine import Generated, Settings
 from outrider.tools.parting import Parting
 
@@ -33,7 +31,7 @@ class LostEngineError(WorkerError):
         self.engine = engine
 
 
-class Worker:
+class Worker(Child):
     """A process with `engine` loaded. Raises `WorkerError` where it cannot be, or does not do what it is asked, and
     `LostEngineError` once it has ended."""
 
@@ -46,18 +44,9 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
         }
         self.engine = engine
-        self._said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by `close`)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.tools.lab.peers.worker", engine],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            text=True,
-            encoding="utf-8",
-        )
+        super().__init__([sys.executable, "-m", "outrider.tools.lab.peers.worker", engine], env=environment)
         try:
-            about = self._ask(asdict(settings))
+            about = self._do(asdict(settings))
         except BaseException:
             self.close()
             raise
@@ -65,58 +54,29 @@ class Worker:
         self.modes: list[str] = about["modes"]
         self.missing: dict[str, str] = about["missing"]
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the process; again without effect."""
-        if self._said.closed:
-            return
-        self._process.kill()
-        self._process.communicate()
-        self._said.close()
-
     def generate(self, mode: str, ids: list[int], new: int) -> Generated:
-        found = Generated(**self._ask({"do": "generate", "mode": mode, "ids": ids, "new": new}))
+        found = Generated(**self._do({"do": "generate", "mode": mode, "ids": ids, "new": new}))
         if len(found.ids) != new:
             raise WorkerError(f"{self.engine} ({mode}) generated {len(found.ids)} tokens where {new} were asked for")
         return found
 
     def part(self, number: int, ids: list[int], plain: list[int], other: list[int]) -> Parting | None:
         """Of our own engine: `find_parting`."""
-        parting = self._ask({"do": "part", "number": number, "ids": ids, "plain": plain, "other": other})["parting"]
+        parting = self._do({"do": "part", "number": number, "ids": ids, "plain": plain, "other": other})["parting"]
         return None if parting is None else Parting(**parting)
 
     def cpu_ms(self) -> float:
         """What all its threads have used so far."""
-        return float(self._ask({"do": "cpu"})["cpu_ms"])
+        return float(self._do({"do": "cpu"})["cpu_ms"])
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            line = ""
-        else:
-            line = self._process.stdout.readline()
-        if not line:
-            raise LostEngineError(self.engine, f"the process of {self.engine} ended: {self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(self.ask(json.dumps(request)))
+        except ChildError as error:
+            raise LostEngineError(self.engine, f"the process of {self.engine} ended: {error}") from None
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer
-
-    def _last_words(self) -> str:
-        status = self._process.wait()
-        self._said.seek(0)
-        said = self._said.read().strip().splitlines()
-        return said[-1] if said else f"exit status {status}"
 
 
 def rest(workers: Sequence[Worker]) -> float:
