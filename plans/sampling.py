@@ -16,8 +16,8 @@ class Sampling(NamedTuple):
     top_k: float = 0  # a whole number: keep the k most probable tokens, ties at the cut included; 0 is off
     top_p: float = 1.0  # keep the most probable tokens up to the one that crosses this share of them all
     min_p: float = 0.0  # keep the tokens that are at least this share as probable as the most probable one
-    top_n_sigma: float = 0.0  # keep the tokens at most this many standard deviations below the largest logit; 0 is off
     filter_order: float = 0  # 0: the temperature before the filters, 1: after them
+    top_n_sigma: float = 0.0  # keep the tokens at most this many standard deviations below the largest logit; 0 is off
 
 
 SETTINGS = len(Sampling._fields)

@@ -17,8 +17,8 @@ struct SamplingRow {
   Real top_k;         // a whole number; 0 is off
   Real top_p;         // 1 is off
   Real min_p;         // 0 is off
-  Real top_n_sigma;   // 0 is off
   Real filter_order;  // one of the two below
+  Real top_n_sigma;   // 0 is off
 };
 
 using Sampling = SamplingRow<double>;
@@ -26,7 +26,7 @@ using Sampling = SamplingRow<double>;
 constexpr int kSettings = sizeof(Sampling) / sizeof(double);
 
 #if !defined(__CUDACC_RTC__)  // which would write them into every module
-constexpr const char* kSamplingColumns[] = {"temperature", "top_k", "top_p", "min_p", "top_n_sigma", "filter_order"};
+constexpr const char* kSamplingColumns[] = {"temperature", "top_k", "top_p", "min_p", "filter_order", "top_n_sigma"};
 static_assert(sizeof(kSamplingColumns) == kSettings * sizeof(kSamplingColumns[0]), "every column has a name");
 #endif
 

@@ -53,7 +53,7 @@ class AcceptStep:
 
 def slots_of(settings, seed=3) -> SamplingSlots:
     """A branch for each of `settings`, rows of `Sampling`; branch b draws from stream b."""
-    rows = np.array(settings, np.float64)
+    rows = np.array([Sampling(*each) for each in settings], np.float64)
     return SamplingSlots(rows, np.full(len(rows), seed, np.uint64), np.arange(len(rows)))
 
 

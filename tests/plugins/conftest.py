@@ -20,7 +20,8 @@ TOP_PS = st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999999, 1.0 - 2.0**-53, 1
 MIN_PS = st.sampled_from([0.0, 0.0, 1e-12, 0.05, 0.5, 1.0])
 
 TOP_KS = st.sampled_from([0, 1, 2, 3, 7, 50, 10**6, 2**53 + 2, 2**63 - 1])
-SETTINGS = st.builds(Sampling, TEMPERATURES, TOP_KS, TOP_PS, MIN_PS, st.integers(0, 1))
+SIGMAS = st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0])
+SETTINGS = st.builds(Sampling, TEMPERATURES, TOP_KS, TOP_PS, MIN_PS, st.integers(0, 1), SIGMAS)
 
 
 @st.composite

@@ -40,7 +40,7 @@ def test_the_kernels_read_the_columns_that_are_declared():
     assert (
         native.SAMPLING_COLUMNS
         == Sampling._fields
-        == (*("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "filter_order"),)
+        == (*("temperature", "top_k", "top_p", "min_p", "filter_order", "top_n_sigma"),)
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.plans import names
+from outrider.plans.sampling import Sampling
 from outrider.plugins import native
 from outrider.plugins.cuda import LAUNCHES
 from outrider.plugins.cuda.launches import SHARE
@@ -21,22 +22,22 @@ from tests.plugins.emulator import ORDERS, Emulator
 from tests.plugins.test_cuda_kernels import FEW, POISON, accept_outputs, compare, step_of
 
 CHOOSING = ("Sample", "TreeAccept", "ChainAccept")
-# Temperature, top-k, top-p, min-p, which order the filters have.
 SETTINGS = [
-    (0.0, 0, 1.0, 0.0, 0),
-    (0.7, 0, 1.0, 0.0, 0),
-    (1.0, 0, 1.0, 0.05, 0),
-    (1.3, 0, 1.0, 0.02, 1),
-    (1.0, 50, 1.0, 0.0, 0),
-    (1.0, 0, 0.9, 0.0, 0),
-    (0.6, 20, 0.95, 0.0, 0),
-    (1.5, 40, 0.95, 0.1, 1),
-    (1.2, 0, 0.9, 0.01, 1),
-    (100.0, 0, 1.0, 1.0, 0),
-    (1e-3, 0, 0.9, 0.0, 0),
+    Sampling(0.0, 0, 1.0, 0.0, 0),
+    Sampling(0.7, 0, 1.0, 0.0, 0),
+    Sampling(1.0, 0, 1.0, 0.05, 0),
+    Sampling(1.3, 0, 1.0, 0.02, 1),
+    Sampling(1.1, 0, 1.0, 0.0, 1, 2.0),
+    Sampling(1.0, 50, 1.0, 0.0, 0),
+    Sampling(1.0, 0, 0.9, 0.0, 0),
+    Sampling(0.6, 20, 0.95, 0.0, 0),
+    Sampling(1.5, 40, 0.95, 0.1, 1),
+    Sampling(1.2, 0, 0.9, 0.01, 1, 2.5),
+    Sampling(100.0, 0, 1.0, 1.0, 0),
+    Sampling(1e-3, 0, 0.9, 0.0, 0),
 ]
 BIG = [32_000, 50_257, pytest.param(128_256, marks=pytest.mark.long), 152_064]
-USUAL = 7  # of the settings: those after them are of flat or of steep distributions
+USUAL = 8  # of the settings: those after them are of flat or of steep distributions
 
 
 def rows_of(logits: np.ndarray, slots: SamplingSlots) -> dict[str, np.ndarray]:
