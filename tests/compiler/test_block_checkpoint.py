@@ -10,12 +10,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.compiler.block_checkpoint import defer_block, load_block
 from outrider.compiler.deferred import deferred
 from outrider.compiler.models.config import WeightType
 from outrider.compiler.models.drafting import BlockDraft
 
-from .block_heads import HIDDEN, LAYOUTS, UP, VOCAB, K, KeptContext, Layout, Q, random_target, refused, write_block
+from .block_heads import (
+    HIDDEN,
+    LAYOUTS,
+    UP,
+    VOCAB,
+    K,
+    KeptContext,
+    Layout,
+    Q,
+    defer_block,
+    load_block,
+    random_target,
+    refused,
+    write_block,
+)
 from .eagle3_heads import PICKLED, SAFETENSORS, change, target_config
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
