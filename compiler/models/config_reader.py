@@ -88,7 +88,8 @@ def first_fault(error: ValidationError, advice: str = _CORRECT) -> str:
             f"{key} is {found}, a key that is not known here and could change what the drafter computes; remove the "
             "key if it does not"
         )
-    wanted = CLAUSES.get(fault["type"], fault["msg"]).format_map(fault.get("ctx", {}))
+    clause = CLAUSES.get(fault["type"])
+    wanted = fault["msg"] if clause is None else clause.format_map(fault.get("ctx", {}))
     return f"{key} {wanted}, found {found}; {advice}"
 
 
