@@ -45,7 +45,7 @@ class RopeObject(Keys, extra="allow"):
     original_max_position_embeddings: Any = None
 
 
-_Rope = Annotated[RopeObject | None, BeforeValidator(lambda value: value or None)]
+_Rope = Annotated[RopeObject | None, BeforeValidator(lambda value: None if value == {} else value)]
 
 
 class RopeKeys(Keys):
@@ -101,7 +101,7 @@ class RopeKeys(Keys):
         trained = self.model_copy(update={other: None for other in self.objects if other != key}).agreed(TRAINED)
         if trained is None and values.get("rope_type", values.get("type")) in ("longrope", "su"):
             raise self.wrong(f"{key} is of longrope, and {TRAINED} is missing; add it")
-        most = self.max_position_embeddings
+        most = self.max_position_embeddings if "max_position_embeddings" in self.model_fields_set else None
         original = values[TRAINED] = most if trained is None else trained[1]
         whole = isinstance(original, int) and isinstance(most, int)
         if values.get("long_factor") and not values.get("factor") and whole:
@@ -190,8 +190,16 @@ def read_decoder_keys(raw: Mapping[str, Any], file: Path) -> DecoderKeys:
             "(`outrider families` says what each is)"
         )
     family = FAMILIES[name]
+    unread = {
+        "no_rope_layers": family.unrotated_every is None,
+        "no_rope_layer_interval": family.unrotated_every is None,
+        "rope_local_base_freq": not family.own_local_rope,
+        "mlp_bias": family.mlp_bias is not None,
+        "sliding_window_pattern": family.pattern_key is None,
+        "max_window_layers": family.slides != "switched",
+    }
     given = {key: value for key, value in raw.items() if value is not None or key in DecoderKeys.nullable}
-    keys = DecoderKeys.read(family.absent | given, file)
+    keys = DecoderKeys.read(family.absent | {key: given[key] for key in given if not unread.get(key)}, file)
     activation = raw.get(family.activation_key)
     if activation is not None and activation not in family.activation_names:
         known = family.activation_names[0]
