@@ -14,23 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard, cast, get_args
+from typing import Annotated, Any, Self
 
-from outrider.compiler.known_keys import (
-    ABOUT,
-    DECODER,
-    GEOMETRY,
-    HARMLESS,
-    TYPE,
-    WINDOW,
-    object_of,
-    read_about,
-    refuse_unknown,
-)
+from pydantic import Field, model_validator
+
+from outrider.compiler.eagle3_taps import name_taps
+from outrider.compiler.known_keys import DECODER, GEOMETRY, HARMLESS, TYPE, WINDOW, SpeculatorsKeys, StrictKeys
 from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
 from outrider.compiler.models.config import DecoderConfig, config_from
-from outrider.compiler.models.config_layers import refuse_unsupported
-from outrider.compiler.models.config_reader import Reader
+from outrider.compiler.models.config_reader import Keys, Vocabulary
+from outrider.compiler.models.decoder_keys import PlainKeys
 from outrider.compiler.models.eagle3_config import Taps
 from outrider.compiler.models.quantization import SETTINGS
 from outrider.plans.errors import CheckpointError
@@ -45,34 +38,157 @@ class Layout(Enum):
 
 
 DEEPSPEC_CLASS, _ZLAB_CLASS, _NESTED = "Qwen3DSparkModel", "DFlashDraftModel", "dflash_config"
-_MOST_RANK = 2**16
-
-_MARKOV = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
-# Every projection's bias is a tensor or absent.
-_HARMLESS = HARMLESS | WINDOW | {"mlp_bias"}
-_KNOWN = {
-    Layout.ZLAB: GEOMETRY | {"block_size", "num_target_layers", _NESTED},
-    Layout.DEEPSPEC: GEOMETRY | _MARKOV | {"block_size", "num_target_layers", "target_layer_ids", "mask_token_id"},
-    Layout.SPECULATORS: _MARKOV | {
-        TYPE, DECODER, ABOUT, "draft_vocab_size", "block_size", "target_hidden_size", "mask_token_id",
-        "aux_hidden_state_layer_ids", "sample_from_anchor",
-    },
-}  # fmt: skip
-_KNOWN_NESTED = {"target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size"}
-_DECODERS = ("qwen3", "llama")
+_BlockSize = Annotated[int, Field(gt=0, le=2**10)]
+_Token = Annotated[int, Field(ge=0)]
+_Rank = Annotated[int, Field(ge=0, le=2**16)]
 
 
-class _Drafting(NamedTuple):
-    """What a layout says beside the geometry of the layers."""
+class _HeadKeys(StrictKeys):
+    """Keys of a head beside those of its layers."""
 
-    block_size: int
-    sample_from_anchor: bool
-    causal: bool
-    mask_token_id: int
-    markov: Markov | None
-    confidence: Confidence
-    draft_vocab_size: int
-    taps: Taps
+    ignored = HARMLESS | WINDOW | set(SETTINGS) | {"mlp_bias"}  # every projection's bias is a tensor or absent
+
+
+class _LayerKeys(_HeadKeys):
+    """Keys of speculators' layers alone, which are read elsewhere: all others are refused."""
+
+    ignored = GEOMETRY | _HeadKeys.ignored - set(SETTINGS)
+
+
+class _Dflash(Keys, extra="forbid"):
+    block_size: _BlockSize | None = None
+    mask_token_id: _Token
+    target_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
+    causal_head: bool = False
+
+
+class _Zlab(_HeadKeys):
+    ignored = GEOMETRY | _HeadKeys.ignored
+
+    block_size: _BlockSize | None = None
+    num_target_layers: int | None = None
+    dflash_config: _Dflash
+
+    @model_validator(mode="after")
+    def _check_block(self) -> Self:
+        size, inside = self.block_size, self.dflash_config.block_size
+        if size is None and inside is None:
+            raise ValueError("block_size is missing; add it")
+        if None not in (size, inside) and size != inside:
+            raise ValueError(f"block_size is {size} and {_NESTED}.block_size is {inside}; remove the wrong one")
+        return self
+
+    def drafting(self, decoder: DecoderConfig, target: DecoderConfig) -> dict[str, Any]:
+        nested = self.dflash_config
+        _check_size(self, f"{_NESTED}.target_hidden_size", nested.target_hidden_size, decoder)
+        ids, why = nested.target_layer_ids, "layers whose output is read, as z-lab writes them: one more each"
+        if ids is None:
+            ids, why = _zlab_default(target.num_layers, decoder.num_layers), "z-lab's default: config.json names none"
+        return {
+            "block_size": self.block_size or nested.block_size,
+            "causal": nested.causal_head,
+            "mask_token_id": nested.mask_token_id,
+            "taps": _taps_left(self, f"{_NESTED}.target_layer_ids", ids, target, why),
+        }
+
+
+class _MarkovKeys(_HeadKeys):
+    markov_rank: _Rank
+    markov_head_type: MarkovKind | None = None
+    enable_confidence_head: bool
+    confidence_head_with_markov: bool | None = None
+
+    def heads(self) -> tuple[Markov | None, Confidence]:
+        """Return the Markov bias and the confidence. Raises `CheckpointError`."""
+        kind, joined = self.markov_head_type, self.confidence_head_with_markov
+        if self.markov_rank and kind is None:
+            raise self.wrong("markov_head_type is missing, and markov_rank is not 0; add it")
+        markov = Markov(kind, self.markov_rank) if kind is not None and self.markov_rank else None
+        if not self.enable_confidence_head:
+            return markov, Confidence.NONE
+        if joined is None:
+            raise self.wrong("confidence_head_with_markov is missing; give a complete config.json")
+        if joined and markov is None:
+            raise self.wrong("confidence_head_with_markov is on, but markov_rank is 0; correct the wrong one")
+        return markov, Confidence.HIDDEN_AND_MARKOV if joined else Confidence.HIDDEN
+
+
+class _Deepspec(_MarkovKeys):
+    ignored = GEOMETRY | _HeadKeys.ignored
+
+    block_size: _BlockSize
+    num_target_layers: int | None = None
+    mask_token_id: _Token
+    target_layer_ids: list[int]
+
+    def drafting(self, decoder: DecoderConfig, target: DecoderConfig) -> dict[str, Any]:
+        markov, confidence = self.heads()
+        why = "layers whose output is read, as DeepSpec writes them: one more each"
+        return {
+            "block_size": self.block_size,
+            "sample_from_anchor": True,
+            "mask_token_id": self.mask_token_id,
+            "markov": markov,
+            "confidence": confidence,
+            "taps": _taps_left(self, "target_layer_ids", self.target_layer_ids, target, why),
+        }
+
+
+class _Speculators(SpeculatorsKeys):
+    ignored = _HeadKeys.ignored
+
+    draft_vocab_size: Vocabulary
+    block_size: _BlockSize
+    target_hidden_size: int | None = None
+    mask_token_id: _Token
+    aux_hidden_state_layer_ids: list[int]
+    sample_from_anchor: bool = False
+
+    def heads(self) -> tuple[Markov | None, Confidence]:
+        return None, Confidence.NONE
+
+    def drafting(self, decoder: DecoderConfig, target: DecoderConfig) -> dict[str, Any]:
+        _check_size(self, "target_hidden_size", self.target_hidden_size, decoder)
+        markov, confidence = self.heads()
+        if self.draft_vocab_size > decoder.vocab_size:
+            raise self.wrong(
+                f"draft_vocab_size {self.draft_vocab_size} is greater than vocab_size {decoder.vocab_size}; correct it"
+            )
+        if markov is not None and markov.kind == "rnn" and not self.sample_from_anchor:
+            raise self.wrong(
+                "markov_head_type is 'rnn' and sample_from_anchor is off; the state of such a head also passes "
+                "through the tip, which cannot be compiled"
+            )
+        self._check_proposals()
+        key, why = "aux_hidden_state_layer_ids", "indices of hidden_states, as speculators writes them"
+        known = range(target.num_layers)
+        return {
+            **self.model_dump(include={"block_size", "sample_from_anchor", "mask_token_id", "draft_vocab_size"}),
+            "markov": markov,
+            "confidence": confidence,
+            "taps": name_taps(self.file, key, self.aux_hidden_state_layer_ids, known, why, left=False),
+        }
+
+    def _check_proposals(self) -> None:
+        """Raise `CheckpointError` where `speculators_config` names more tokens than a block drafts."""
+        most = self.block_size - (not self.sample_from_anchor)
+        for index, method in enumerate(self.speculators_config.proposal_methods):
+            count = method.get("speculative_tokens")
+            if isinstance(count, int) and count > most:
+                raise self.wrong(
+                    f"speculators_config.proposal_methods[{index}].speculative_tokens is {count}, but a block of "
+                    f"{self.block_size} drafts {most}, as sample_from_anchor is "
+                    f"{'on' if self.sample_from_anchor else 'off'}; correct the wrong one"
+                )
+
+
+class _Dspark(_MarkovKeys, _Speculators):
+    markov_rank: _Rank = 256
+    markov_head_type: MarkovKind = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    sample_from_anchor: bool = True
 
 
 def layout_of(file: Path, raw: Mapping[str, Any]) -> Layout:
@@ -107,13 +223,21 @@ def read_layout(
     `own_embedding`: the checkpoint has an embedding; in DeepSpec's layout, an embedding and output weights. Raises
     `CheckpointError` naming file, key and expectation.
     """
-    refuse_unknown(file, "", raw, _KNOWN[layout] | _HARMLESS | set(SETTINGS))
-    decoder, bias = _read_decoder(file, raw, layout, target)
-    read = {Layout.ZLAB: _zlab, Layout.DEEPSPEC: _deepspec, Layout.SPECULATORS: _speculators}[layout]
-    drafting = read(file, raw, decoder, target)
-    least = 1 if drafting.sample_from_anchor else 2
-    if drafting.block_size < least:
-        raise CheckpointError(f"{file}: block_size is {drafting.block_size}; such a block drafts nothing below {least}")
+    keys: _Zlab | _Deepspec | _Speculators
+    if layout is Layout.ZLAB:
+        keys = _Zlab.read(raw, file)
+    elif layout is Layout.DEEPSPEC:
+        keys = _Deepspec.read(raw, file)
+    else:
+        keys = (_Dspark if raw[TYPE] == "dspark" else _Speculators).read(raw, file)
+    decoder = _read_decoder(keys, raw, layout, target)
+    absent = {"sample_from_anchor": False, "causal": False, "markov": None, "confidence": Confidence.NONE}
+    drafting = absent | {"draft_vocab_size": decoder.vocab_size} | keys.drafting(decoder, target)
+    mask, least = drafting["mask_token_id"], 1 if drafting["sample_from_anchor"] else 2
+    if mask >= decoder.vocab_size:
+        raise keys.wrong(f"mask_token_id must be a token from 0 to {decoder.vocab_size - 1}, found {mask}; correct it")
+    if drafting["block_size"] < least:
+        raise keys.wrong(f"block_size is {drafting['block_size']}; such a block drafts nothing below {least}")
     return BlockConfig(
         hidden_size=decoder.hidden_size,
         target_hidden_size=target.hidden_size,
@@ -125,176 +249,43 @@ def read_layout(
         rms_norm_eps=decoder.rms_norm_eps,
         rope_theta=decoder.rope_theta,
         rope_scaling=decoder.rope_scaling,
-        attention_bias=bias,
+        attention_bias=decoder.output_bias,
         vocab_size=decoder.vocab_size,
         own_embedding=own_embedding,
         own_lm_head=layout is Layout.SPECULATORS or (layout is Layout.DEEPSPEC and own_embedding),
-        **drafting._asdict(),
+        **drafting,
     )
 
 
-def _read_decoder(
-    file: Path, raw: Mapping[str, Any], layout: Layout, target: DecoderConfig
-) -> tuple[DecoderConfig, bool]:
-    """Return the decoder whose layers the head's are, and whether attention has biases; check it against `target`."""
-    kinds: tuple[str, ...] = ("qwen3",)
+def _read_decoder(keys: Keys, raw: Mapping[str, Any], layout: Layout, target: DecoderConfig) -> DecoderConfig:
+    """Return the decoder whose layers the head's are; check it against `target`."""
+    file, kinds = keys.file, ["qwen3"]
     if layout is Layout.SPECULATORS:
-        raw, kinds = object_of(file, raw, DECODER), _DECODERS
-        refuse_unknown(file, f"{DECODER}.", raw, GEOMETRY | _HARMLESS)
+        raw, kinds = raw[DECODER], ["qwen3", "llama"]
+        _LayerKeys.read(raw, file, DECODER)
     if raw.get("model_type") not in kinds:
-        raise CheckpointError(
-            f"{file}: model_type is {raw.get('model_type')!r}; the layers of {layout.value} are those of "
-            f"{' or '.join(kinds)}"
+        raise keys.wrong(
+            f"model_type is {raw.get('model_type')!r}; the layers of {layout.value} are those of {' or '.join(kinds)}"
         )
     # The layers are Qwen3's whatever the model type, which only says what an absent key means.
-    refuse_unsupported(raw, file)
+    PlainKeys.read(raw, file)
     alike = {key: value for key, value in raw.items() if key != "layer_types"}
     decoder = config_from(alike, file, None, file, None)
     for key, own, wanted in (
         ("hidden_size", decoder.hidden_size, target.hidden_size),
         ("vocab_size", decoder.vocab_size, target.vocab_size),
+        ("num_target_layers", getattr(keys, "num_target_layers", None), target.num_layers),
     ):
-        if own != wanted:
-            raise CheckpointError(
-                f"{file}: {key} is {own}, but the target's is {wanted}; give a drafter that was trained for this target"
+        if own not in (None, wanted):
+            raise keys.wrong(
+                f"{key} is {own}, but the target's is {wanted}; give a drafter that was trained for this target"
             )
-    return decoder, Reader(raw, file).boolean("attention_bias", False)
+    return decoder
 
 
-def _zlab(file: Path, raw: Mapping[str, Any], decoder: DecoderConfig, target: DecoderConfig) -> _Drafting:
-    nested = object_of(file, raw, _NESTED)
-    place = f"{_NESTED}."
-    refuse_unknown(file, place, nested, _KNOWN_NESTED)
-    _check_num_target_layers(file, raw, target)
-    _check_target_hidden_size(file, place, nested, decoder)
-    above, inside = raw.get("block_size"), nested.get("block_size")
-    if above is not None and inside is not None and above != inside:
-        raise CheckpointError(
-            f"{file}: block_size is {above!r} and {place}block_size is {inside!r}; remove the wrong one"
-        )
-    ids = nested.get("target_layer_ids")
-    if ids is None:
-        ids, why = _zlab_default(target.num_layers, decoder.num_layers), "z-lab's default: config.json names none"
-    else:
-        why = "layers whose output is read, as z-lab writes them: one more each"
-    return _Drafting(
-        block_size=Reader(raw if inside is None else nested, file).integer("block_size"),
-        sample_from_anchor=False,
-        causal=Reader(nested, file).boolean("causal_head", False),
-        mask_token_id=_mask(file, place, nested, decoder.vocab_size),
-        markov=None,
-        confidence=Confidence.NONE,
-        draft_vocab_size=decoder.vocab_size,
-        taps=_taps(file, f"{place}target_layer_ids", ids, target.num_layers, 1, why),
-    )
-
-
-def _deepspec(file: Path, raw: Mapping[str, Any], decoder: DecoderConfig, target: DecoderConfig) -> _Drafting:
-    _check_num_target_layers(file, raw, target)
-    markov, confidence = _heads(file, raw, {})
-    why = "layers whose output is read, as DeepSpec writes them: one more each"
-    return _Drafting(
-        block_size=Reader(raw, file).integer("block_size"),
-        sample_from_anchor=True,
-        causal=False,
-        mask_token_id=_mask(file, "", raw, decoder.vocab_size),
-        markov=markov,
-        confidence=confidence,
-        draft_vocab_size=decoder.vocab_size,
-        taps=_taps(file, "target_layer_ids", raw.get("target_layer_ids"), target.num_layers, 1, why),
-    )
-
-
-def _speculators(file: Path, raw: Mapping[str, Any], decoder: DecoderConfig, target: DecoderConfig) -> _Drafting:
-    get = Reader(raw, file)
-    dspark = raw[TYPE] == "dspark"
-    _check_target_hidden_size(file, "", raw, decoder)
-    markov, confidence = None, Confidence.NONE
-    if dspark:
-        # Values that speculators gives to absent keys.
-        absent = {"markov_rank": 256, "markov_head_type": "vanilla"}
-        absent |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), True)
-        markov, confidence = _heads(file, raw, absent)
-    else:
-        refuse_unknown(file, "", raw, raw.keys() - _MARKOV)
-    draft_vocab = get.integer("draft_vocab_size")
-    if draft_vocab > decoder.vocab_size:
-        raise CheckpointError(f"{file}: draft_vocab_size {draft_vocab} is greater than vocab_size {decoder.vocab_size}")
-    key = "aux_hidden_state_layer_ids"
-    why = "indices of hidden_states, as speculators writes them"
-    drafting = _Drafting(
-        block_size=get.integer("block_size"),
-        sample_from_anchor=get.boolean("sample_from_anchor", dspark),
-        causal=False,
-        mask_token_id=_mask(file, "", raw, decoder.vocab_size),
-        markov=markov,
-        confidence=confidence,
-        draft_vocab_size=draft_vocab,
-        taps=_taps(file, key, raw.get(key), target.num_layers, 0, why),
-    )
-    if markov is not None and markov.kind == "rnn" and not drafting.sample_from_anchor:
-        raise CheckpointError(
-            f"{file}: markov_head_type is 'rnn' and sample_from_anchor is off; the state of such a head also passes "
-            "through the tip, which cannot be compiled"
-        )
-    _check_proposals(file, raw, drafting)
-    return drafting
-
-
-def _check_proposals(file: Path, raw: Mapping[str, Any], drafting: _Drafting) -> None:
-    """Raise `CheckpointError` where `speculators_config` tells of another drafter than the keys beside it."""
-    most = drafting.block_size - (not drafting.sample_from_anchor)
-    methods = read_about(file, raw).get("proposal_methods")
-    for index, method in enumerate(methods if isinstance(methods, list) else []):
-        count = method.get("speculative_tokens") if isinstance(method, dict) else None
-        if isinstance(count, int) and count > most:
-            raise CheckpointError(
-                f"{file}: {ABOUT}.proposal_methods[{index}].speculative_tokens is {count}, but a block of "
-                f"{drafting.block_size} drafts {most}, as sample_from_anchor is "
-                f"{'on' if drafting.sample_from_anchor else 'off'}; correct the wrong one"
-            )
-
-
-def _heads(file: Path, raw: Mapping[str, Any], absent: Mapping[str, Any]) -> tuple[Markov | None, Confidence]:
-    """Return the Markov bias and the confidence; `absent` has the values of keys that may be absent."""
-    values = {**absent, **{key: raw[key] for key in _MARKOV if raw.get(key) is not None}}
-
-    def boolean(key: str) -> bool:
-        if key not in values:
-            raise CheckpointError(f"{file}: {key} must be true or false, and is absent; give a complete config.json")
-        return Reader(values, file).boolean(key, False)
-
-    rank = values.get("markov_rank")
-    if not _is_whole(rank) or not 0 <= rank <= _MOST_RANK:
-        raise CheckpointError(f"{file}: markov_rank must be a number from 0 to {_MOST_RANK}, found {rank!r}")
-    markov = None
-    if rank:
-        kind = values.get("markov_head_type")
-        if kind not in get_args(MarkovKind):
-            raise CheckpointError(
-                f"{file}: markov_head_type is {kind!r}; known kinds: {', '.join(get_args(MarkovKind))}"
-            )
-        markov = Markov(cast(MarkovKind, kind), rank)
-    if not boolean("enable_confidence_head"):
-        return markov, Confidence.NONE
-    if not boolean("confidence_head_with_markov"):
-        return markov, Confidence.HIDDEN
-    if markov is None:
-        raise CheckpointError(f"{file}: confidence_head_with_markov is on, but markov_rank is 0; correct the wrong one")
-    return markov, Confidence.HIDDEN_AND_MARKOV
-
-
-def _taps(file: Path, key: str, ids: object, layers: int, behind: int, why: str) -> Taps:
-    """Return the taps of the layer numbers `ids`; `behind` is 1 where a number names the layer that a stream leaves."""
-    numbers = [i for i in ids if _is_whole(i)] if isinstance(ids, list) else []
-    least, most = -behind, layers - 1 - behind
-    whole = isinstance(ids, list) and len(ids) == len(set(numbers)) > 0
-    if not whole or not all(least <= i <= most for i in numbers):
-        raise CheckpointError(
-            f"{file}: {key} must be different layers of the target from {least} to {most}, found {ids!r}; the stream "
-            "behind the last layer, which transformers norms, cannot be read"
-        )
-    return Taps(tuple(i + behind for i in numbers), f"{key} {ids}, {why}")
+def _taps_left(keys: Keys, key: str, ids: list[int], target: DecoderConfig, why: str) -> Taps:
+    """Return the taps of layers that streams leave; -1 is the embedding."""
+    return name_taps(keys.file, key, ids, range(-1, target.num_layers - 1), why, left=True)
 
 
 def _zlab_default(layers: int, draft_layers: int) -> list[int]:
@@ -305,30 +296,9 @@ def _zlab_default(layers: int, draft_layers: int) -> list[int]:
     return [round(1 + i * span / (draft_layers - 1)) for i in range(draft_layers)]
 
 
-def _mask(file: Path, place: str, raw: Mapping[str, Any], vocab: int) -> int:
-    token = raw.get("mask_token_id")
-    if not _is_whole(token) or not 0 <= token < vocab:
-        raise CheckpointError(f"{file}: {place}mask_token_id must be a token from 0 to {vocab - 1}, found {token!r}")
-    return token
-
-
-def _check_num_target_layers(file: Path, raw: Mapping[str, Any], target: DecoderConfig) -> None:
-    count = raw.get("num_target_layers")
-    if count not in (None, target.num_layers):
-        raise CheckpointError(
-            f"{file}: num_target_layers is {count!r}, but the target has {target.num_layers} layers; "
-            "give a drafter that was trained for this target"
-        )
-
-
-def _check_target_hidden_size(file: Path, place: str, raw: Mapping[str, Any], decoder: DecoderConfig) -> None:
-    size = raw.get("target_hidden_size")
+def _check_size(keys: Keys, key: str, size: int | None, decoder: DecoderConfig) -> None:
     if size not in (None, decoder.hidden_size):
-        raise CheckpointError(
-            f"{file}: {place}target_hidden_size is {size!r} and hidden_size is {decoder.hidden_size}; heads of another "
-            "width than their target's cannot be compiled"
+        raise keys.wrong(
+            f"{key} is {size} and hidden_size is {decoder.hidden_size}; heads of another width than their target's "
+            "cannot be compiled"
         )
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from outrider.compiler.block_checkpoint import defer_block, read_block_config
+from outrider.compiler.block_checkpoint import open_block
 from outrider.compiler.checkpoint import checkpoint_hashes, defer_decoder
-from outrider.compiler.eagle3_checkpoint import defer_eagle3, read_eagle3_config
+from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.export.block_graph import block_slots
 from outrider.compiler.identity import digest
 from outrider.compiler.layer_windows import windows_within
@@ -18,7 +19,9 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.drafting import BlockDraft, DecoderDraft, Eagle3Draft
+from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.open_head import OpenHead
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe
 from outrider.compiler.recipe_drafters import (
@@ -44,11 +47,13 @@ CHAIN = 5
 
 @dataclass(frozen=True)
 class GraphSource:
-    """A drafter that has an engine: its section of the recipe, the section's index, and its model's configuration."""
+    """A drafter that has an engine: its section of the recipe, the section's index, and its model's configuration; of
+    a head, the checkpoint."""
 
     index: int
     section: GraphSection
     config: DecoderConfig | Eagle3Config | BlockConfig
+    head: OpenHead[Any, Any] | None
     tree: Tree
     sink: int = 0
     window: int = 0  # last tokens whose KV the drafter's cache keeps, behind the sink's; 0: all
@@ -104,10 +109,11 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
         if isinstance(section, NgramSection):
             continue
         path = recipe.drafter_path(section)
+        head: OpenHead[Any, Any] | None = None
         config: DecoderConfig | Eagle3Config | BlockConfig
         if isinstance(section, BlockSection):
-            config = read_block_config(path, target)
-            size = config.draft_vocab_size
+            head = open_block(path, target)
+            config, size = head.config, head.config.draft_vocab_size
         elif isinstance(section, Eagle3Section):
             taps_given = section.aux_layers
             if taps_given is not None and not (
@@ -117,8 +123,8 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                     ("drafters", index, "aux_layers"),
                     f"is {list(taps_given)}; name three different layers from 0 to {target.num_layers - 1}",
                 )
-            config = read_eagle3_config(path, target, section.overrides)
-            size = config.draft_vocab_size
+            head = open_eagle3(path, target, section.overrides)
+            config, size = head.config, head.config.draft_vocab_size
         else:
             config = read_config(path, section.scaling, recipe.capacity.context)
             size = config.vocab_size
@@ -153,7 +159,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                 f"is {tree.nodes}, but a chain of depth {tree.depth} has {tree.depth + 2}; set it to that",
             )
         keeps = recipe.partial_kv.drafters_keep(recipe.capacity.context, recipe.capacity.branches)
-        sources.append(GraphSource(index, section, config, tree, *keeps))
+        sources.append(GraphSource(index, section, config, head, tree, *keeps))
     return sources
 
 
@@ -210,13 +216,13 @@ def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightTyp
 
     Its graph reads its weights as it is written.
     """
-    path, section = recipe.drafter_path(source.section), source.section
-    if isinstance(section, Eagle3Section):
-        head = defer_eagle3(path, target.config, dtype, section.overrides)
-        return Eagle3Draft(head, target.embedding)
-    if isinstance(section, BlockSection):
-        return BlockDraft(defer_block(path, target.config, dtype), target)
-    return DecoderDraft(defer_decoder(path, dtype, section.scaling, recipe.capacity.context))
+    section = source.section
+    if isinstance(section, ModelSection):
+        path = recipe.drafter_path(section)
+        return DecoderDraft(defer_decoder(path, dtype, section.scaling, recipe.capacity.context))
+    assert source.head is not None, "of a head"
+    head = source.head.defer(dtype)
+    return Eagle3Draft(head, target.embedding) if isinstance(head, Eagle3Head) else BlockDraft(head, target)
 
 
 def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig, device: Device) -> Tree:

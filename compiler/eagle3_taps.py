@@ -9,9 +9,11 @@ of SGLang's pull request 25454. Acceptance hardly shows a wrong reading.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.compiler.models.config_reader import Keys
 from outrider.compiler.models.eagle3_config import TAPS, Taps
 from outrider.plans.errors import CheckpointError
 
@@ -19,8 +21,17 @@ MIN_LAYERS = 7
 """Fewest layers of a target whose three default taps are distinct."""
 
 _BY_FIRST_ID = "eagle_aux_hidden_state_layer_ids"
-_BEHIND = "aux_hidden_states_layer_ids"
+_LEFT = "aux_hidden_states_layer_ids"
 _SIMILAR = re.compile(r"aux_hidden_states?_layer")
+
+
+class _Names(Keys, extra="allow"):
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    aux_hidden_states_layer_ids: list[int] | None = None
+
+
+class _Keys(_Names):
+    eagle_config: _Names = _Names()
 
 
 def read_taps(file: Path, raw: dict[str, Any], layers: int) -> Taps:
@@ -29,35 +40,29 @@ def read_taps(file: Path, raw: dict[str, Any], layers: int) -> Taps:
     Raises `CheckpointError` where a key does not name three layers, where two keys name different layers, and for an
     unknown key that looks like a key for taps.
     """
-    nested = raw.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise CheckpointError(f"{file}: eagle_config must be a JSON object, found {nested!r}")
-    places = (("eagle_config.", nested), ("", raw))
+    keys = _Keys.read(raw, file)
+    places: dict[str, _Names] = {"eagle_config.": keys.eagle_config, "": keys}
+    similar = (place + key for place, each in places.items() for key in each.model_extra or () if _SIMILAR.search(key))
+    if (other := next(similar, None)) is not None:
+        raise keys.wrong(
+            f"{other} is read by no project that is known here; call it {_BY_FIRST_ID} or {_LEFT}, or set aux_layers "
+            "in the recipe and remove it"
+        )
     named = [
-        (place + key, keys[key], _read(file, place + key, keys[key], layers))
-        for key in (_BY_FIRST_ID, _BEHIND)
-        for place, keys in places
-        if keys.get(key) is not None
+        _read(file, place, key, ids, layers)
+        for key in (_BY_FIRST_ID, _LEFT)
+        for place, each in places.items()
+        if (ids := getattr(each, key)) is not None
     ]
-    for place, keys in places:
-        other = next((key for key in keys if _SIMILAR.search(key) and key not in (_BY_FIRST_ID, _BEHIND)), None)
-        if other is not None and keys[other] is not None:
-            raise CheckpointError(
-                f"{file}: {place}{other} is read by no project that is known here; call it {_BY_FIRST_ID} or "
-                f"{_BEHIND}, or set aux_layers in the recipe and remove it"
-            )
+    differing = next((taps for taps in named if taps.layers != named[0].layers), None)
+    if differing is not None:
+        one, two = (f"{taps.reason} ({list(taps.layers)})" for taps in (named[0], differing))
+        raise keys.wrong(f"{one}; and {two}; remove the wrong one, or set aux_layers in the recipe")
     if named:
-        key, ids, taps = named[0]
-        for other, others, read in named[1:]:
-            if read.layers != taps.layers:
-                raise CheckpointError(
-                    f"{file}: {key} is {ids!r}, streams {list(taps.layers)}, and {other} is {others!r}, streams "
-                    f"{list(read.layers)}; remove the wrong one, or set aux_layers in the recipe"
-                )
-        return taps
+        return named[0]
     if layers < MIN_LAYERS:
-        raise CheckpointError(
-            f"{file}: the target has {layers} layers, but three distinct default taps need {MIN_LAYERS}; "
+        raise keys.wrong(
+            f"the target has {layers} layers, but three distinct default taps need {MIN_LAYERS}; "
             "name others in the recipe's aux_layers"
         )
     return default_taps(layers)
@@ -68,21 +73,28 @@ def default_taps(layers: int) -> Taps:
     return Taps((2, layers // 2, layers - 3), "EAGLE3's default: config.json names none")
 
 
-def _read(file: Path, key: str, ids: object, layers: int) -> Taps:
-    numbers = [i for i in ids if isinstance(i, int) and not isinstance(i, bool)] if isinstance(ids, list) else []
-    always_behind = key.endswith(f".{_BEHIND}") or key == _BEHIND
-    behind = always_behind or numbers[:1] == [1]
-    most = layers - 1 - behind
-    whole = isinstance(ids, list) and len(ids) == len(set(numbers)) == TAPS
-    if not whole or not all(0 <= i <= most for i in numbers):
+def name_taps(
+    file: Path, key: str, ids: Sequence[int], known: range, why: str, *, left: bool, count: int | None = None
+) -> Taps:
+    """Return the taps that `ids`, the numbers of layers under `key`, name; `why` is the reason.
+
+    With `left` a number names the layer that a stream leaves, else the one that it enters. Raises `CheckpointError`
+    unless they are different numbers of those `known`, `count` where it is given.
+    """
+    if not ids or len(set(ids)) != (count or len(ids)) or len(ids) != len(set(ids)) or not set(ids) <= set(known):
         raise CheckpointError(
-            f"{file}: {key} must be {TAPS} different layers from 0 to {most} of the target, found {ids!r}"
+            f"{file}: {key} must be {count or ''} different layers of the target from {known[0]} to {known[-1]}, found "
+            f"{ids!r}; the stream after the last layer, which transformers norms, cannot be read".replace("  ", " ")
         )
-    if not behind:
+    return Taps(tuple(i + left for i in ids), f"{key} {ids}, {why}")
+
+
+def _read(file: Path, place: str, key: str, ids: list[int], layers: int) -> Taps:
+    left = key == _LEFT or ids[:1] == [1]
+    if not left:
         why = "first id not 1: indices of hidden_states, as vLLM, speculators and TorchSpec write them"
-    elif always_behind:
+    elif key == _LEFT:
         why = "layers whose output is read, as AngelSlim writes them: one more each"
     else:
         why = "first id 1: layers whose output is read, as SpecForge writes them: one more each"
-    low, middle, high = (i + behind for i in numbers)
-    return Taps((low, middle, high), f"{key} {ids}, {why}")
+    return name_taps(file, place + key, ids, range(layers - left), why, left=left, count=TAPS)

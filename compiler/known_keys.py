@@ -6,14 +6,15 @@ Each layout lists its own keys. Here are those of the layers, those without effe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from outrider.plans.errors import CheckpointError
+from pydantic import model_validator
 
-TYPE, DECODER, ABOUT = "speculators_model_type", "transformer_layer_config", "speculators_config"
-"""Keys of speculators: the kind of drafter, its layers, and how and behind which target it drafts."""
+from outrider.compiler.models.config_reader import Keys
+from outrider.compiler.models.quantization import SETTINGS
+
+TYPE, DECODER = "speculators_model_type", "transformer_layer_config"
+"""Keys of speculators: the kind of drafter, and its layers."""
 
 GEOMETRY = {
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -39,34 +40,30 @@ WINDOW = {"sliding_window", "max_window_layers", "sliding_window_non_causal"}
 """Keys beside a geometry whose layers do not slide: their window says nothing."""
 
 
-def refuse_unknown(file: Path, place: str, raw: Mapping[str, Any], known: Set[str]) -> None:
-    """Raise `CheckpointError` for the first key with a value that is not known; a null says nothing."""
-    key = next((key for key, value in raw.items() if key not in known and value is not None), None)
-    if key is not None:
-        raise CheckpointError(
-            f"{file}: {place}{key} is {raw[key]!r:.60}, a key that is not known here and could change what the drafter "
-            "computes; remove the key if it does not"
-        )
+class StrictKeys(Keys, extra="forbid"):
+    """Keys of a drafter; those of its layers and of its packing are read elsewhere."""
+
+    ignored = HARMLESS | set(SETTINGS)
 
 
-def object_of(file: Path, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the JSON object `key` of `raw`. Raises `CheckpointError` for another value, and where there is none."""
-    value = raw.get(key)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: {key} must be a JSON object, found {value!r:.60}")
-    return value
+class _About(Keys):
+    algorithm: str | None = None
+    proposal_methods: list[dict[str, Any]] = []  # noqa: RUF012  Pydantic copies it
 
 
-def read_about(file: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return speculators' `speculators_config`; empty where there is none.
+class SpeculatorsKeys(StrictKeys):
+    """Keys of every layout of speculators: the kind of drafter, its layers, and how it drafts after which target."""
 
-    Raises `CheckpointError` where it tells of another kind of drafter than the key beside it.
-    """
-    if raw.get(ABOUT) is None:
-        return {}
-    about = object_of(file, raw, ABOUT)
-    if about.get("algorithm") not in (None, raw[TYPE]):
-        raise CheckpointError(
-            f"{file}: {ABOUT}.algorithm is {about['algorithm']!r} and {TYPE} is {raw[TYPE]!r}; remove the wrong one"
-        )
-    return about
+    speculators_model_type: str
+    transformer_layer_config: dict[str, Any]
+    speculators_config: _About = _About()
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        named = self.speculators_config.algorithm
+        if named not in (None, self.speculators_model_type):
+            raise ValueError(
+                f"speculators_config.algorithm is {named!r} and {TYPE} is {self.speculators_model_type!r}; remove the "
+                "wrong one"
+            )
+        return self

@@ -8,10 +8,9 @@ from pathlib import Path
 from outrider.compiler.formats.gguf_config import read_gguf_config
 from outrider.compiler.formats.gguf_file import GgufFile, is_gguf
 from outrider.compiler.formats.gguf_tensors import GgufTensors
-from outrider.compiler.formats.packed_tensors import as_described
+from outrider.compiler.formats.packed_tensors import unpacked
 from outrider.compiler.fused_tensors import FusedTensors
-from outrider.compiler.models.config import DecoderConfig, read_folder_config
-from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.models.config import DecoderConfig, read_folder
 from outrider.compiler.models.families import FAMILIES
 from outrider.compiler.models.rope import RopeScaling
 from outrider.compiler.stacked_experts import StackedExperts
@@ -41,22 +40,22 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context
         config = read_gguf_config(file, rope_scaling)
         return OpenCheckpoint(config, GgufTensors(file, config), path, path)
     check_folder(path)
-    config, description = read_folder_config(path, rope_scaling, context), path / "config.json"
+    config, packing = read_folder(path, rope_scaling, context)
     stored, family = Weights(path), FAMILIES[config.family]
     tensors: TensorSource = stored
     if family.stacked and config.experts is not None:
         tensors = StackedExperts(stored, family.stacked, config.experts, config.hidden_size)
-    tensors = as_described(tensors, read_json(description), description, _unbiased(config))
+    tensors = unpacked(tensors, packing, _unbiased(config))
     if family.fused:
         tensors = FusedTensors(tensors, family.fused, _outputs(config))
-    return OpenCheckpoint(config, tensors, description, stored.source)
+    return OpenCheckpoint(config, tensors, path / "config.json", stored.source)
 
 
 def read_config(path: Path, rope_scaling: RopeScaling | None = None, context: int | None = None) -> DecoderConfig:
     """Read the configuration of the checkpoint at `path`, as `open_checkpoint` does. Raises `CheckpointError`."""
     if is_gguf(path):
         return read_gguf_config(GgufFile.open(path), rope_scaling)
-    return read_folder_config(path, rope_scaling, context)
+    return read_folder(path, rope_scaling, context)[0]
 
 
 def stores_integers(path: Path, rope_scaling: RopeScaling | None = None) -> bool:

@@ -16,8 +16,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from outrider.compiler.models.config_reader import RopeTheta
 from outrider.compiler.models.eagle3_config import Eagle3Overrides
-from outrider.compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling
+from outrider.compiler.models.rope import RopeScaling
 from outrider.compiler.recipe_rope import RopeScalingSection
 from outrider.compiler.recipe_section import Name, Section, WrittenPath
 from outrider.compiler.recipe_weights import WeightsSection
@@ -153,11 +154,8 @@ class Eagle3Section(Section):
         description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
         "sampling, for chains, the same distribution only",
     )
-    rope_theta: float | None = Field(
-        None,
-        ge=LEAST_ROPE_THETA,
-        le=MOST_ROPE_THETA,
-        description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000",
+    rope_theta: RopeTheta | None = Field(
+        None, description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000"
     )
     aux_layers: tuple[int, int, int] | None = Field(
         None,

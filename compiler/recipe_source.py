@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from outrider.compiler.clauses import CLAUSES
 from outrider.plans.errors import RecipeError
 from outrider.plans.text_file import read_text_file
 
@@ -25,27 +26,6 @@ Location = tuple[str | int, ...]
 """The place of a value: keys and list indices from the top."""
 
 _KEPT = 60  # characters of a value that a message shows
-
-_CLAUSES = {
-    "bool_type": "must be true or false",
-    "finite_number": "must be a finite number",
-    "float_type": "must be a number",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "int_type": "must be a whole number",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
-    "model_attributes_type": "must be a mapping of keys to values",
-    "model_type": "must be a mapping of keys to values",
-    "string_pattern_mismatch": "must match {pattern}",
-    "string_too_long": "must have at most {max_length} characters",
-    "string_too_short": "must not be empty",
-    "string_type": "must be text (quote it if it looks like a number)",
-    "too_short": "must have at least {min_length} entry",
-    "tuple_type": "must be a list",
-}
-"""Pydantic's error types as the clause after the key; the fields are those of the error's context."""
 
 
 class RecipeSource:
@@ -88,7 +68,7 @@ class RecipeSource:
         errors = [error for error in invalid.errors() if error["type"] != "default_factory_not_called"]
         wanted: dict[Location, dict[str, None]] = {}  # what the types of a union want of one value
         for error in errors:
-            if template := _CLAUSES.get(error["type"]):
+            if template := CLAUSES.get(error["type"]):
                 context = error.get("ctx", {})
                 location, _ = _resolve((*error["loc"], *context.get("at", ())), self.values, model)
                 wanted.setdefault(location, {})[template.format_map(context)] = None
@@ -127,7 +107,7 @@ class RecipeSource:
             clause = "is missing; add it"
         else:
             clause = error["msg"]
-            if error["type"] in _CLAUSES:
+            if error["type"] in CLAUSES:
                 clause = (
                     f"{' or '.join(wanted[location]).replace(' or must be ', ' or ')}, found {_shown(error['input'])}"
                 )

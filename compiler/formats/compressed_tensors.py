@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.compiler.formats.int32 import unpack
 from outrider.compiler.formats.packed_module import SCALE_TYPES, PackedModule
-from outrider.compiler.models.quantization import BITS, SETTINGS
+from outrider.compiler.models.quantization import BITS, PATTERN, WeightGroup
 from outrider.compiler.tensor_source import Stored, TensorSource
 from outrider.plans.errors import CheckpointError
 
@@ -32,52 +29,14 @@ _WEIGHT, _SCALE, _ZERO, _SHAPE, _GROUPS = (
     "weight_shape",
     "weight_g_idx",
 )
-_PATTERN, _CLASS = "re:", "Linear"
-
-
-@dataclass(frozen=True)
-class WeightGroup:
-    """The weights of the projections that `targets` name: by name, pattern or class. `key` is its place in the file."""
-
-    key: str
-    targets: tuple[str, ...]
-    bits: int
-    symmetric: bool
-    size: int | None = None
-    """Inputs of a group; None where an output is one."""
-
-
-def read_groups(raw: Mapping[str, Any], path: Path) -> tuple[WeightGroup, ...]:
-    """Return the groups of the `config.json` at `path`, after `read_packing` checked it; no groups of other formats.
-
-    Raises `CheckpointError` naming the key that is wrong.
-    """
-    place = next((key for key in SETTINGS if raw.get(key)), None)
-    groups = (raw[place].get("config_groups") or {}) if place is not None else {}
-    return tuple(_read_group(f"{place}.config_groups.{name}", group, path) for name, group in groups.items())
-
-
-def _read_group(key: str, group: Mapping[str, Any], path: Path) -> WeightGroup:
-    targets, symmetric = group.get("targets"), group["weights"].get("symmetric", True)
-    if not isinstance(symmetric, bool):
-        raise CheckpointError(f"{path}: {key}.weights.symmetric must be true or false, found {symmetric!r:.60}")
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise CheckpointError(f"{path}: {key}.targets must be a list of texts, found {targets!r:.60}")
-    for pattern in (target for target in targets if target.startswith(_PATTERN)):
-        try:
-            re.compile(pattern.removeprefix(_PATTERN))
-        except re.error as error:
-            raise CheckpointError(f"{path}: {key}.targets has {pattern!r}, no regular expression: {error}") from None
-    size = group["weights"].get("group_size")
-    size = size if isinstance(size, int) and size > 0 else None
-    return WeightGroup(key, tuple(targets), group["weights"]["num_bits"], symmetric, size)
+_CLASS = "Linear"
 
 
 def _group_of(name: str, groups: Sequence[WeightGroup]) -> WeightGroup | None:
     """Return the group of a projection: one that has its name, else a pattern that matches it, else its class."""
     by_target = {target: group for group in groups for target in group.targets}
-    patterns = sorted(target for target in by_target if target.startswith(_PATTERN))
-    matching = [pattern for pattern in patterns if re.match(pattern.removeprefix(_PATTERN), name)]
+    patterns = sorted(target for target in by_target if target.startswith(PATTERN))
+    matching = [pattern for pattern in patterns if re.match(pattern.removeprefix(PATTERN), name)]
     return next((by_target[target] for target in (name, *matching, _CLASS) if target in by_target), None)
 
 

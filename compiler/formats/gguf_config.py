@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
 from outrider.compiler.formats.gguf_file import GgufFile, shown
 from outrider.compiler.formats.gguf_tensors import ROPE_FACTORS
 from outrider.compiler.formats.gguf_tokenizer import TOKEN_TYPES, TOKENS
 from outrider.compiler.formats.sentencepiece_model import CONTROL
 from outrider.compiler.models.config import DecoderConfig, config_from
+from outrider.compiler.models.config_reader import first_fault
 from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
 
@@ -182,6 +185,6 @@ def _table_scaling(file: GgufFile, raw: dict[str, Any]) -> RopeScaling | None:
         )
     factors = tuple(float(factor) for factor in file.numbers(ROPE_FACTORS))
     try:
-        return RopeScaling.from_divisors(factors)
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS!r}: {error}") from None
+        return RopeScaling(kind="divisors", divisors=factors)
+    except ValidationError as error:
+        raise CheckpointError(f"{file.path}: tensor {ROPE_FACTORS!r}: {first_fault(error)}") from None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
-from pathlib import Path
-from typing import Any
+from collections.abc import Set
 
 import numpy as np
 import torch
@@ -13,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.compiler.formats.awq import AwqModule
-from outrider.compiler.formats.compressed_tensors import CompressedModule, WeightGroup, read_groups
+from outrider.compiler.formats.compressed_tensors import CompressedModule
 from outrider.compiler.formats.gptq import FirstGptqModule, GptqModule
 from outrider.compiler.formats.packed_module import PackedModule
-from outrider.compiler.models.quantization import Packing, read_packing
+from outrider.compiler.models.quantization import Packing
 from outrider.compiler.quantization.form import WeightSource
 from outrider.compiler.tensor_source import Stored, TensorSource
 from outrider.plans.errors import CheckpointError
@@ -25,16 +23,12 @@ _INTO_DOWN = re.compile(r"(.*\.mlp\.)(?:gate|up)_proj\.(?:weight|bias)")
 _DOWN = re.compile(r".*\.mlp\.down_proj\.weight")
 
 
-def as_described(
-    stored: TensorSource, raw: Mapping[str, Any], description: Path, unbiased: Set[str] = frozenset()
-) -> TensorSource:
-    """Return the tensors of a folder whose `config.json`, at `description`, has the values `raw`.
+def unpacked(stored: TensorSource, packing: Packing | None, unbiased: Set[str] = frozenset()) -> TensorSource:
+    """Return the tensors of a folder whose weights are packed so, those `stored` where they are floats.
 
-    They are those `stored` where it says that weights are floats, else a `PackedTensors`, to which `unbiased` goes.
-    Raises `CheckpointError` naming the key, or the tensor, that is wrong.
+    `unbiased` goes to `PackedTensors`. Raises `CheckpointError` naming the tensor that is wrong.
     """
-    packing = read_packing(raw, description)
-    return stored if packing is None else PackedTensors(stored, packing, read_groups(raw, description), unbiased)
+    return stored if packing is None else PackedTensors(stored, packing, unbiased)
 
 
 class PackedTensors:
@@ -49,16 +43,15 @@ class PackedTensors:
         self,
         stored: TensorSource,
         packing: Packing,
-        groups: Sequence[WeightGroup] = (),
         unbiased: Set[str] = frozenset(),
     ) -> None:
-        """Check all headers; with `groups` compressed-tensors are as those say. Raises `CheckpointError`.
+        """Check all headers. Raises `CheckpointError`.
 
         `unbiased` are the projections, by the last part of their names, that have no bias in the model: AutoGPTQ once
         wrote a bias of zeros for each projection, and such ones are left out.
         """
         self._stored, self._unbiased = stored, unbiased
-        self._modules = _modules(stored, packing, groups)
+        self._modules = _modules(stored, packing)
         plain = {
             name: header
             for name, header in stored.found.items()
@@ -115,7 +108,7 @@ class PackedTensors:
         return self._modules[down].order if self._folds(f"{down}.weight") else None
 
 
-def _modules(stored: TensorSource, packing: Packing, groups: Sequence[WeightGroup]) -> dict[str, PackedModule]:
+def _modules(stored: TensorSource, packing: Packing) -> dict[str, PackedModule]:
     """Return the packed projections by name. Raises `CheckpointError` for one whose tensors do not fit each other, or
     its group."""
     kinds: dict[str, type[PackedModule]] = {
@@ -132,7 +125,7 @@ def _modules(stored: TensorSource, packing: Packing, groups: Sequence[WeightGrou
     modules = {module: kind(module, found, stored) for module, found in parts.items()}
     for made in modules.values():
         if isinstance(made, CompressedModule):
-            made.check(groups)
+            made.check(packing.groups)
         else:
             made.check_declared(packing.declared)
     return modules

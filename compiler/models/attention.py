@@ -46,6 +46,8 @@ class PlainAttention:
     """`Attention` of models whose layers are all alike: each sees all tokens before, and rotates whole heads."""
 
     num_layers: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     rope_theta: float
     rope_scaling: RopeScaling
@@ -53,6 +55,14 @@ class PlainAttention:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         return (LayerKind(None, Rope(self.rope_theta, self.rope_scaling, self.head_dim)),) * self.num_layers
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
 
     @property
     def attention_scale(self) -> float:

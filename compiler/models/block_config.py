@@ -82,14 +82,6 @@ class BlockConfig(PlainAttention):
         return len(self.taps.layers) * self.target_hidden_size
 
     @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
     def markov_rank(self) -> int:
         """Width of the token before as the bias and the confidence see it; 0 without a bias."""
         return 0 if self.markov is None else self.markov.rank

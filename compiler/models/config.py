@@ -5,17 +5,18 @@ One dataclass serves every family; the differences between families are entries 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from outrider.compiler.models.attention import LayerKind
 from outrider.compiler.models.config_layers import read_rotations, read_unrotated, read_windows
-from outrider.compiler.models.config_reader import Reader, read_json
+from outrider.compiler.models.config_reader import read_json
+from outrider.compiler.models.decoder_keys import DecoderKeys, read_decoder_keys
 from outrider.compiler.models.experts_config import ExpertsConfig, read_experts
-from outrider.compiler.models.families import FACTOR_KEYS, FAMILIES, Activation, Family, QkNorm
-from outrider.compiler.models.quantization import read_packing
+from outrider.compiler.models.families import Activation, QkNorm
+from outrider.compiler.models.quantization import Packing, read_packing
 from outrider.compiler.models.rope import Rope, RopeScaling
 from outrider.plans.errors import CheckpointError
 
@@ -97,18 +98,27 @@ class DecoderConfig:
         )
 
 
-def read_folder_config(
+def read_folder(
     checkpoint: Path, rope_scaling: RopeScaling | None = None, context: int | None = None
-) -> DecoderConfig:
-    """Read `config.json` (and the end tokens of `generation_config.json`) of a checkpoint folder.
+) -> tuple[DecoderConfig, Packing | None]:
+    """Read `config.json` (and the end tokens of `generation_config.json`) of a checkpoint folder: the decoder, and how
+    its weights are packed.
 
     `rope_scaling` replaces the checkpoint's own; `context` is the longest sequence, where a scaling depends on it.
     Raises `CheckpointError` naming the file and the key.
     """
-    path = checkpoint / "config.json"
-    raw = read_json(path)
-    read_packing(raw, path)
-    return config_from(raw, path, *_eos(checkpoint, raw), rope_scaling, context)
+    file, generation = checkpoint / "config.json", checkpoint / "generation_config.json"
+    raw = read_json(file)
+    packing = read_packing(raw, file)
+    # As in transformers, the end tokens of `generation_config.json` win.
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    of = (raw.get("eos_token_id"), file) if eos is None else (eos, generation)
+    return config_from(raw, file, *of, rope_scaling, context), packing
+
+
+def read_folder_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
+    """Return the decoder of `read_folder`. Raises `CheckpointError`."""
+    return read_folder(checkpoint, rope_scaling)[0]
 
 
 def config_from(
@@ -122,124 +132,55 @@ def config_from(
     """Return the decoder that `raw`, the values of a `config.json`, describe; `path` is the file that has them.
 
     `eos` are the end tokens, as `eos_path` has them: None, one id or a list. `rope_scaling` and `context` are as for
-    `read_folder_config`. Raises `CheckpointError`.
+    `read_folder`. Raises `CheckpointError`.
     """
-    family = _family(raw, path)
-    get = Reader(raw, path)
-    _check_computed(raw, path, family)
-    hidden_size = get.integer("hidden_size")
-    num_heads = get.integer("num_attention_heads")
-    head_dim = hidden_size // num_heads if family.head_dim is None else family.head_dim
-    if raw.get("head_dim") is not None:
-        head_dim = get.integer("head_dim")
-    bias = get.boolean("attention_bias", family.attention_bias)
-    vocab_size, layers = get.integer("vocab_size"), get.integer("num_hidden_layers")
-    experts, expert_layers = read_experts(raw, path, get, family, layers)
-    config = DecoderConfig(
+    keys = read_decoder_keys(raw, path)
+    family, heads, bias = keys.family, keys.num_attention_heads, keys.attention_bias
+    kv_heads = keys.num_key_value_heads or heads
+    head_dim = keys.head_dim or keys.hidden_size // heads
+    if heads % kv_heads:
+        raise keys.wrong(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2 or not head_dim:
+        raise keys.wrong(f"head_dim is {head_dim}; rotary positions need an even head_dim")
+    experts, expert_layers = read_experts(raw, path, family, keys.num_hidden_layers)
+    return DecoderConfig(
         family=family.name,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=get.integer("intermediate_size"),
-        num_layers=layers,
-        num_heads=num_heads,
-        num_kv_heads=get.integer("num_key_value_heads", num_heads),
+        vocab_size=keys.vocab_size,
+        hidden_size=keys.hidden_size,
+        intermediate_size=keys.intermediate_size,
+        num_layers=keys.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=get.rms_norm_eps(family.rms_norm_eps),
-        max_positions=get.integer("max_position_embeddings", 2048),
+        rms_norm_eps=keys.rms_norm_eps,
+        max_positions=keys.max_position_embeddings,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=bias if family.output_bias is None else family.output_bias,
-        mlp_bias=get.boolean("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
+        mlp_bias=keys.mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         sinks=family.sinks,
-        tie_embeddings=get.boolean("tie_word_embeddings", family.tie_embeddings),
-        eos_token_ids=_end_tokens(eos, eos_path, vocab_size),
+        tie_embeddings=keys.tie_word_embeddings,
+        eos_token_ids=_end_tokens(eos, eos_path, keys.vocab_size),
         norm_before=family.norm_before,
         norm_behind=family.norm_behind,
         activation=family.activation,
-        windows=read_windows(raw, path, get, family, layers),
-        unrotated=read_unrotated(raw, path, family, layers),
+        windows=read_windows(keys),
+        unrotated=read_unrotated(keys),
         experts=experts,
         expert_layers=expert_layers,
-        **read_rotations(raw, path, family, head_dim, rope_scaling, context),
-        **_factors(get, family, hidden_size),
+        **read_rotations(keys, head_dim, rope_scaling, context),
+        **_factors(keys),
     )
-    if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{path}: num_attention_heads {config.num_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_kv_heads}"
-        )
-    if config.head_dim % 2 or not config.head_dim:
-        raise CheckpointError(f"{path}: head_dim is {config.head_dim}; rotary positions need an even head_dim")
-    return config
 
 
-def _factors(get: Reader, family: Family, hidden_size: int) -> dict[str, Any]:
+def _factors(keys: DecoderKeys) -> dict[str, Any]:
     """Return the factors of the family, by field of `DecoderConfig`."""
-    found: dict[str, float | None] = {}
-    for name, (key, default) in family.factors.items():
-        found[name] = get.positive(key, default)
+    found = {name: getattr(keys, key) for name, (key, _) in keys.family.factors.items()}
     if (divisor := found.pop("score_divisor", None)) is not None:
         found["score_scale"] = divisor**-0.5
-    if family.scaled_embedding:
-        found["embedding_scale"] = hidden_size**0.5
+    if keys.family.scaled_embedding:
+        found["embedding_scale"] = keys.hidden_size**0.5
     return found
-
-
-def _check_computed(raw: Mapping[str, Any], path: Path, family: Family) -> None:
-    """Raise `CheckpointError` for a key that says what the decoder does not compute for this family."""
-    activation = raw.get(family.activation_key)
-    if activation is not None and activation not in family.activation_names:
-        known = family.activation_names[0]
-        raise CheckpointError(f"{path}: {family.activation_key} is {activation!r}; only {known!r} can be compiled")
-    for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
-        if raw.get(key) not in (None, causal):
-            raise CheckpointError(f"{path}: {key} is {raw[key]!r}, and a decoder sees earlier tokens alone")
-    for key, (form, right) in _FORMS.items():
-        if raw.get(key) is not None and not right(raw[key]):
-            raise CheckpointError(f"{path}: {key} must be {form}, found {raw[key]!r:.60}")
-    for key in sorted(FACTOR_KEYS - {key for key, _ in family.factors.values()}):
-        if raw.get(key) not in (None, 1, 1.0):
-            raise CheckpointError(
-                f"{path}: {key} is {raw[key]!r}, which {family.title} models do not have, and transformers ignores it; "
-                "remove it, or give the model_type of a family that has it"
-            )
-
-
-def _list_of(kind: type, value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
-
-
-_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "torch_dtype": ("a text", lambda value: isinstance(value, str)),
-    "dtype": ("a text", lambda value: isinstance(value, str)),
-    "architectures": ("a list of texts", lambda value: _list_of(str, value)),
-    "eos_token_id": ("one token id or a list of them", lambda value: isinstance(value, int) or _list_of(int, value)),
-}
-"""Keys that nothing here computes with, or that another file may overrule: a wrong value tells of a damaged file."""
-
-_INSIDE = dict.fromkeys(
-    ("gemma3", "mistral3"),
-    " (its text model is: save that by itself; compiler/models/README.md says how)",
-)
-"""Advice for models that hold one of the families."""
-
-
-def _family(raw: Mapping[str, Any], path: Path) -> Family:
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        hint = _INSIDE.get(name, "") if isinstance(name, str) else ""
-        raise CheckpointError(
-            f"{path}: model_type {name!r} is not supported{hint}; known families: {', '.join(FAMILIES)} "
-            "(`outrider families` says what each is)"
-        )
-    return FAMILIES[name]
-
-
-def _eos(checkpoint: Path, raw: Mapping[str, Any]) -> tuple[Any, Path]:
-    """Return the end tokens and their file; `generation_config.json` wins over `config.json`, as in transformers."""
-    path = checkpoint / "generation_config.json"
-    value = read_json(path).get("eos_token_id") if path.exists() else None
-    return (value, path) if value is not None else (raw.get("eos_token_id"), checkpoint / "config.json")
 
 
 def _end_tokens(value: Any, path: Path, vocab_size: int) -> tuple[int, ...]:

@@ -1,88 +1,96 @@
-"""Values of a `config.json` by key; a wrong one is an error that names the file, the key and the value."""
+"""A checkpoint's JSON files, and the base of the models that their objects are read into."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Self
 
-from outrider.compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+
+from outrider.compiler.clauses import CLAUSES
 from outrider.plans.errors import CheckpointError
 
-_MOST = {
-    "num_hidden_layers": 2**10,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**13,
-    "hidden_size": 2**18,
-    "target_hidden_size": 2**18,
-    "intermediate_size": 2**20,
-    "moe_intermediate_size": 2**20,
-    "num_experts": 2**12,
-    "num_local_experts": 2**12,
-    "vocab_size": 2**24,
-    "draft_vocab_size": 2**24,
-    "block_size": 2**10,
-}
-"""Largest accepted sizes, a few times those of any published model, so that a typo does not start an endless build."""
-_MOST_POSITIONS = 2**31 - 1
-_LEAST_FACTOR, _MOST_FACTOR = 1e-6, 1e6
-"""Limits of multipliers and caps, far from any in use."""
-ROPE_THETA = 10000.0
-"""Base of the rotary frequencies where neither a key nor the family gives one."""
+# Largest accepted sizes, a few times those of any published model, so that a typo does not start an endless build.
+Layers = Annotated[int, Field(gt=0, le=2**10)]
+Heads = Annotated[int, Field(gt=0, le=2**12)]
+HeadSize = Annotated[int, Field(gt=0, le=2**13)]
+Width = Annotated[int, Field(gt=0, le=2**18)]
+InnerWidth = Annotated[int, Field(gt=0, le=2**20)]
+Vocabulary = Annotated[int, Field(gt=0, le=2**24)]
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""A multiplier or a cap, within limits far from any in use."""
+Epsilon = Annotated[float, Field(ge=1e-30, le=1.0)]
+"""What RMS norms add to the mean of squares, in float32."""
+RopeTheta = Annotated[float, Field(ge=1.001, le=1e12)]
+"""A base of rotary frequencies: they must fall from one dimension to the next, and stay finite in float32."""
+_CORRECT = "correct it"
+STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class Reader:
-    """Values of a `config.json` by key; a wrong value raises `CheckpointError` naming file, key and value."""
+class Keys(BaseModel):
+    """Keys of a JSON object, each of its own type. A null is an absent key, but for those that are `nullable`; those
+    `ignored` change nothing."""
 
-    def __init__(self, raw: Mapping[str, Any], path: Path) -> None:
-        self._raw, self._path = raw, path
+    model_config = ConfigDict(**STRICT, frozen=True)
+    nullable: ClassVar[Set[str]] = frozenset()
+    ignored: ClassVar[Set[str]] = frozenset()
+    _file: Path = PrivateAttr(Path())
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise CheckpointError(f"{self._path}: {key} must be a positive integer, found {value!r}")
-        most = _MOST.get(key, _MOST_POSITIONS)
-        if value > most:
-            raise CheckpointError(f"{self._path}: {key} is {value}; at most {most} can be compiled")
-        return value
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        return {
+            key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+            for key, value in raw.items()
+            if (value is not None or key in cls.nullable) and key not in cls.ignored
+        }
 
-    def whole(self, key: str, default: int) -> int:
-        """Return an integer that may be 0."""
-        return 0 if self._raw.get(key) == 0 and self._raw[key] is not False else self.integer(key, default)
+    @classmethod
+    def read(cls, raw: Any, file: Path, within: str = "", advice: str = _CORRECT) -> Self:
+        """Read `raw`, the object of `file`, or the one `within` it under that key.
 
-    def number(self, key: str, default: float, *, least: float, most: float) -> float:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise CheckpointError(f"{self._path}: {key} must be a number from {least:g} to {most:g}, found {value!r}")
-        return float(value)
+        Raises `CheckpointError` naming the file, the key and the value.
+        """
+        try:
+            keys = cls.model_validate(raw)
+        except ValidationError as error:
+            place = f"{file}: {within}." if within else f"{file}: "
+            raise CheckpointError(place + first_fault(error, advice)) from None
+        keys._file = file
+        return keys
 
-    def rope_theta(self, default: float) -> float:
-        """Return the base of the rotary frequencies."""
-        return self.number("rope_theta", default, least=LEAST_ROPE_THETA, most=MOST_ROPE_THETA)
+    @property
+    def file(self) -> Path:
+        """The file that `read` read."""
+        return self._file
 
-    def positive(self, key: str, default: float | None) -> float | None:
-        """Return a factor, or None where the key says null, or is absent and `default` is None."""
-        value = self._raw.get(key, default)
-        return None if value is None else self.factor(key, value)
+    def wrong(self, sentence: str) -> CheckpointError:
+        """Return the error of a key that `sentence` begins with."""
+        return CheckpointError(f"{self._file}: {sentence}")
 
-    def factor(self, key: str, default: float) -> float:
-        """Return a factor."""
-        return self.number(key, default, least=_LEAST_FACTOR, most=_MOST_FACTOR)
 
-    def rms_norm_eps(self, default: float = 1e-6) -> float:
-        """Return the epsilon that RMS norms add to the mean of squares, in float32."""
-        return self.number("rms_norm_eps", default, least=1e-30, most=1.0)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{self._path}: {key} must be true or false, found {value!r}")
-        return value
+def first_fault(error: ValidationError, advice: str = _CORRECT) -> str:
+    """Return the first of Pydantic's errors as a sentence that begins with the key. A validator of a whole object
+    raises `ValueError` with such a sentence."""
+    fault = error.errors()[0]
+    key, found = ".".join(map(str, fault["loc"])) or "it", f"{fault['input']!r:.60}"
+    if fault["type"] == "value_error":
+        return f"{key}.{fault['ctx']['error']}".removeprefix("it.")
+    if fault["type"] == "missing":
+        return f"{key} is missing; add it" + ("" if advice == _CORRECT else f", or {advice}")
+    if fault["type"] == "extra_forbidden":
+        return (
+            f"{key} is {found}, a key that is not known here and could change what the drafter computes; remove the "
+            "key if it does not"
+        )
+    clause = CLAUSES.get(fault["type"])
+    wanted = fault["msg"] if clause is None else clause.format_map(fault.get("ctx", {}))
+    return f"{key} {wanted}, found {found}; {advice}"
 
 
 def read_json(path: Path, missing: str = "a checkpoint folder needs config.json and *.safetensors") -> dict[str, Any]:

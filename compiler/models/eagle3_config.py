@@ -59,13 +59,5 @@ class Eagle3Config(PlainAttention):
     num_layers: ClassVar[int] = 1  # type: ignore[misc]
 
     @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
     def feature_size(self) -> int:
         return TAPS * self.target_hidden_size

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.compiler.models.config_reader import Reader
+from pydantic import Field
+
+from outrider.compiler.models.config_reader import Count, Factor, Heads, InnerWidth, Keys
 from outrider.compiler.models.families import Family
-from outrider.plans.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,21 @@ class ExpertsConfig:
     clamped: ClampedUnit | None = None
 
 
+class _Keys(Keys):
+    num_experts: Heads | None = None
+    num_local_experts: Heads | None = None  # as transformers 5 writes it
+    num_experts_per_tok: Count
+    moe_intermediate_size: InnerWidth | None = None
+    intermediate_size: InnerWidth
+    norm_topk_prob: bool
+    swiglu_alpha: Factor = 1.0
+    swiglu_limit: Factor = 1.0
+    mlp_only_layers: list[int] = Field(default_factory=list)
+    decoder_sparse_step: Count = 1
+
+
 def read_experts(
-    raw: Mapping[str, Any], path: Path, get: Reader, family: Family, layers: int
+    raw: Mapping[str, Any], file: Path, family: Family, layers: int
 ) -> tuple[ExpertsConfig | None, frozenset[int]]:
     """Return the experts of `layers` layers and the layers that have them; None where none has.
 
@@ -45,30 +59,20 @@ def read_experts(
     usual = family.experts
     if usual is None:
         return None, frozenset()
+    keys = _Keys.read(usual.absent | {key: value for key, value in raw.items() if value is not None}, file)
+    older, newer = keys.num_experts, keys.num_local_experts
+    if older and newer and older != newer:
+        raise keys.wrong(f"num_experts is {older} and num_local_experts {newer}; remove the wrong one")
+    count = older or newer or usual.count
+    if keys.num_experts_per_tok > count:
+        raise keys.wrong(f"num_experts_per_tok is {keys.num_experts_per_tok}, and there are {count} experts")
     config = ExpertsConfig(
-        count=_count(raw, path, get, usual.count),
-        top_k=get.integer("num_experts_per_tok", usual.top_k),
-        size=get.integer(usual.size_key, usual.size),
-        normalise=get.boolean("norm_topk_prob", usual.normalise),
-        clamped=None if usual.clamped is None else _clamped(get, *usual.clamped),
+        count=count,
+        top_k=keys.num_experts_per_tok,
+        size=getattr(keys, usual.size_key),
+        normalise=keys.norm_topk_prob,
+        clamped=None if usual.clamped is None else ClampedUnit(keys.swiglu_alpha, keys.swiglu_limit),
     )
-    if config.top_k > config.count:
-        raise CheckpointError(f"{path}: num_experts_per_tok is {config.top_k}, and there are {config.count} experts")
-    dense = raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(not isinstance(layer, int) or isinstance(layer, bool) for layer in dense):
-        raise CheckpointError(f"{path}: mlp_only_layers must list numbers of layers, found {dense!r:.80}")
-    step = get.integer("decoder_sparse_step", 1)
+    step, dense = keys.decoder_sparse_step, keys.mlp_only_layers
     sparse = frozenset(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
     return (config if sparse else None), sparse
-
-
-def _clamped(get: Reader, alpha: float, limit: float) -> ClampedUnit:
-    return ClampedUnit(get.factor("swiglu_alpha", alpha), get.factor("swiglu_limit", limit))
-
-
-def _count(raw: Mapping[str, Any], path: Path, get: Reader, usual: int) -> int:
-    """Return the number of experts, under the older name, or under the one that transformers 5 writes."""
-    older, newer = raw.get("num_experts"), raw.get("num_local_experts")
-    if older is not None and newer is not None and older != newer:
-        raise CheckpointError(f"{path}: num_experts is {older!r} and num_local_experts {newer!r}; remove the wrong one")
-    return get.integer("num_local_experts" if older is None else "num_experts", usual)

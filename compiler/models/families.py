@@ -33,6 +33,14 @@ class ExpertKeys:
     size_key: str = "intermediate_size"
     clamped: tuple[float, float] | None = None
 
+    @property
+    def absent(self) -> dict[str, Any]:
+        """What stands for absent keys of config.json, but for the number of experts, which has two names."""
+        found: dict[str, Any] = {"num_experts_per_tok": self.top_k, "norm_topk_prob": self.normalise}
+        if self.size is not None:
+            found[self.size_key] = self.size
+        return found | dict(zip(("swiglu_alpha", "swiglu_limit"), self.clamped or (), strict=False))
+
 
 @dataclass(frozen=True)
 class Family:
@@ -95,6 +103,18 @@ class Family:
     factors: dict[str, tuple[str, float | None]] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def absent(self) -> dict[str, Any]:
+        """What stands for absent keys of config.json."""
+        return {
+            "head_dim": self.head_dim,
+            "sliding_window": self.window,
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+            "attention_bias": self.attention_bias,
+            **dict(self.factors.values()),
+        }
 
 
 def _weights(**norms: str) -> dict[str, str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+
+from outrider.compiler.models.config_reader import Keys
 from outrider.compiler.models.families import FAMILIES
 from outrider.plans.errors import CheckpointError
 
@@ -33,16 +37,120 @@ _ADVICE = "give the checkpoint that it was made from, in float32, float16 or bfl
 
 
 @dataclass(frozen=True)
+class WeightGroup:
+    """The weights of the projections that `targets` name: by name, pattern or class. `key` is its place in the file."""
+
+    key: str
+    targets: tuple[str, ...]
+    bits: int
+    symmetric: bool
+    size: int | None = None
+    """Inputs of a group; None where an output is one."""
+
+
+@dataclass(frozen=True)
 class Packing:
     """How a checkpoint packs its quantised weights. With `zeros_less_one` GPTQ stores each zero point less one.
 
     `declared` are settings that its tensors must not contradict, by their keys in the file: `bits`, `group_size`, and
     of GPTQ `sym`, of AWQ `zero_point`. Settings that are absent, or differ between projections, are left out.
+    compressed-tensors declare `groups` instead.
     """
 
     method: Literal["awq", "gptq", "compressed-tensors"]
     zeros_less_one: bool = False
     declared: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[WeightGroup, ...] = ()
+
+
+class _Awq(Keys):
+    layout: Annotated[Literal["gemm"], BeforeValidator(lambda name: str(name).lower())] = Field(
+        "gemm", validation_alias=AliasChoices("version", "checkpoint_format", "format")
+    )
+    bits: Literal[4] = 4
+    group_size: Any = None
+    zero_point: Any = None
+
+    def packing(self, key: str) -> Packing:
+        return Packing("awq", declared=_declared(self, key, "group_size", "zero_point"))
+
+
+class _Gptq(Keys):
+    is_marlin_format: Literal[False] = False
+    layout: Literal["gptq", "gptq_v2"] = Field("gptq", validation_alias=AliasChoices("checkpoint_format", "format"))
+    bits: Literal[4, 8]
+    pack_dtype: Literal["int32"] = "int32"
+    dynamic: Any = None
+    group_size: Any = None
+    sym: Any = None
+
+    def packing(self, key: str) -> Packing:
+        declared = {} if self.dynamic else _declared(self, key, "bits", "group_size", "sym")
+        return Packing("gptq", zeros_less_one=self.layout == "gptq", declared=declared)
+
+
+PATTERN = "re:"
+"""What begins a target that is a regular expression."""
+_Absent = Annotated[None, BeforeValidator(lambda value: value or None)]
+
+
+class _Weights(Keys):
+    type: Literal["int"] = "int"
+    num_bits: Literal[4, 8]
+    strategy: Literal["group", "channel"]
+    symmetric: bool = True
+    group_size: Any = None
+
+
+class _Group(Keys):
+    format: Literal["pack-quantized"] = "pack-quantized"
+    targets: list[str]
+    weights: _Weights
+    input_activations: None = None
+    output_activations: None = None
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> Self:
+        for pattern in (target for target in self.targets if target.startswith(PATTERN)):
+            try:
+                re.compile(pattern.removeprefix(PATTERN))
+            except re.error as error:
+                raise ValueError(f"targets has {pattern!r}, no regular expression: {error}") from None
+        return self
+
+    def named(self, key: str) -> WeightGroup:
+        """Return the group, whose place in the file is `key`."""
+        size = self.weights.group_size
+        size = size if isinstance(size, int) and size > 0 else None
+        return WeightGroup(key, tuple(self.targets), self.weights.num_bits, self.weights.symmetric, size)
+
+
+class _Sparsity(Keys):
+    format: Literal["dense"] = "dense"
+
+
+class _CompressedTensors(Keys):
+    format: Literal["pack-quantized", "mixed-precision"]
+    kv_cache_scheme: _Absent = None
+    transform_config: _Absent = None
+    sparsity_config: _Sparsity = _Sparsity()
+    config_groups: dict[str, _Group] = Field(default_factory=dict)
+
+    def packing(self, key: str) -> Packing:
+        groups = (group.named(f"{key}.config_groups.{name}") for name, group in self.config_groups.items())
+        return Packing("compressed-tensors", groups=tuple(groups))
+
+
+_METHODS: dict[object, type[_Awq | _Gptq | _CompressedTensors]] = {
+    "awq": _Awq,
+    "gptq": _Gptq,
+    "compressed-tensors": _CompressedTensors,
+}
+
+
+def _declared(settings: Keys, key: str, *names: str) -> dict[str, Any]:
+    """Return those of the settings that have a value, by their places in the file."""
+    return {f"{key}.{name}": value for name in names if (value := getattr(settings, name)) is not None}
 
 
 def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
@@ -54,19 +162,19 @@ def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
     key = next((each for each in SETTINGS if raw.get(each)), None)
     if key is None:
         return None
-    settings = _Settings(raw[key], key, path)
-    method = settings.get("quant_method")
-    if method == "awq":
-        return _awq(settings)
-    if method == "gptq":
-        return _gptq(settings)
-    if method == "compressed-tensors":
-        return _compressed_tensors(settings)
+    if not isinstance(raw[key], dict):
+        raise CheckpointError(f"{path}: {key} must be a JSON object, found {raw[key]!r:.60}")
+    method = raw[key].get("quant_method")
     family = FAMILIES.get(str(raw.get("model_type")))
     if method == "mxfp4" and family is not None and family.stacked:
         return None
     kind = _NAMES.get(method, method) if isinstance(method, str) and method else "quantised"
-    raise CheckpointError(f"{path}: this is {_article(kind)} checkpoint ({key}), which is not read; {_READ}: {_ADVICE}")
+    if method not in tuple(_METHODS):
+        raise CheckpointError(
+            f"{path}: this is {_article(kind)} checkpoint ({key}), which is not read; {_READ}: {_ADVICE}"
+        )
+    advice = f"other {kind} checkpoints are not read: {_ADVICE}"
+    return _METHODS[method].read(raw[key], path, key, advice).packing(key)
 
 
 def refuse_quantized_tensors(stored: Iterable[tuple[str, str]], path: Path) -> None:
@@ -97,81 +205,6 @@ def refuse_quantized_tensors(stored: Iterable[tuple[str, str]], path: Path) -> N
     raise CheckpointError(
         f"{path}: this is {_article(kind)} checkpoint by its tensors, which is not read; {_READ}: {_ADVICE}"
     )
-
-
-class _Settings:
-    """Values of the object that describes the quantisation, and errors that name file and key."""
-
-    def __init__(self, values: Any, key: str, path: Path) -> None:
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: {key} must be a JSON object, found {values!r:.60}")
-        self._values, self._key, self._path = values, key, path
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self._values.get(key)
-        return default if value is None else value
-
-    def given(self, *keys: str) -> dict[str, Any]:
-        """Return the values of those of the keys that have one, by the keys' places in the file."""
-        return {f"{self._key}.{key}": value for key in keys if (value := self.get(key)) is not None}
-
-    def part(self, key: str) -> dict[str, _Settings]:
-        """Return the objects in the object under `key`, by name."""
-        values = self.get(key, {})
-        inner = values if isinstance(values, dict) else {}
-        return {name: _Settings(value, f"{self._key}.{key}.{name}", self._path) for name, value in inner.items()}
-
-    def need(self, key: str, value: Any, allowed: tuple[Any, ...], kind: str) -> None:
-        """Raise `CheckpointError` unless `value`, which `key` gives, is one of those `allowed`."""
-        if value in allowed:
-            return
-        choice = " or ".join("absent" if each is None else f"{each}" for each in allowed)
-        raise CheckpointError(
-            f"{self._path}: {self._key}.{key} is {value!r:.60}, and of {kind} checkpoints only those are read where it "
-            f"is {choice}; {_ADVICE}"
-        )
-
-
-def _awq(settings: _Settings) -> Packing:
-    key = next((each for each in ("version", "checkpoint_format", "format") if settings.get(each)), "version")
-    layout = settings.get(key, "gemm")
-    settings.need(key, layout.lower() if isinstance(layout, str) else layout, ("gemm",), "AWQ")
-    settings.need("bits", settings.get("bits", 4), (4,), "AWQ")
-    return Packing("awq", declared=settings.given("group_size", "zero_point"))
-
-
-def _gptq(settings: _Settings) -> Packing:
-    if settings.get("is_marlin_format"):
-        settings.need("is_marlin_format", True, (False,), "GPTQ")
-    key = "checkpoint_format" if settings.get("checkpoint_format") else "format"
-    layout = settings.get(key, "gptq")
-    settings.need(key, layout, ("gptq", "gptq_v2"), "GPTQ")
-    settings.need("bits", settings.get("bits"), BITS, "GPTQ")
-    settings.need("pack_dtype", settings.get("pack_dtype", "int32"), ("int32",), "GPTQ")
-    differing = bool(settings.get("dynamic"))
-    declared = {} if differing else settings.given("bits", "group_size", "sym")
-    return Packing("gptq", zeros_less_one=layout == "gptq", declared=declared)
-
-
-def _compressed_tensors(settings: _Settings) -> Packing:
-    kind, layout = "compressed-tensors", "pack-quantized"
-    settings.need("format", settings.get("format"), (layout, "mixed-precision"), kind)
-    for key in ("kv_cache_scheme", "transform_config"):
-        settings.need(key, settings.get(key) or None, (None,), kind)
-    sparsity = settings.get("sparsity_config", {})
-    settings.need(
-        "sparsity_config", sparsity.get("format", "dense") if isinstance(sparsity, dict) else sparsity, ("dense",), kind
-    )
-    for group in settings.part("config_groups").values():
-        group.need("format", group.get("format", layout), (layout,), kind)
-        for key in ("input_activations", "output_activations"):
-            group.need(key, group.get(key), (None,), kind)
-        values = group.get("weights")
-        weights = _Settings(values if values is not None else {}, f"{group._key}.weights", group._path)
-        weights.need("type", weights.get("type", "int"), ("int",), kind)
-        weights.need("num_bits", weights.get("num_bits"), BITS, kind)
-        weights.need("strategy", weights.get("strategy"), ("group", "channel"), kind)
-    return Packing("compressed-tensors")
 
 
 def _article(kind: str) -> str:

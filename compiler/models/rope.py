@@ -8,54 +8,54 @@ the tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from outrider.compiler.models.config_reader import STRICT, Factor, first_fault
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
-LEAST_ROPE_THETA, MOST_ROPE_THETA = 1.001, 1e12
-"""Accepted bases: frequencies must fall from one dimension to the next, and stay finite in float32."""
-_LEAST = {"factor": 1e-6, "beta_fast": 1e-6, "beta_slow": 1e-6, "attention_factor": 1e-6}
-_MOST = {"factor": 1e12, "original_max_position_embeddings": 1e12}
-_MOST_ELSE = 1e6
 _TABLES = ("short_factor", "long_factor")
-_MOST_DIVISORS = 2**12
 _LEAST_BAND = 1e-6  # least distance between llama3's two factors
-"""Limits of the other settings, far from any in use; within them every table is finite."""
+# Limits far from any in use; within them every table is finite.
+_Stretch = Annotated[float, Field(ge=1e-6, le=1e12)]
+_Weight = Annotated[float, Field(ge=0, le=1e6)]
+_Divisors = Annotated[tuple[_Stretch, ...], Field(max_length=2**12)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RopeScaling:
-    """Scaling of rotary frequencies. Field names are Hugging Face's; `kind` is its `rope_type`, or "divisors"."""
+    """Scaling of rotary frequencies. Field names are Hugging Face's; `kind` is its `rope_type`, or "divisors", which
+    divides each frequency by its own number, as GGUF files have it. Raises `ValueError` for a value out of bounds."""
 
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "divisors"] = "default"
+    factor: _Stretch = 1.0
+    original_max_position_embeddings: Annotated[int, Field(ge=0, le=10**12)] = 0
+    low_freq_factor: _Weight = 1.0
+    high_freq_factor: _Weight = 4.0
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    attention_factor: Factor | None = None
+    mscale: _Weight = 0.0
+    mscale_all_dim: _Weight = 0.0
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    divisors: tuple[float, ...] = ()
+    short_factor: _Divisors = ()
+    long_factor: _Divisors = ()
+    divisors: _Divisors = ()
 
     @classmethod
     def from_huggingface(cls, parameters: Mapping[str, Any]) -> RopeScaling:
         """Read a `rope_scaling` / `rope_parameters` object. Raises `ValueError` with the key at fault."""
         values = {key: value for key, value in parameters.items() if value is not None}
-        older = values.pop("type", None)
-        kind = values.pop("rope_type", older or "default")
-        kind = _OLDER_KINDS.get(kind, kind) if isinstance(kind, str) else kind
-        older = _OLDER_KINDS.get(older, older) if isinstance(older, str) else older
-        if older not in (None, kind):
-            raise ValueError(f"rope scaling's 'rope_type' is {kind!r} and its older spelling 'type' is {older!r}")
+        kinds = [_older(values.pop(key)) for key in ("rope_type", "type") if key in values]
+        kind = kinds[0] if kinds else "default"
+        if kinds[1:] not in ([], [kind]):
+            raise ValueError(f"rope scaling's 'rope_type' is {kind!r} and its older spelling 'type' is {kinds[1]!r}")
         if kind not in KINDS:
             raise ValueError(f"rope scaling {kind!r} is not supported; known kinds: {', '.join(KINDS)}")
         known = {f.name for f in fields(cls)} - {"kind", "divisors", *(() if kind == "longrope" else _TABLES)}
@@ -65,26 +65,20 @@ class RopeScaling:
                 f"rope scaling has an unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}. "
                 "Engines differ in what others mean: say what is to hold as target.rope_scaling in the recipe"
             )
-        for key, value in values.items():
-            _check_value(key, value)
         wanted = _TABLES if kind == "longrope" else () if kind == "default" else ("factor",)
-        lacking = next((key for key in wanted if key not in values), None)
+        lacking = next((key for key in wanted if values.get(key) in (None, [])), None)
         if lacking is not None:
             raise ValueError(f"rope scaling {kind!r} needs a {lacking!r}")
-        values |= {key: tuple(map(float, values[key])) for key in _TABLES if key in values}
-        scaling = cls(kind=kind, **values)
+        tables = {key: tuple(values[key]) for key in _TABLES if isinstance(values.get(key), list)}
+        try:
+            scaling = cls(**{"kind": kind, **values, **tables})
+        except ValidationError as error:
+            raise ValueError(f"rope scaling's {first_fault(error)}") from None
         if scaling.high_freq_factor - scaling.low_freq_factor < _LEAST_BAND:
             raise ValueError("rope scaling's 'high_freq_factor' must be greater than 'low_freq_factor'")
         if kind in ("llama3", "yarn", "longrope") and scaling.original_max_position_embeddings <= 0:
             raise ValueError(f"rope scaling {kind!r} needs 'original_max_position_embeddings'")
         return scaling
-
-    @classmethod
-    def from_divisors(cls, divisors: tuple[float, ...]) -> RopeScaling:
-        """Return the scaling that divides each frequency by its own number, as GGUF files have it. Raises `ValueError`
-        for a divisor that is out of bounds."""
-        _check_divisors(divisors)
-        return cls(kind="divisors", divisors=divisors)
 
     def for_context(self, context: int) -> RopeScaling:
         """Return the scaling of sequences of up to `context` tokens.
@@ -108,34 +102,12 @@ class RopeScaling:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
 
-_OLDER_KINDS = {"su": "longrope"}
+def _older(kind: object) -> object:
+    """Return the present name of a kind."""
+    return "longrope" if kind == "su" else kind
 
 
-def _check_divisors(divisors: Sequence[object]) -> None:
-    least, most = _LEAST["factor"], _MOST["factor"]
-    for divisor in divisors:
-        if not isinstance(divisor, int | float) or isinstance(divisor, bool) or not least <= divisor <= most:
-            raise ValueError(f"a divisor of a rotary frequency is {divisor!r}, and must be from {least:g} to {most:g}")
-
-
-def _check_value(key: str, value: object) -> None:
-    if key in _TABLES:
-        if not isinstance(value, list | tuple) or not 0 < len(value) <= _MOST_DIVISORS:
-            raise ValueError(f"rope scaling's {key!r} must be a list of numbers, found {value!r:.60}")
-        return _check_divisors(value)
-    if key == "truncate":
-        if not isinstance(value, bool):
-            raise ValueError(f"rope scaling's {key!r} must be true or false, found {value!r}")
-        return None
-    wanted = int if key == "original_max_position_embeddings" else int | float
-    least, most = _LEAST.get(key, 0), _MOST.get(key, _MOST_ELSE)
-    if not isinstance(value, wanted) or isinstance(value, bool) or not least <= value <= most:
-        noun = "an integer" if wanted is int else "a number"
-        raise ValueError(f"rope scaling's {key!r} must be {noun} from {least:g} to {most:g}, found {value!r:.60}")
-    return None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Rope:
     """A rotation: the base of its frequencies, their scaling, and how many numbers of a head are rotated."""
 

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.compiler.block_checkpoint import load_block, read_block_config
+from outrider.compiler.block_checkpoint import open_block
 from outrider.compiler.models.block import BlockHead
-from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.block_config import BlockConfig
+from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.rope import rope_tables
 from outrider.plans.errors import CheckpointError
@@ -25,6 +26,18 @@ LAYOUTS: tuple[Layout, ...] = ("zlab", "jetspec", "deepspec", "speculators-dflas
 HIDDEN, VOCAB, MASK = 16, 60, 59
 Q, K = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
 UP = "layers.1.mlp.up_proj.weight"
+
+
+def read_block_config(path: Path, target: DecoderConfig) -> BlockConfig:
+    return open_block(path, target).config
+
+
+def load_block(path: Path, target: DecoderConfig, dtype: WeightType = "float32") -> BlockHead:
+    return open_block(path, target).load(dtype)
+
+
+def defer_block(path: Path, target: DecoderConfig, dtype: WeightType = "float32") -> BlockHead:
+    return open_block(path, target).defer(dtype)
 
 
 def write_block(
@@ -257,9 +270,8 @@ class KeptContext:
 
 
 def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
-    """Reading `folder` and loading it both fail, with one sentence that holds every part."""
-    for read in (read_block_config, load_block):
-        with pytest.raises(CheckpointError) as error:
-            read(folder, target or target_config())
-        for part in parts:
-            assert part in str(error.value)
+    """The head in `folder` is refused, with one sentence that holds every part."""
+    with pytest.raises(CheckpointError) as error:
+        open_block(folder, target or target_config())
+    for part in parts:
+        assert part in str(error.value), str(error.value)

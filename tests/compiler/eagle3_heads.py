@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
-from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.eagle3_checkpoint import open_eagle3
+from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides
 from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
 
@@ -23,6 +25,23 @@ SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 WIDE: dict[str, Any] = {"target_hidden": 32, "intermediate": 64}
 """Sizes of a head for `target_config(hidden=32)`, all projections of which have a multiple of 32 inputs."""
 Q, K, V, O = (f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo")  # noqa: E741
+
+
+GIVEN = Eagle3Overrides()
+
+
+def read_eagle3_config(path: Path, target: DecoderConfig, given: Eagle3Overrides = GIVEN) -> Eagle3Config:
+    return open_eagle3(path, target, given).config
+
+
+def load_eagle3(
+    path: Path, target: DecoderConfig, dtype: WeightType = "float32", given: Eagle3Overrides = GIVEN
+) -> Eagle3Head:
+    return open_eagle3(path, target, given).load(dtype)
+
+
+def defer_eagle3(path: Path, target: DecoderConfig, dtype: WeightType = "float32") -> Eagle3Head:
+    return open_eagle3(path, target).defer(dtype)
 
 
 def target_config(*, layers: int = 8, hidden: int = 16, vocab: int = 60) -> DecoderConfig:
@@ -156,8 +175,13 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 def change_config(folder: Path, **values: object) -> None:
+    """Change keys of config.json, and keys of objects in it; None removes a key."""
     config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+    raw = json.loads(config.read_text())
+    for key, value in values.items():
+        inside = raw[key] | value if isinstance(value, dict) and isinstance(raw.get(key), dict) else value
+        raw[key] = {k: v for k, v in inside.items() if v is not None} if isinstance(inside, dict) else inside
+    config.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
 def _store(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -168,9 +192,8 @@ def _store(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
-    """Reading `folder` and loading it both fail, with one sentence that holds every part."""
-    for read in (read_eagle3_config, load_eagle3):
-        with pytest.raises(CheckpointError) as error:
-            read(folder, target or target_config())
-        for part in parts:
-            assert part in str(error.value)
+    """The head in `folder` is refused, with one sentence that holds every part."""
+    with pytest.raises(CheckpointError) as error:
+        open_eagle3(folder, target or target_config())
+    for part in parts:
+        assert part in str(error.value), str(error.value)

@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.compiler.block_checkpoint import defer_block, load_block
 from outrider.compiler.deferred import deferred
 from outrider.compiler.models.block_config import Confidence, Markov
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.compiler.models.rope import RopeScaling
 
-from .block_heads import HIDDEN, MASK, VOCAB, KeptContext, random_target, write_block
+from .block_heads import HIDDEN, MASK, VOCAB, KeptContext, defer_block, load_block, random_target, write_block
 from .eagle3_heads import target_config
 from .packed_heads import TABLES, pack_head
 

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.compiler.block_checkpoint import defer_block, load_block
 from outrider.compiler.deferred import deferred
 from outrider.compiler.models.config import WeightType
 from outrider.compiler.models.drafting import BlockDraft
 
-from .block_heads import HIDDEN, LAYOUTS, UP, VOCAB, K, KeptContext, Layout, Q, random_target, refused, write_block
+from .block_heads import (
+    HIDDEN,
+    LAYOUTS,
+    UP,
+    VOCAB,
+    K,
+    KeptContext,
+    Layout,
+    Q,
+    defer_block,
+    load_block,
+    random_target,
+    refused,
+    write_block,
+)
 from .eagle3_heads import PICKLED, SAFETENSORS, change, target_config
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
@@ -126,37 +140,18 @@ def test_what_speculators_trains_against_is_let_pass(tmp_path: Path) -> None:
     assert torch.equal(head.lm_head.weight, tensors["lm_head.weight"].T)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [UP, Q, K, "fc.weight", "hidden_norm.weight", "norm.weight"])
-def test_missing_tensor_is_named_with_its_shape(name: str, layout: Layout, tmp_path: Path) -> None:
-    tensors = write_block(tmp_path, layout=layout)
-    change(tmp_path, lambda stored: stored.pop(name))
-    shape = list(tensors[name].shape)
-    refused(tmp_path, f"{tmp_path / SAFETENSORS}: tensor '{name}' is missing", f"shape {shape}", "complete checkpoint")
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        ("deepspec", "embed_tokens.weight"),
-        ("deepspec", "lm_head.weight"),
-        ("deepspec", W1),
-        ("deepspec", "markov_head.gate_proj.bias"),
-        ("deepspec", "confidence_head.proj.weight"),
-        ("speculators-dspark", "lm_head.weight"),
-        ("speculators-dspark", W2),
-        ("speculators-dspark", "confidence_head.proj.bias"),
-    ],
-)
-def test_missing_tensor_of_a_part_is_named(layout: Layout, name: str, tmp_path: Path) -> None:
-    write_block(tmp_path, layout=layout, markov=("gated", 6), confidence="markov")
-    change(tmp_path, lambda stored: stored.pop(name))
-    refused(tmp_path, f"tensor '{name}' is missing")
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
+HEADS = {"markov": ("rnn", 6), "confidence": "markov"}
+SPECULATORS = "speculators-dspark"
+CASES: list[tuple[str, str, tuple[int, ...] | torch.dtype | None, tuple[str, ...]]] = [
+    *((layout, name, None, (f"{SAFETENSORS}: tensor '{name}' is missing", "shape [", "complete checkpoint"))
+      for layout in ("zlab", SPECULATORS) for name in (UP, Q, K, "fc.weight", "hidden_norm.weight", "norm.weight")),
+    *(("deepspec", name, None, (f"tensor '{name}' is missing",)) for name in (
+        "embed_tokens.weight", "lm_head.weight", W1, "markov_head.joint_proj.bias", "confidence_head.proj.weight",
+    )),
+    *((SPECULATORS, name, None, (f"tensor '{name}' is missing",)) for name in (
+        "lm_head.weight", W2, "confidence_head.proj.bias",
+    )),
+    *((layout, name, (32,), (f"tensor '{name}' is unexpected", "head in ", "config.json")) for layout, name in (
         *((layout, "layers.2.mlp.up_proj.weight") for layout in LAYOUTS),
         *((layout, "layers.0.self_attn.q_proj.bias") for layout in LAYOUTS),
         ("zlab", "embed_tokens.weight"),
@@ -164,21 +159,13 @@ def test_missing_tensor_of_a_part_is_named(layout: Layout, name: str, tmp_path: 
         ("zlab", "d2t"),
         ("jetspec", "hidden_dim_adapter.proj.weight"),
         ("deepspec", "t2d"),
-        ("deepspec", W1),
+        ("speculators-dflash", W1),
         ("deepspec", "verifier_norm.weight"),
         ("speculators-dflash", "confidence_head.proj.weight"),
         ("speculators-dflash", "layers.0.self_attn.qkv_proj.weight"),
-    ],
-)
-def test_unknown_tensor_is_named(layout: Layout, name: str, tmp_path: Path) -> None:
-    write_block(tmp_path, layout=layout)
-    change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(32)}))
-    refused(tmp_path, f"tensor '{name}' is unexpected", "head in ", "config.json")
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
+    )),
+    *((SPECULATORS, name, shape, (f"tensor '{name}' has shape {list(shape)}", f"asks for {wanted}"))
+      for name, shape, wanted in (
         ("fc.weight", (16, 32), "[16, 48]"),
         ("hidden_norm.weight", (17,), "[16]"),
         (Q, (64, 16), "[32, 16]"),
@@ -189,18 +176,24 @@ def test_unknown_tensor_is_named(layout: Layout, name: str, tmp_path: Path) -> N
         ("markov_head.joint_proj.weight", (18, 22), "[18, 28]"),
         ("confidence_head.proj.weight", (1, 16), "[1, 22]"),
         ("d2t", (24,), "[25]"),
-    ],
-)
-def test_wrong_shape_names_both_shapes(name: str, shape: tuple[int, ...], expected: str, tmp_path: Path) -> None:
-    write_block(tmp_path, layout="speculators-dspark", draft_vocab=25, markov=("rnn", 6), confidence="markov")
-    change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(shape, dtype=tensors[name].dtype)}))
-    refused(tmp_path, f"tensor '{name}' has shape {list(shape)}", f"asks for {expected}")
+    )),
+    ("zlab", UP, torch.int8, (f"tensor '{UP}' is stored as I8, expected F64, F32, F16, BF16",)),
+]  # fmt: skip
 
 
-def test_wrong_type_names_both_types(tmp_path: Path) -> None:
-    write_block(tmp_path)
-    change(tmp_path, lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))
-    refused(tmp_path, f"tensor '{UP}' is stored as I8, expected F64, F32, F16, BF16")
+@pytest.mark.parametrize(("layout", "name", "edit", "words"), CASES)
+def test_what_is_wrong_with_a_tensor_is_named(
+    layout: Layout, name: str, edit: tuple[int, ...] | torch.dtype | None, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    heads: Any = HEADS if layout in ("deepspec", SPECULATORS) else {}
+    stored = write_block(tmp_path, layout=layout, draft_vocab=25 if layout == SPECULATORS else None, **heads)
+    if edit is None:
+        change(tmp_path, lambda tensors: tensors.pop(name))
+    else:
+        found = stored.get(name, torch.zeros(1))
+        value = found.to(edit) if isinstance(edit, torch.dtype) else torch.zeros(edit, dtype=found.dtype)
+        change(tmp_path, lambda tensors: tensors.update({name: value}))
+    refused(tmp_path, *words)
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.compiler.block_checkpoint import load_block
 from outrider.compiler.export import export_draft
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.plans import names
 from outrider.plans.manifest import Tree
 
-from .block_heads import MASK, VOCAB, KeptContext, random_target, write_block
+from .block_heads import MASK, VOCAB, KeptContext, load_block, random_target, write_block
 from .eagle3_heads import target_config
 from .grouped_attention import CUDA, in_float32, norms_outside
 from .test_draft_graph import CPU, RTX, DraftEngine, grow

@@ -7,30 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.compiler.block_checkpoint import load_block, read_block_config
 from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov
 from outrider.compiler.models.eagle3_config import Taps
 from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
 
-from .block_heads import LAYOUTS, MASK, Layout, refused, write_block
+from .block_heads import LAYOUTS, MASK, Layout, load_block, read_block_config, refused, write_block
 from .eagle3_heads import change_config, target_config
 
 FROM_ANCHOR = {"deepspec", "speculators-dspark"}
-
-
-def change_part(folder: Path, part: str, **values: object) -> None:
-    """Change an object in config.json; None removes a key."""
-    config = folder / "config.json"
-    raw = json.loads(config.read_text())
-    raw[part] = {key: value for key, value in (raw[part] | values).items() if value is not None}
-    config.write_text(json.dumps(raw))
-
-
-def remove_keys(folder: Path, *keys: str) -> None:
-    config = folder / "config.json"
-    raw = json.loads(config.read_text())
-    config.write_text(json.dumps({key: value for key, value in raw.items() if key not in keys}))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -109,234 +94,135 @@ class TestTaps:
         self, layers: int, expected: tuple[int, ...], tmp_path: Path
     ) -> None:
         write_block(tmp_path, layers=layers, streams=expected, num_target_layers=12)
-        change_part(tmp_path, "dflash_config", target_layer_ids=None)
+        change_config(tmp_path, dflash_config={"target_layer_ids": None})
         taps = read_block_config(tmp_path, target_config(layers=12)).taps
         assert taps.layers == expected
         assert taps.reason.endswith("z-lab's default: config.json names none")
 
-    @pytest.mark.parametrize("ids", [[], [1, 1], [-2, 3], [1, 7], [1, 3, "5"], [1, 3.0], 3, [True, 2]])
-    def test_wrong_layers_that_are_left(self, ids: object, tmp_path: Path) -> None:
-        write_block(tmp_path)
-        change_part(tmp_path, "dflash_config", target_layer_ids=ids)
-        refused(
-            tmp_path,
-            "dflash_config.target_layer_ids must be different layers of the target from -1 to 6",
-            f"found {ids!r}; the stream behind the last layer",
-        )
-        write_block(tmp_path, layout="deepspec", target_layer_ids=ids)
-        refused(tmp_path, "target_layer_ids must be different layers of the target from -1 to 6", f"found {ids!r}")
 
-    @pytest.mark.parametrize("ids", [[], [1, 1], [-1, 3], [1, 8], 3])
-    def test_wrong_layers_that_are_entered(self, ids: object, tmp_path: Path) -> None:
-        write_block(tmp_path, layout="speculators-dflash", aux_hidden_state_layer_ids=ids)
-        refused(tmp_path, "aux_hidden_state_layer_ids must be different layers of the target from 0 to 7")
-
-    @pytest.mark.parametrize(
-        ("layout", "key"),
-        [("deepspec", "target_layer_ids"), ("speculators-dflash", "aux_hidden_state_layer_ids")],
-    )
-    def test_absent_layers(self, layout: Layout, key: str, tmp_path: Path) -> None:
-        write_block(tmp_path, layout=layout)
-        remove_keys(tmp_path, key)
-        refused(tmp_path, f"{key} must be different layers", "found None")
-
-
-class TestLayout:
-    @pytest.mark.parametrize(
-        ("values", "sentence"),
-        [
-            ({"architectures": ["Gemma4DSparkModel"]}, "architectures is ['Gemma4DSparkModel']"),
-            ({"architectures": ["Qwen3ForCausalLM"], "dflash_config": None}, "dflash_config is absent"),
-            ({"architectures": None, "dflash_config": None}, "expected speculators_model_type (speculators)"),
-            ({"architectures": ["DFlashDraftModel"], "dflash_config": None}, "['DFlashDraftModel'] with dflash_config"),
-        ],
-    )
-    def test_unknown(self, values: dict[str, object], sentence: str, tmp_path: Path) -> None:
-        write_block(tmp_path)
-        change_config(tmp_path, **values)
-        refused(tmp_path, "config.json: is no block drafter that is read here", sentence)
-
-    @pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle", 3])
-    def test_of_speculators_that_is_no_block_drafter(self, kind: object, tmp_path: Path) -> None:
-        write_block(tmp_path, layout="speculators-dflash", speculators_model_type=kind)
-        refused(tmp_path, f"speculators_model_type is {kind!r}", "'dflash' and 'dspark'")
-
-    def test_without_architectures(self, tmp_path: Path) -> None:
-        write_block(tmp_path)
-        remove_keys(tmp_path, "architectures")
-        assert not read_block_config(tmp_path, target_config()).causal
-
-
-class TestUnknownKeys:
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_at_the_top(self, layout: Layout, tmp_path: Path) -> None:
-        write_block(tmp_path, layout=layout, embedding_scale=2.0)
-        refused(tmp_path, "config.json: embedding_scale is 2.0, a key that is not known here", "remove the key if it")
-
-    @pytest.mark.parametrize(
-        ("layout", "part"), [("zlab", "dflash_config"), ("speculators-dspark", "transformer_layer_config")]
-    )
-    def test_within(self, layout: Layout, part: str, tmp_path: Path) -> None:
-        write_block(tmp_path, layout=layout)
-        change_part(tmp_path, part, attention_sinks=True)
-        refused(tmp_path, f"config.json: {part}.attention_sinks is True, a key that is not known here")
-
-    @pytest.mark.parametrize(
-        ("layout", "key", "value"),
-        [
-            ("zlab", "markov_rank", 6),
-            ("zlab", "mask_token_id", 3),
-            ("deepspec", "dflash_config", {"causal_head": True}),
-            ("deepspec", "sample_from_anchor", False),
-            ("deepspec", "draft_vocab_size", 25),
-            ("speculators-dflash", "markov_rank", 6),
-            ("speculators-dflash", "enable_confidence_head", True),
-            ("speculators-dspark", "dflash_config", {"causal_head": True}),
-        ],
-    )
-    def test_of_another_layout(self, layout: Layout, key: str, value: object, tmp_path: Path) -> None:
-        write_block(tmp_path, layout=layout)
-        change_config(tmp_path, **{key: value})
-        refused(tmp_path, f"config.json: {key} is {value!r}, a key that is not known here")
-
-    def test_with_nothing_in_them_are_let_pass(self, tmp_path: Path) -> None:
-        write_block(tmp_path)
-        change_config(tmp_path, embedding_scale=None)
-        read_block_config(tmp_path, target_config())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"model_type": "gemma3"}, "model_type is 'gemma3'; the layers of"),
-        ({"model_type": None}, "model_type is None"),
-        ({"hidden_size": 32}, "hidden_size is 32, but the target's is 16; give a drafter that was trained for"),
-        ({"vocab_size": 61}, "vocab_size is 61, but the target's is 60; give a drafter that was trained for this"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window is on; sliding-window attention cannot be compiled"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'; only"),
-        ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
-        ({"head_dim": 7}, "head_dim is 7; rotary positions need an even head_dim"),
-        ({"head_dim": 16}, "asks for"),
-        ({"intermediate_size": 48}, "asks for [16, 48]"),
-        ({"num_hidden_layers": 3}, "tensor 'layers.2."),
-        ({"num_hidden_layers": 1}, "tensor 'layers.1."),
-        ({"attention_bias": True}, "bias'"),
-        ({"attention_bias": "yes"}, "attention_bias must be true or false, found 'yes'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
-        ({"rope_theta": -1}, "rope_theta must be a number"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ],
-)
-def test_wrong_geometry_names_the_key(layout: Layout, values: dict[str, object], sentence: str, tmp_path: Path) -> None:
-    write_block(tmp_path, layout=layout)
-    if layout.startswith("speculators"):
-        change_part(tmp_path, "transformer_layer_config", **values)
-    else:
-        change_config(tmp_path, **values)
-    refused(tmp_path, str(tmp_path), sentence)
-
-
-@pytest.mark.parametrize(
-    ("layout", "values", "sentence"),
-    [
-        ("zlab", {"block_size": 0}, "block_size must be a positive integer, found 0"),
-        ("zlab", {"block_size": None}, "block_size must be a positive integer, found None"),
-        ("zlab", {"block_size": 2000}, "block_size is 2000; at most 1024"),
-        ("zlab", {"block_size": 1}, "block_size is 1; such a block drafts nothing below 2"),
-        ("zlab", {"dflash_config": [1]}, "dflash_config must be a JSON object, found [1]"),
-        ("zlab", {"num_target_layers": 36}, "num_target_layers is 36, but the target has 8 layers"),
-        *(
-            (
-                layout,
-                {"quantization_config": {"quant_method": "fp8"}},
-                "this is an FP8 checkpoint (quantization_config)",
-            )
-            for layout in LAYOUTS
-        ),
-        (
-            "speculators-dflash",
-            {"compression_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
-            "compression_config.format is 'marlin-24', and of compressed-tensors checkpoints only those are read",
-        ),
-        ("deepspec", {"block_size": "7"}, "block_size must be a positive integer, found '7'"),
-        ("deepspec", {"num_target_layers": 36}, "num_target_layers is 36, but the target has 8 layers"),
-        ("deepspec", {"mask_token_id": 60}, "mask_token_id must be a token from 0 to 59, found 60"),
-        ("deepspec", {"mask_token_id": None}, "mask_token_id must be a token from 0 to 59, found None"),
-        ("deepspec", {"markov_rank": -1}, "markov_rank must be a number from 0 to 65536, found -1"),
-        ("deepspec", {"markov_rank": None}, "markov_rank must be a number from 0 to 65536, found None"),
-        (
-            "deepspec",
-            {"markov_rank": 6, "markov_head_type": "lstm"},
-            "markov_head_type is 'lstm'; known kinds: vanilla",
-        ),
-        ("deepspec", {"markov_rank": 6}, "markov_head_type is None; known kinds: vanilla, gated, rnn"),
-        ("deepspec", {"enable_confidence_head": None}, "enable_confidence_head must be true or false, and is absent"),
-        ("deepspec", {"enable_confidence_head": 1}, "enable_confidence_head must be true or false, found 1"),
-        (
-            "deepspec",
-            {"enable_confidence_head": True, "confidence_head_with_markov": None},
-            "confidence_head_with_markov must be true or false, and is absent",
-        ),
-        (
-            "deepspec",
-            {"enable_confidence_head": True, "confidence_head_with_markov": True},
-            "confidence_head_with_markov is on, but markov_rank is 0",
-        ),
-        ("speculators-dflash", {"transformer_layer_config": None}, "transformer_layer_config must be a JSON object"),
-        ("speculators-dflash", {"draft_vocab_size": 61}, "draft_vocab_size 61 is greater than vocab_size 60"),
-        ("speculators-dflash", {"draft_vocab_size": None}, "draft_vocab_size must be a positive integer, found None"),
-        ("speculators-dflash", {"mask_token_id": None}, "mask_token_id must be a token from 0 to 59, found None"),
-        ("speculators-dflash", {"sample_from_anchor": 1}, "sample_from_anchor must be true or false, found 1"),
-        ("speculators-dflash", {"target_hidden_size": 32}, "target_hidden_size is 32 and hidden_size is 16"),
-        ("speculators-dflash", {"speculators_config": 3}, "speculators_config must be a JSON object, found 3"),
-        (
-            "speculators-dflash",
-            {"speculators_config": {"algorithm": "eagle3"}},
-            "speculators_config.algorithm is 'eagle3' and speculators_model_type is 'dflash'",
-        ),
-        (
-            "speculators-dflash",
-            {"speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]}},
-            "proposal_methods[0].speculative_tokens is 5, but a block of 5 drafts 4, as sample_from_anchor is off",
-        ),
-        (
-            "speculators-dspark",
-            {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False},
-            "markov_head_type is 'rnn' and sample_from_anchor is off; the state of such a head also passes through",
-        ),
-    ],
-)
-def test_wrong_drafting_names_the_key(layout: Layout, values: dict[str, object], sentence: str, tmp_path: Path) -> None:
-    write_block(tmp_path, layout=layout)
-    change_config(tmp_path, **values)
-    refused(tmp_path, "config.json: ", sentence)
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"mask_token_id": True}, "dflash_config.mask_token_id must be a token from 0 to 59, found True"),
-        ({"mask_token_id": None}, "dflash_config.mask_token_id must be a token from 0 to 59, found None"),
-        ({"causal_head": "yes"}, "causal_head must be true or false, found 'yes'"),
-        ({"block_size": 6}, "block_size is 5 and dflash_config.block_size is 6; remove the wrong one"),
-        ({"target_hidden_size": 32}, "dflash_config.target_hidden_size is 32 and hidden_size is 16; heads of another"),
-    ],
-)
-def test_wrong_dflash_config_names_the_key(values: dict[str, object], sentence: str, tmp_path: Path) -> None:
+def test_without_architectures(tmp_path: Path) -> None:
     write_block(tmp_path)
-    change_part(tmp_path, "dflash_config", **values)
-    refused(tmp_path, "config.json: ", sentence)
+    change_config(tmp_path, architectures=None)
+    assert not read_block_config(tmp_path, target_config()).causal
+
+
+def test_an_unknown_key_with_nothing_in_it_is_let_pass(tmp_path: Path) -> None:
+    write_block(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"embedding_scale": None}))
+    read_block_config(tmp_path, target_config())
+
+
+NESTED, DECODER, TYPE, ABOUT = (
+    "dflash_config",
+    "transformer_layer_config",
+    "speculators_model_type",
+    "speculators_config",
+)
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+UNKNOWN = "a key that is not known here and could change what the drafter computes"
+GEOMETRY: list[tuple[dict[str, object], str]] = [
+    ({"model_type": "gemma3"}, "model_type is 'gemma3'; the layers of"),
+    ({"model_type": None}, "model_type is None"),
+    ({"hidden_size": 32}, "hidden_size is 32, but the target's is 16; give a drafter that was trained for"),
+    ({"vocab_size": 61}, "vocab_size is 61, but the target's is 60; give a drafter that was trained for this"),
+    ({"hidden_act": "gelu"}, "hidden_act must be 'silu', found 'gelu'"),
+    ({"use_sliding_window": True}, "use_sliding_window must be False, found True"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "found 'sliding_attention'"),
+    ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
+    ({"head_dim": 7}, "head_dim is 7; rotary positions need an even head_dim"),
+    ({"head_dim": 16}, "asks for"),
+    ({"intermediate_size": 48}, "asks for [16, 48]"),
+    ({"num_hidden_layers": 3}, "tensor 'layers.2."),
+    ({"num_hidden_layers": 1}, "tensor 'layers.1."),
+    ({"attention_bias": True}, "bias'"),
+    ({"attention_bias": "yes"}, "attention_bias must be true or false, found 'yes'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+    ({"rope_theta": -1}, "rope_theta must be at least 1.001, found -1"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be at least 1.0, found 0.5"),
+]
+DFLASH, DSPARK = "speculators-dflash", "speculators-dspark"
+CASES: list[tuple[str, dict[str, object], str]] = [
+    *(("zlab", edit, words) for edit, words in GEOMETRY),
+    *((DSPARK, {DECODER: edit}, words) for edit, words in GEOMETRY),
+    *((layout, FP8, "this is an FP8 checkpoint (quantization_config)") for layout in LAYOUTS),
+    *((layout, {"embedding_scale": 2.0}, f"embedding_scale is 2.0, {UNKNOWN}") for layout in LAYOUTS),
+    *(("zlab", {NESTED: {"target_layer_ids": ids}}, f"{NESTED}.target_layer_ids must be different layers of the target "
+       f"from -1 to 6, found {ids}; the stream after the last layer") for ids in ([], [1, 1], [-2, 3], [1, 7])),
+    ("zlab", {NESTED: {"target_layer_ids": [1, 3, "5"]}}, "target_layer_ids.2 must be a whole number, found '5'"),
+    ("zlab", {NESTED: {"target_layer_ids": [True, 2]}}, "target_layer_ids.0 must be a whole number, found True"),
+    ("zlab", {NESTED: {"target_layer_ids": 3}}, "target_layer_ids must be a list, found 3"),
+    ("deepspec", {"target_layer_ids": [1, 7]}, "must be different layers of the target from -1 to 6, found [1, 7]"),
+    ("deepspec", {"target_layer_ids": None}, "target_layer_ids is missing; add it"),
+    *((DFLASH, {"aux_hidden_state_layer_ids": ids}, "must be different layers of the target from 0 to 7")
+      for ids in ([], [1, 1], [-1, 3], [1, 8])),
+    (DFLASH, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing; add it"),
+    ("zlab", {"architectures": ["Gemma4DSparkModel"]}, "architectures is ['Gemma4DSparkModel']"),
+    ("zlab", {"architectures": ["Qwen3ForCausalLM"], NESTED: None}, "is no block drafter that is read here"),
+    ("zlab", {"architectures": None, NESTED: None}, "expected speculators_model_type (speculators)"),
+    *((DFLASH, {TYPE: kind}, f"{TYPE} is {kind!r}; block drafters of speculators are 'dflash'") for kind in ("mtp", 3)),
+    ("zlab", {NESTED: {"attention_sinks": True}}, f"{NESTED}.attention_sinks is True, {UNKNOWN}"),
+    (DSPARK, {DECODER: {"attention_sinks": True}}, f"{DECODER}.attention_sinks is True, {UNKNOWN}"),
+    ("zlab", {"markov_rank": 6}, UNKNOWN),
+    ("zlab", {"mask_token_id": 3}, UNKNOWN),
+    ("deepspec", {NESTED: {"causal_head": True}}, UNKNOWN),
+    ("deepspec", {"sample_from_anchor": False}, UNKNOWN),
+    ("deepspec", {"draft_vocab_size": 25}, UNKNOWN),
+    (DFLASH, {"markov_rank": 6}, UNKNOWN),
+    (DFLASH, {"enable_confidence_head": True}, UNKNOWN),
+    (DSPARK, {NESTED: {"causal_head": True}}, UNKNOWN),
+    ("zlab", {"block_size": 0}, "block_size must be greater than 0, found 0"),
+    ("zlab", {"block_size": None}, "block_size is missing; add it"),
+    ("zlab", {"block_size": 2000}, "block_size must be at most 1024, found 2000"),
+    ("zlab", {"block_size": 1}, "block_size is 1; such a block drafts nothing below 2"),
+    ("zlab", {NESTED: [1]}, f"{NESTED} must be a mapping of keys to values, found [1]"),
+    ("zlab", {"num_target_layers": 36}, "num_target_layers is 36, but the target's is 8"),
+    ("zlab", {NESTED: {"mask_token_id": True}}, f"{NESTED}.mask_token_id must be a whole number, found True"),
+    ("zlab", {NESTED: {"mask_token_id": None}}, f"{NESTED}.mask_token_id is missing; add it"),
+    ("zlab", {NESTED: {"causal_head": "yes"}}, f"{NESTED}.causal_head must be true or false, found 'yes'"),
+    ("zlab", {NESTED: {"block_size": 6}}, f"block_size is 5 and {NESTED}.block_size is 6; remove the wrong one"),
+    ("zlab", {NESTED: {"target_hidden_size": 32}}, "target_hidden_size is 32 and hidden_size is 16; heads of another"),
+    ("deepspec", {"block_size": "7"}, "block_size must be a whole number, found '7'"),
+    ("deepspec", {"num_target_layers": 36}, "num_target_layers is 36, but the target's is 8"),
+    ("deepspec", {"mask_token_id": 60}, "mask_token_id must be a token from 0 to 59, found 60"),
+    ("deepspec", {"mask_token_id": None}, "mask_token_id is missing; add it"),
+    ("deepspec", {"markov_rank": -1}, "markov_rank must be at least 0, found -1"),
+    ("deepspec", {"markov_rank": None}, "markov_rank is missing; add it"),
+    ("deepspec", {"markov_rank": 6, "markov_head_type": "lstm"}, "must be 'vanilla', 'gated' or 'rnn', found 'lstm'"),
+    ("deepspec", {"markov_rank": 6}, "markov_head_type is missing, and markov_rank is not 0"),
+    ("deepspec", {"enable_confidence_head": None}, "enable_confidence_head is missing; add it"),
+    ("deepspec", {"enable_confidence_head": 1}, "enable_confidence_head must be true or false, found 1"),
+    ("deepspec", {"enable_confidence_head": True, "confidence_head_with_markov": None}, "with_markov is missing; give"),
+    ("deepspec", {"enable_confidence_head": True, "confidence_head_with_markov": True}, "is on, but markov_rank is 0"),
+    (DFLASH, {"compression_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
+     "compression_config.format must be 'pack-quantized' or 'mixed-precision', found 'marlin-24'"),
+    (DFLASH, {DECODER: None}, f"{DECODER} is missing; add it"),
+    (DFLASH, {"draft_vocab_size": 61}, "draft_vocab_size 61 is greater than vocab_size 60"),
+    (DFLASH, {"draft_vocab_size": None}, "draft_vocab_size is missing; add it"),
+    (DFLASH, {"sample_from_anchor": 1}, "sample_from_anchor must be true or false, found 1"),
+    (DFLASH, {"target_hidden_size": 32}, "target_hidden_size is 32 and hidden_size is 16"),
+    (DFLASH, {ABOUT: 3}, f"{ABOUT} must be a mapping of keys to values, found 3"),
+    (DFLASH, {ABOUT: {"algorithm": "eagle3"}}, f"{ABOUT}.algorithm is 'eagle3' and {TYPE} is 'dflash'"),
+    (DFLASH, {ABOUT: {"proposal_methods": [{"speculative_tokens": 5}]}},
+     "proposal_methods[0].speculative_tokens is 5, but a block of 5 drafts 4, as sample_from_anchor is off"),
+    (DSPARK, {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False},
+     "markov_head_type is 'rnn' and sample_from_anchor is off; the state of such a head also passes through"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "edit", "words"), CASES)
+def test_what_is_wrong_is_named(layout: Layout, edit: dict[str, object], words: str, tmp_path: Path) -> None:
+    write_block(tmp_path, layout=layout)
+    change_config(tmp_path, **edit)
+    refused(tmp_path, str(tmp_path), words)
 
 
 def test_block_size_within_dflash_config(tmp_path: Path) -> None:
     """Where newer heads of z-lab have it."""
     write_block(tmp_path)
-    change_part(tmp_path, "dflash_config", block_size=5)
+    change_config(tmp_path, dflash_config={"block_size": 5})
     assert read_block_config(tmp_path, target_config()).block_size == 5
-    change_part(tmp_path, "dflash_config", block_size=9)
-    remove_keys(tmp_path, "block_size")
+    change_config(tmp_path, dflash_config={"block_size": 9}, block_size=None)
     assert read_block_config(tmp_path, target_config()).block_size == 9
 
 
@@ -357,7 +243,8 @@ def test_sampling_from_the_anchor_is_speculators_default_for_dspark_alone(tmp_pa
 
 def test_absent_keys_of_a_dspark_head_mean_what_speculators_means(tmp_path: Path) -> None:
     write_block(tmp_path, layout="speculators-dspark", markov=("vanilla", 256), confidence="markov")
-    remove_keys(tmp_path, "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    absent = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    change_config(tmp_path, **dict.fromkeys(absent))
     config = load_block(tmp_path, target_config()).config
     assert (config.markov, config.confidence) == (Markov("vanilla", 256), Confidence.HIDDEN_AND_MARKOV)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.deferred import defer, deferred
-from outrider.compiler.eagle3_checkpoint import defer_eagle3, load_eagle3
 from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.export import export_draft, export_target
 from outrider.compiler.lowering import lower
@@ -34,6 +33,8 @@ from outrider.compiler.weights import Weights
 from outrider.plans.errors import CheckpointError
 from outrider.plans.manifest import Tree
 from outrider.plugins.quant_layout import QuantLayout, unpack
+
+from .eagle3_heads import defer_eagle3, load_eagle3
 
 CPU, CAPACITY = "onnxruntime-cpu", 32
 FORMS = [None, WeightForm(4, 8)]

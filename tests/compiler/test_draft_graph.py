@@ -16,7 +16,6 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from numpy.typing import NDArray
 
 from outrider.compiler.checkpoint import load_decoder
-from outrider.compiler.eagle3_checkpoint import load_eagle3
 from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.export import export_draft
 from outrider.compiler.lowering import lower
@@ -34,6 +33,8 @@ from outrider.plugins.schemas import SCHEMAS
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
 from tests.cpu_session import cpu_session
+
+from .eagle3_heads import load_eagle3
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
 CAPACITY = 256

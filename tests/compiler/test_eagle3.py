@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.compiler.deferred import deferred
-from outrider.compiler.eagle3_checkpoint import defer_eagle3, load_eagle3
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.rope import rope_tables
 
-from .eagle3_heads import LAYOUTS, K, Layout, O, Q, V, target_config, write_eagle3
+from .eagle3_heads import LAYOUTS, K, Layout, O, Q, V, defer_eagle3, load_eagle3, target_config, write_eagle3
 from .packed_heads import pack_head
 
 Array = NDArray[np.float64]

@@ -13,10 +13,20 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from outrider.compiler.deferred import deferred
-from outrider.compiler.eagle3_checkpoint import defer_eagle3, load_eagle3, read_eagle3_config
 from outrider.compiler.models.eagle3_config import Eagle3Overrides
 
-from .eagle3_heads import SAFETENSORS, WIDE, change, change_config, refused, target_config, write_eagle3
+from .eagle3_heads import (
+    SAFETENSORS,
+    WIDE,
+    change,
+    change_config,
+    defer_eagle3,
+    load_eagle3,
+    read_eagle3_config,
+    refused,
+    target_config,
+    write_eagle3,
+)
 from .packed_heads import pack_head
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -70,21 +80,6 @@ def test_a_packed_head_is_the_one_that_others_write(bits: int, tmp_path: Path) -
     assert sum(source is not None and source.bits == bits for source in kept) == 9
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_a_description_of_weights_inside_the_layers_is_named(key: str, tmp_path: Path) -> None:
-    """As where the verifier's own configuration was copied there."""
-    write_speculators(tmp_path)
-    inner = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
-    change_config(tmp_path, transformer_layer_config=inner | {key: {"quant_method": "compressed-tensors"}})
-    refused(tmp_path, f"config.json: transformer_layer_config.{key} describes quantised weights", "move it there")
-
-
-def test_a_kind_of_quantised_head_that_is_not_read_is_named(tmp_path: Path) -> None:
-    write_speculators(tmp_path)
-    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
-    refused(tmp_path, "config.json: this is an FP8 checkpoint (quantization_config), which is not read")
-
-
 def test_taps_name_the_layers_that_streams_enter_whatever_the_first_id(tmp_path: Path) -> None:
     write_speculators(tmp_path)
     taps = read_eagle3_config(tmp_path, target_config()).taps
@@ -95,81 +90,42 @@ def test_taps_name_the_layers_that_streams_enter_whatever_the_first_id(tmp_path:
     assert read_eagle3_config(tmp_path, target_config(), given).aux_layers == (0, 3, 5)
 
 
-@pytest.mark.parametrize("ids", [[1, 4], [1, 4, 4], [-1, 3, 5], [1, 4, 8], 3])
-def test_wrong_taps(ids: object, tmp_path: Path) -> None:
-    write_speculators(tmp_path)
-    change_config(tmp_path, **{TAPS: ids})
-    refused(tmp_path, f"{TAPS} must be 3 different layers from 0 to 7 of the target, found {ids!r}")
+LAYERS, ABOUT, TYPE = "transformer_layer_config", "speculators_config", "speculators_model_type"
+UNKNOWN = "a key that is not known here and could change what the drafter computes; remove the key if it does not"
+CASES: list[tuple[dict[str, Any], str]] = [
+    *(({TAPS: ids}, f"{TAPS} must be 3 different layers of the target from 0 to 7, found {ids!r}")
+      for ids in ([1, 4], [1, 4, 4], [-1, 3, 5], [1, 4, 8])),
+    ({TAPS: 3}, f"{TAPS} must be a list, found 3"),
+    ({TYPE: "dflash"}, f"{TYPE} must be 'eagle3', found 'dflash'"),
+    ({"norm_before_fc": True}, "norm_before_fc must be False, found True"),
+    ({"norm_before_residual": True}, "norm_before_residual must be False, found True"),
+    ({LAYERS: None}, f"{LAYERS} is missing; add it"),
+    ({LAYERS: {"model_type": "qwen3"}}, f"{LAYERS}.model_type must be 'llama', found 'qwen3'"),
+    *(({key: value}, f"{key} is {value!r}, {UNKNOWN}") for key, value in (
+        ("some_future_norm", True), ("residual_gate", "on"), ("sliding_window", 128), ("mask_token_id", 3),
+        ("aux_hidden_state_layer_ids", [1, 4, 6]), ("eagle_config", {TAPS: [1, 4, 6]}),
+    )),
+    *(({LAYERS: {key: 2.0}}, f"{LAYERS}.{key} is 2.0, {UNKNOWN}")
+      for key in ("attention_multiplier", "logits_scaling", "fc_norm", "qk_norm")),
+    *(({LAYERS: {key: True}}, f"{LAYERS}.{key} must be False, found True; EAGLE3 heads that differ in it cannot")
+      for key in ("attention_bias", "mlp_bias")),
+    *(({LAYERS: {key: {"bits": 4}}}, f"{LAYERS}.{key} describes quantised weights, and those of a head are described")
+      for key in ("quantization_config", "compression_config")),
+    ({"quantization_config": {"quant_method": "fp8"}}, "this is an FP8 checkpoint (quantization_config), which is not"),
+    ({ABOUT: {"algorithm": "dflash"}}, f"{ABOUT}.algorithm is 'dflash' and {TYPE} is 'eagle3'"),
+    ({ABOUT: "eagle3"}, f"{ABOUT} must be a mapping of keys to values, found 'eagle3'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash', expected 'eagle3'"),
-        ({"norm_before_fc": True}, "norm_before_fc is on; such heads cannot be compiled"),
-        ({"norm_before_residual": True}, "norm_before_residual is on; such heads cannot be compiled"),
-        ({"transformer_layer_config": None}, "transformer_layer_config must be a JSON object, found None"),
-        (
-            {"transformer_layer_config": {"model_type": "qwen3"}},
-            "transformer_layer_config.model_type is 'qwen3'; only EAGLE3 heads with a layer of llama",
-        ),
-    ],
-)
-def test_wrong_config_names_the_key(values: dict[str, object], sentence: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("edit", "words"), CASES)
+def test_what_is_wrong_is_named(edit: dict[str, Any], words: str, tmp_path: Path) -> None:
     write_speculators(tmp_path)
-    change_config(tmp_path, **values)
-    refused(tmp_path, "config.json: ", sentence)
+    change_config(tmp_path, **edit)
+    refused(tmp_path, "config.json: ", words)
 
 
 def change_layers(folder: Path, **values: object) -> None:
-    layers = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
-    change_config(folder, transformer_layer_config=layers | values)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("some_future_norm", True),
-        ("residual_gate", "on"),
-        ("sliding_window", 128),
-        ("mask_token_id", 3),
-        ("aux_hidden_state_layer_ids", [1, 4, 6]),
-        ("eagle_config", {TAPS: [1, 4, 6]}),
-    ],
-)
-def test_unknown_keys_are_named(key: str, value: object, tmp_path: Path) -> None:
-    write_speculators(tmp_path)
-    change_config(tmp_path, **{key: value})
-    refused(tmp_path, f"config.json: {key} is {value!r}, a key that is not known here", "remove the key if it does not")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("attention_multiplier", 2.0), ("logits_scaling", 8), ("fc_norm", True), ("qk_norm", True)]
-)
-def test_unknown_keys_of_the_layers_are_named(key: str, value: object, tmp_path: Path) -> None:
-    write_speculators(tmp_path)
-    change_layers(tmp_path, **{key: value})
-    refused(tmp_path, f"config.json: transformer_layer_config.{key} is {value!r}, a key that is not known here")
-
-
-@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias"])
-def test_biases_are_refused(key: str, tmp_path: Path) -> None:
-    write_speculators(tmp_path)
-    change_layers(tmp_path, **{key: True})
-    refused(tmp_path, f"config.json: transformer_layer_config.{key} is True; EAGLE3 heads with biases cannot")
-
-
-@pytest.mark.parametrize(
-    ("about", "said"),
-    [
-        ({"algorithm": "dflash"}, "speculators_config.algorithm is 'dflash' and speculators_model_type is 'eagle3'"),
-        ("eagle3", "speculators_config must be a JSON object, found 'eagle3'"),
-    ],
-)
-def test_what_tells_of_another_drafter_is_named(about: object, said: str, tmp_path: Path) -> None:
-    write_speculators(tmp_path)
-    change_config(tmp_path, speculators_config=about)
-    refused(tmp_path, f"config.json: {said}")
+    change_config(folder, transformer_layer_config=values)
 
 
 def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
@@ -194,7 +150,6 @@ def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
         tie_word_embeddings=False,
         torch_dtype="bfloat16",
         transformers_version="4.57.1",
-        some_future_norm=None,
     )
     layers = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
     rest = {key: value for key, value in LlamaConfig().to_dict().items() if key != "rope_parameters"}

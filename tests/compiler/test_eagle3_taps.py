@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from outrider.compiler.eagle3_checkpoint import load_eagle3, read_eagle3_config
 from outrider.compiler.inspect import describe, print_description
 from outrider.compiler.models.eagle3_config import Eagle3Overrides
 
@@ -16,6 +15,8 @@ from .eagle3_heads import (
     LAYOUTS,
     Layout,
     change_config,
+    load_eagle3,
+    read_eagle3_config,
     refused,
     target_config,
     write_eagle3,
@@ -103,13 +104,11 @@ def test_target_with_too_few_layers_for_three_taps(layers: int, tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize(
-    "ids", [[0, 1], [0, 1, 1], [-1, 2, 3], [1, 3, 7], [2, 3, 8], [1, 3, "5"], [1, 3, 5.0], 3, [True, 2, 3]]
-)
+@pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [-1, 2, 3], [1, 3, 7], [2, 3, 8], [1, 3, "5"], 3, [True, 2, 3]])
 @pytest.mark.parametrize("layout", ["specforge", "angelslim"])
 def test_wrong_taps(ids: list[int], layout: Layout, tmp_path: Path) -> None:
     write_eagle3(tmp_path, layout=layout, aux_layer_ids=ids)
-    refused(tmp_path, "layer_ids must be 3 different layers from 0 to", f"found {ids!r}")
+    refused(tmp_path, "config.json: ", "layer_ids", "must be ", ", found ")
 
 
 def test_taps_at_the_top_under_the_nested_name(tmp_path: Path) -> None:
@@ -123,11 +122,13 @@ def test_taps_that_contradict_each_other(tmp_path: Path) -> None:
     change_config(tmp_path, aux_hidden_states_layer_ids=[1, 2, 4])
     refused(
         tmp_path,
-        "is [1, 2, 3], streams [2, 3, 4], and aux_hidden_states_layer_ids is [1, 2, 4], streams [2, 3, 5]",
+        "layer_ids [1, 2, 3], first id 1",
+        "([2, 3, 4]); and aux_hidden_states_layer_ids [1, 2, 4], layers",
+        "([2, 3, 5])",
         "set aux_layers in the recipe",
     )
     change_config(tmp_path, aux_hidden_states_layer_ids=None, eagle_aux_hidden_state_layer_ids=[2, 3, 5])
-    refused(tmp_path, "eagle_aux_hidden_state_layer_ids is [2, 3, 5], streams [2, 3, 5]")
+    refused(tmp_path, "eagle_aux_hidden_state_layer_ids [2, 3, 5], first id not 1")
 
 
 def test_given_taps_win(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_it_is_read_as_by_transformers(name: str, tmp_path: Path) -> None:
             {"residual_multiplier": 0.5},
             "residual_multiplier is 0.5, which Mistral models do not have",
         ),
-        ("olmo-2", {"is_causal": False}, "is_causal is False, and a decoder sees earlier tokens alone"),
+        ("olmo-2", {"is_causal": False}, "is_causal must be True, found False"),
         ("qwen2.5", {"rope_scaling": longrope(4)}, "is of longrope, and original_max_position_embeddings is missing"),
     ],
 )

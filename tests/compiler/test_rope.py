@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from outrider.compiler.models.rope import LEAST_ROPE_THETA, MOST_ROPE_THETA, RopeScaling, rope_tables
+from outrider.compiler.models.rope import RopeScaling, rope_tables
 from outrider.compiler.opening import read_config
 from outrider.plans.errors import CheckpointError
 
@@ -124,15 +124,15 @@ def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tm
         ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
         (
             {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 1e4}},
-            "rope_parameters.rope_theta is 500000 and rope_scaling.rope_theta is 10000; remove the wrong one",
+            "rope_parameters.rope_theta is 500000.0 and rope_scaling.rope_theta is 10000.0; remove the wrong one",
         ),
-        ({"rope_parameters": PLAIN, "rope_theta": 1e4}, "is 500000 and rope_theta is 10000; remove the wrong one"),
+        ({"rope_parameters": PLAIN, "rope_theta": 1e4}, "is 500000.0 and rope_theta is 10000.0; remove the wrong one"),
         ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, "its older spelling 'type' is"),
         (
             {"rope_scaling": YARN, "original_max_position_embeddings": 64},
-            "original_max_position_embeddings is 64 and rope_scaling.original_max_position_embeddings is 512",
+            "rope_scaling.original_max_position_embeddings is 512 and original_max_position_embeddings is 64",
         ),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling must be a JSON object, found ['yarn']"),
+        ({"rope_scaling": ["yarn"]}, "rope_scaling must be a mapping of keys to values, found ['yarn']"),
         (
             {"rope_parameters": {"full_attention": PLAIN}},
             "rope_parameters is by kind of layer, which Qwen3 models do not have",
@@ -142,11 +142,11 @@ def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tm
             "rope_parameters.partial_rotary_factor is 0.5; Qwen3 models rotate whole heads",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Qwen3 models rotate whole heads"),
-        ({"rope_theta": float("nan")}, "rope_theta must be a number from 1.001 to 1e+12, found nan"),
-        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be a number from 1.001 to 1e+12, found 1.0"),
-        ({"rope_theta": 1e-50}, "rope_theta must be a number from 1.001"),
-        ({"rope_parameters": PLAIN | {"rope_theta": 1e300}}, "rope_theta must be a number from 1.001"),
-        ({"rms_norm_eps": 1e-60}, "rms_norm_eps must be a number from 1e-30 to 1, found 1e-60"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number, found nan"),
+        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be at least 1.001, found 1.0"),
+        ({"rope_theta": 1e-50}, "rope_theta must be at least 1.001"),
+        ({"rope_parameters": PLAIN | {"rope_theta": 1e300}}, "rope_theta must be at most 1000000000000.0"),
+        ({"rms_norm_eps": 1e-60}, "rms_norm_eps must be at least 1e-30, found 1e-60"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], sentence: str, tmp_path: Path) -> None:
@@ -170,19 +170,19 @@ def test_llama_spelling_with_type_is_read(tmp_path: Path) -> None:
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; known kinds: default, linear"),
         ({"rope_type": "linear"}, "needs a 'factor'"),
-        ({"rope_type": "linear", "factor": "4"}, "'factor' must be a number from 1e-06 to 1e+12, found '4'"),
-        ({"rope_type": "linear", "factor": 1e300}, "'factor' must be a number from 1e-06 to 1e+12, found 1e+300"),
-        ({"rope_type": "linear", "factor": 0}, "'factor' must be a number from 1e-06"),
-        ({"rope_type": "linear", "factor": 1e-300}, "'factor' must be a number from 1e-06"),
-        (SCALINGS["llama3"] | {"factor": 1e-44}, "'factor' must be a number from 1e-06"),
-        (YARN | {"attention_factor": 1e12}, "'attention_factor' must be a number from 1e-06 to 1e+06"),
-        (YARN | {"attention_factor": 0}, "'attention_factor' must be a number from 1e-06 to 1e+06"),
-        (YARN | {"beta_slow": 1e-300}, "'beta_slow' must be a number from 1e-06 to 1e+06"),
-        (YARN | {"beta_fast": 10**4000}, "'beta_fast' must be a number from 1e-06 to 1e+06, found "),
+        ({"rope_type": "linear", "factor": "4"}, "factor must be a number, found '4'"),
+        ({"rope_type": "linear", "factor": 1e300}, "factor must be at most 1000000000000.0, found 1e+300"),
+        ({"rope_type": "linear", "factor": 0}, "factor must be at least 1e-06"),
+        ({"rope_type": "linear", "factor": 1e-300}, "factor must be at least 1e-06"),
+        (SCALINGS["llama3"] | {"factor": 1e-44}, "factor must be at least 1e-06"),
+        (YARN | {"attention_factor": 1e12}, "attention_factor must be at most 1000000.0"),
+        (YARN | {"attention_factor": 0}, "attention_factor must be at least 1e-06"),
+        (YARN | {"beta_slow": 1e-300}, "beta_slow must be at least 1e-06"),
+        (YARN | {"beta_fast": 10**4000}, "beta_fast must be a number, found 1000"),
         ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, "unknown key 'short_factor'; known keys"),
         ({"rope_type": "linear", "factor": 2.0, "kind": "yarn"}, "unknown key 'kind'"),
-        (YARN | {"truncate": 1}, "'truncate' must be true or false, found 1"),
-        (YARN | {"original_max_position_embeddings": 1.5}, "must be an integer"),
+        (YARN | {"truncate": 1}, "truncate must be true or false, found 1"),
+        (YARN | {"original_max_position_embeddings": 1.5}, "original_max_position_embeddings must be a whole number"),
         ({"rope_type": "yarn", "factor": 2.0}, "needs 'original_max_position_embeddings'"),
         (SCALINGS["llama3"] | {"high_freq_factor": 1.0}, "must be greater than 'low_freq_factor'"),
     ],
@@ -194,7 +194,7 @@ def test_wrong_scaling_is_refused(scaling: dict[str, object], sentence: str) -> 
 
 
 @given(
-    theta=st.sampled_from([LEAST_ROPE_THETA, 10000.0, MOST_ROPE_THETA]),
+    theta=st.sampled_from([1.001, 10000.0, 1e12]),
     kind=st.sampled_from(["linear", "llama3", "yarn"]),
     numbers=st.fixed_dictionaries(
         {

@@ -10,13 +10,12 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from outrider.compiler.block_checkpoint import load_block
 from outrider.compiler.checkpoint import defer_decoder
 from outrider.compiler.export import export_draft, export_target, tracing
 from outrider.compiler.models.drafting import BlockDraft, DecoderDraft
 from outrider.plans.manifest import Tree
 
-from .block_heads import VOCAB, random_target, write_block
+from .block_heads import VOCAB, load_block, random_target, write_block
 from .eagle3_heads import target_config
 
 

@@ -14,7 +14,6 @@ import outrider.compiler.build
 from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.deferred import deferred
-from outrider.compiler.eagle3_checkpoint import defer_eagle3
 from outrider.compiler.inspect import describe
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe, load_recipe
@@ -23,7 +22,7 @@ from outrider.plugins.quant_layout import QuantLayout, unpack
 from outrider.plugins.reference import dequantize
 from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import compare_drafters
-from tests.compiler.eagle3_heads import write_eagle3
+from tests.compiler.eagle3_heads import defer_eagle3, write_eagle3
 from tests.compiler.packed_heads import pack_head
 from tests.conftest import made_once
 

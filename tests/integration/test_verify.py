@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 import outrider.compiler.__main__
 import outrider.compiler.identity
-import outrider.compiler.models.config
 import outrider.compiler.probes.choice
 import outrider.tools.verify.__main__
 import outrider.tools.verify.exactness
 import outrider.tools.verify.oracle
 from outrider.compiler.build import build
+from outrider.compiler.models.decoder_keys import RopeKeys
 from outrider.compiler.models.rope import RopeScaling
 from outrider.compiler.probes.choice import ProbedOp
 from outrider.compiler.recipe import load_recipe
@@ -104,7 +104,7 @@ def test_a_key_of_the_checkpoint_that_the_build_misread_shows(
     config["rope_parameters"] = YARN | {"rope_theta": 10000.0}
     (plain_toy / "target" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with monkeypatch.context() as misread:
-        misread.setattr(outrider.compiler.models.config_layers, "_scaling", lambda *_: RopeScaling())
+        misread.setattr(RopeKeys, "_scaling_of", lambda *_: RopeScaling())
         assert run("build", plain_toy / "model.yaml", "--out", plain_toy / "plan") == 0
         assert verify(plain_toy, "--oracle", "decoder") == 0
     capsys.readouterr()

@@ -31,7 +31,7 @@ from torch import Tensor
 from outrider.commands.arguments import Parser, at_least_1, number
 from outrider.commands.console import guarded, print_json, stdout
 from outrider.compiler.checkpoint import load_decoder
-from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.export.draft_graph import DOUBT
 from outrider.tools.lab.reference.acceptance import Drafts, continue_prompts, read_prompts
 from outrider.tools.lab.reference.draft_model import model_drafts
@@ -111,7 +111,7 @@ def _parser() -> Parser:
 def measure(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.models
     teacher = Teacher.load(folder / "target", "cpu")
-    head = load_eagle3(folder / "eagle3", teacher.model.config)
+    head = open_eagle3(folder / "eagle3", teacher.model.config).load()
     drafters: dict[str, tuple[Drafts, tuple[int, ...]]] = {
         "eagle3": (head_drafts(head, teacher.model.embedding), head.config.aux_layers),
         "model": (model_drafts(load_decoder(folder / "model")), ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.compiler.formats.compressed_tensors import WeightGroup, read_groups
 from outrider.compiler.formats.packed_tensors import PackedTensors
-from outrider.compiler.models.quantization import Packing
+from outrider.compiler.models.quantization import Packing, WeightGroup, read_packing
 from outrider.compiler.quantization.form import WeightSource
 from outrider.compiler.tensor_source import Stored
 from outrider.plans.errors import CheckpointError
@@ -45,7 +45,8 @@ class Held:
 
 
 def opened(parts: dict[str, Any], packing: Packing, *groups: WeightGroup) -> PackedTensors:
-    return PackedTensors(Held({f"{NAME}.{last}": part for last, part in parts.items()}), packing, groups)
+    held = Held({f"{NAME}.{last}": part for last, part in parts.items()})
+    return PackedTensors(held, replace(packing, groups=groups))
 
 
 def kept(source: WeightSource) -> NDArray[np.float32]:
@@ -313,20 +314,24 @@ def test_groups_of_a_configuration() -> None:
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "symmetric": False}}
     other = {"targets": ["re:.*down_proj$"], "weights": {"num_bits": 8, "strategy": "group"}}
 
-    def read(**changes: object) -> tuple[WeightGroup, ...]:
-        settings = {"quant_method": "compressed-tensors", "config_groups": {"a": group | changes, "b": other}}
-        return read_groups({"quantization_config": settings}, Path("config.json"))
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
-    assert read() == (
+    def read(**changes: object) -> Packing | None:
+        groups = {"a": group | changes, "b": other}
+        return read_packing({"quantization_config": settings | {"config_groups": groups}}, Path("config.json"))
+
+    found = read()
+    assert found is not None
+    assert found.groups == (
         WeightGroup("quantization_config.config_groups.a", ("Linear",), 4, False),
         WeightGroup("quantization_config.config_groups.b", ("re:.*down_proj$",), 8, True),
     )
-    assert read_groups({}, Path("config.json")) == ()
-    assert read_groups({"quantization_config": {"quant_method": "awq"}}, Path("config.json")) == ()
+    assert read_packing({}, Path("config.json")) is None
     place = "config.json: quantization_config.config_groups.a"
+    weights = {"num_bits": 4, "strategy": "group", "symmetric": "no"}
     with pytest.raises(CheckpointError, match=rf"{place}.weights.symmetric must be true or false, found 'no'"):
-        read(weights={"num_bits": 4, "symmetric": "no"})
-    with pytest.raises(CheckpointError, match=rf"{place}.targets must be a list of texts, found 'Linear'"):
+        read(weights=weights)
+    with pytest.raises(CheckpointError, match=rf"{place}.targets must be a list, found 'Linear'"):
         read(targets="Linear")
     with pytest.raises(CheckpointError, match=rf"{place}.targets has 're:\(', no regular expression"):
         read(targets=["re:("])

@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from outrider.compiler.block_checkpoint import load_block
 from outrider.compiler.checkpoint import load_decoder
-from outrider.compiler.eagle3_checkpoint import load_eagle3
 from outrider.compiler.held_out import read_text
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.decoder import Decoder
@@ -34,6 +32,8 @@ from outrider.tools.lab.reference.eagle3 import HeadGeometry, go_on, head_drafts
 from outrider.tools.lab.reference.export_drafters import check_size, write_block, write_eagle3
 from outrider.tools.lab.reference.loop import Batch, Training
 from outrider.tools.lab.reference.target import initialise, matrices
+from tests.compiler.block_heads import load_block
+from tests.compiler.eagle3_heads import load_eagle3
 from tests.tools.lab.drafter_lessons import source_files, tiny_run, tiny_target, write_target
 
 HEAD = HeadGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8, draft_vocab=100)

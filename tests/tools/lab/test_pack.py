@@ -14,8 +14,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from outrider.compiler.block_checkpoint import load_block, stored_block_name
-from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.block_checkpoint import stored_block_name
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import Markov
 from outrider.compiler.models.eagle3 import Eagle3Head
@@ -27,8 +26,9 @@ from outrider.tools.lab.reference.compressed import FLOAT, compress, stored_size
 from outrider.tools.lab.reference.dspark import BlockGeometry
 from outrider.tools.lab.reference.eagle3 import HeadGeometry
 from outrider.tools.lab.reference.export_drafters import check_size, write_block, write_eagle3
+from tests.compiler.block_heads import load_block
 from tests.compiler.block_heads import write_block as write_random_block
-from tests.compiler.eagle3_heads import WIDE, target_config
+from tests.compiler.eagle3_heads import WIDE, load_eagle3, target_config
 from tests.compiler.eagle3_heads import write_eagle3 as write_random_eagle3
 
 TARGET = target_config(hidden=32)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.compiler.block_checkpoint import load_block
+from outrider.compiler.block_checkpoint import open_block
 from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
@@ -140,7 +140,7 @@ def train_dspark(
 
     teach(run, lessons, training, loss, block_drafts(draft), config.aux_layers, config.drafted)
     write_block(head, target, folder, bits)
-    written = BlockDraft(load_block(folder, target).to(run.device), teacher.model)
+    written = BlockDraft(open_block(folder, target).load().to(run.device), teacher.model)
     measured = (teacher, lessons.continuations)
     acceptance = measure(*measured, block_drafts(written), config.aux_layers, config.drafted)
     calibration = calibrate(
@@ -179,7 +179,7 @@ def initialise(head: BlockHead, target_norm: Tensor) -> None:
 
 def go_on(head: BlockHead, start: Path, target: DecoderConfig) -> None:
     """Begin where the head in `start` ended. Raises `CheckpointError` where it has another geometry."""
-    trained = load_block(start, target)
+    trained = open_block(start, target).load()
     found, wanted = replace(trained.config, taps=head.config.taps), head.config
     other = [key for key, value in vars(wanted).items() if getattr(found, key) != value]
     if trained.config.aux_layers != wanted.aux_layers:

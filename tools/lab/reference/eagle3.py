@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.eagle3_checkpoint import load_eagle3
+from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.eagle3 import Eagle3Head
@@ -87,7 +87,7 @@ def train_eagle3(
     if start is None:
         initialise(head, vocabulary, teacher.model.embedding.cpu())
     else:
-        go_on(head, vocabulary, load_eagle3(start, target), teacher.model.embedding.cpu())
+        go_on(head, vocabulary, open_eagle3(start, target).load(), teacher.model.embedding.cpu())
     head.to(run.device)
     print(f"{name}: {sum(p.numel() for p in head.parameters()) / 1e6:.2f}M parameters", flush=True)
     identity = {"target": teacher.sha256, "geometry": repr(config)} | ({} if start is None else {"start": str(start)})
@@ -100,7 +100,7 @@ def train_eagle3(
 
     teach(run, lessons, training, loss, head_drafts(head, teacher.model.embedding), config.aux_layers)
     write_eagle3(head, target.max_positions, folder, bits)
-    written = load_eagle3(folder, target).to(run.device)
+    written = open_eagle3(folder, target).load().to(run.device)
     drafts = head_drafts(written, teacher.model.embedding)
     acceptance = measure(teacher, lessons.continuations, drafts, config.aux_layers)
     report = training.report(run.device_name) | {
