@@ -49,6 +49,7 @@ from outrider.plugins.cuda import compile
 from outrider.plugins.cuda.compile import CUBINS
 from outrider.runtime.backends.base import LoadedEngine, Settings
 from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from outrider.runtime.drafters import adaptive
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
 from outrider.runtime.kv.partial_policy import Interval
 from tests.compiler import attention_forms
@@ -472,6 +473,13 @@ def forget_what_drafting_cost(runtime: Runtime) -> None:
     """Let adaptive speculation begin afresh: what earlier tests measured stands for their sizes of windows."""
     for engine in runtime.engines.engines:
         engine._adaptive = AdaptiveSpeculations(engine.manifest)
+
+
+def drafting_never_pays(patch: pytest.MonkeyPatch, disabled_rounds: int = adaptive.DISABLED_ROUNDS) -> None:
+    """Whatever the clock says; drafters are disabled for so many rounds."""
+    patch.setattr(adaptive.AdaptiveSpeculation, "gain", lambda self: 0.5)
+    for name, value in (("WINDOW", 4), ("BURST", 2), ("DISABLED_ROUNDS", disabled_rounds)):
+        patch.setattr(adaptive, name, value)
 
 
 @pytest.fixture(scope="session")

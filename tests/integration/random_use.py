@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider import Runtime
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
 from tests.conftest import REJECTING, TOY_DRAFTERS
 
@@ -28,6 +29,31 @@ RULES: tuple[dict[str, Any], ...] = (
     {"min_tokens": 1, "logit_bias": {0: 10}},
 )
 LIMITS: tuple[dict[str, Any], ...] = ({"draft_tokens": 1}, {"draft_tokens": 5}, {"draft_depth": 1}, {"draft_depth": 2})
+
+
+def expect_the_tokens_of_the_target_alone(
+    alone: Runtime,
+    plan: Path,
+    mode: Any,
+    rounds: int,
+    *,
+    seed: int,
+    threads: int = 2,
+    cache: PrefixCacheConfig | None = None,
+    prefill_tokens: int | None = None,
+    **drafters: Sequence[str],
+) -> Runtime:
+    """Load the plan again and use it for so many rounds; the runtime, which is closed."""
+    scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens)
+    used = Runtime.load(plan, threads=threads, prefix_cache=cache, scheduler=scheduler)
+    user = RandomUse(alone, used, mode, seed, **drafters)
+    user.run(rounds)
+    assert user.compared > rounds
+    assert used.close(timeout=60)
+    if used.prefix_cache is not None:
+        used.prefix_cache.check()
+        assert used.prefix_cache.in_use == 0
+    return used
 
 
 class WatcherError(Exception):

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from outrider.runtime.ray_serve.application import build
 from outrider.runtime.ray_serve.replica import About
 from outrider.runtime.ray_serve.settings import Settings
+from tests.integration.served import wait_until
 
 _NODE = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
 _ENVIRONMENT = {
@@ -37,31 +38,37 @@ def free_port() -> int:
 
 
 @contextmanager
-def two_nodes(**resources: float) -> Iterator[tuple[Cluster, str]]:
-    """A cluster that this process drives, with Ray Serve, and the address where that listens.
-
-    Both nodes have `resources`, and the first one "first".
-    """
+def cluster_of_two(cpus: int = 4, **resources: float) -> Iterator[Cluster]:
+    """A cluster of which no process is left. Both nodes have `resources`, and the first one "first"."""
     os.environ.update(_ENVIRONMENT)
     os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address of what began last
     before = processes()
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets lie in it
-    head = {"include_dashboard": False, "temp_dir": folder, "resources": {"first": 1, **resources}, **_NODE}
+    node = {**_NODE, "num_cpus": cpus}
+    head = {"include_dashboard": False, "temp_dir": folder, "resources": {"first": 1, **resources}, **node}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        cluster.add_node(resources=resources, **_NODE)
-        ray.init(address=cluster.address, log_to_driver=False)
-        port = free_port()
-        api.HTTP_PROXY_TIMEOUT = 300  # by default 60 seconds, within which a busy machine starts no proxy
-        serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
-        yield cluster, f"http://127.0.0.1:{port}"
-        serve.shutdown()
+        cluster.add_node(resources=resources, **node)
+        cluster.wait_for_nodes()
+        yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         left = psutil.wait_procs(processes() - before, timeout=120)[1]
         assert left == [], "the cluster left processes"
+
+
+@contextmanager
+def two_nodes(**resources: float) -> Iterator[tuple[Cluster, str]]:
+    """A cluster that this process drives, with Ray Serve, and the address where that listens."""
+    with cluster_of_two(**resources) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False)
+        port = free_port()
+        api.HTTP_PROXY_TIMEOUT = 300  # by default 60 seconds, within which a busy machine starts no proxy
+        serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
+        yield cluster, f"http://127.0.0.1:{port}"
+        serve.shutdown()
 
 
 def processes() -> set[psutil.Process]:
@@ -89,10 +96,7 @@ class Deployed:
 
     def settle(self, replicas: int) -> None:
         """Wait until there are so many replicas, with nothing to do."""
-        until = time.monotonic() + 60
-        while len(self.replicas()) != replicas or self.running():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_until(lambda: len(self.replicas()) == replicas and not self.running())
 
 
 @contextmanager

@@ -61,10 +61,7 @@ def serving(
     server = server_of(app, limits, drain_seconds, end, readiness)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
-    until = time.monotonic() + 60
-    while not server.started:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: server.started)
     try:
         yield server
     finally:
@@ -79,10 +76,27 @@ def client_of(address: str, key: str = "-") -> openai.OpenAI:
 
 def settle(runtime: Runtime) -> None:
     """Wait until nothing runs."""
-    until = time.monotonic() + 60
-    while runtime.scheduler_stats.running or runtime.scheduler_stats.waiting:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: not (runtime.scheduler_stats.running or runtime.scheduler_stats.waiting))
+
+
+def connected(address: str, timeout: float = 60) -> socket.socket:
+    """A connection on which nothing has been sent."""
+    host, port = address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout)
+
+
+def sent(address: str, data: bytes) -> bytes:
+    """What a server sends to that until it closes the connection."""
+    with connected(address) as plain:
+        plain.sendall(data)
+        return b"".join(iter(lambda: plain.recv(4096), b""))
+
+
+def answers(url: str) -> bool:
+    """Whether a GET has the status 200."""
+    with suppress(OSError):
+        return get(url)[0] == 200
+    return False
 
 
 def get(url: str, headers: dict[str, str] | None = None, data: bytes | None = None) -> tuple[int, str]:

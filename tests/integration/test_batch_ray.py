@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
 from pathlib import Path
-from threading import Event, Thread
 
 import numpy as np
 import pyarrow as pa
@@ -28,46 +24,15 @@ from tests.integration.batches import mixed, run, write
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the system does not list processes in /proc")
-from ray.cluster_utils import Cluster  # noqa: E402
-
 from outrider.runtime.batch.ray_run import _BlockWriter, _dealt, run_on_ray  # noqa: E402
 from outrider.runtime.ray_cluster import cluster  # noqa: E402
-
-STORE = 100 * 2**20
+from tests.integration.ray_cluster import cluster_of_two, processes  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A cluster of two nodes of one CPU each, of which nothing is left."""
-    folder = tempfile.mkdtemp(prefix="ray")  # short: addresses of sockets have at most 107 bytes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        node = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
-        nodes = Cluster(initialize_head=True, head_node_args=node)
-        try:
-            nodes.add_node(**node)
-            nodes.wait_for_nodes()
-            yield nodes.address
-        finally:
-            ray.shutdown()
-            nodes.shutdown()
-    until = time.monotonic() + 120
-    while left := processes(folder):
-        assert time.monotonic() < until, f"processes of the cluster are left: {left}"
-        time.sleep(0.1)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def processes(folder: str) -> dict[int, str]:
-    """Processes that the cluster in that folder has begun, by what they are called."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # another user's, or gone
-            if f"RAY_TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    found.pop(os.getpid(), None)
-    return {number: called for number, called in found.items() if called}  # who has ended, and waits, has no name
+    with cluster_of_two(cpus=1) as nodes:
+        yield nodes.address
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +45,9 @@ def results(branch_plan: Path, requests: Path) -> bytes:
     return run(branch_plan, requests, requests.parent / "results")
 
 
-def an_actor(folder: str) -> int:
+def an_actor() -> int:
     """A process that writes blocks."""
-    return next(number for number, called in processes(folder).items() if "BlockWriter" in called)
+    return next(each.pid for each in processes() if "BlockWriter" in " ".join(each.cmdline()))
 
 
 def begun(plan: Path, requests: Path, size: int) -> tuple[BatchState, dict[int, list[BatchRequest]]]:
@@ -119,7 +84,7 @@ def test_an_actor_that_is_killed_costs_what_runs_and_changes_nothing(
                 until = time.monotonic() + 60
                 while not kept:  # the actor goes on with the next blocks, of which it has a part when it dies
                     assert time.monotonic() < until
-                    os.kill(actor := an_actor(os.environ["RAY_TMPDIR"]), signal.SIGSTOP)
+                    os.kill(actor := an_actor(), signal.SIGSTOP)
                     kept = begun_lines(parts)
                     os.kill(actor, signal.SIGKILL if kept else signal.SIGCONT)
                 before = {part: part.stat().st_mtime_ns for part in parts.glob("*.jsonl")}
@@ -161,24 +126,6 @@ def test_an_actor_goes_on_with_a_block_where_the_one_before_it_died(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_in_another_way(
-    address: str, branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
-) -> None:
-    """Begun on the cluster, ended in one process."""
-    state, blocks = begun(branch_plan, requests, 6)
-    folder = BatchFolder(tmp_path / "out")
-    with (
-        folder.begun(state),
-        cluster(address, 1),
-        closing(run_on_ray(branch_plan, folder, state, blocks, 1, 1, {"threads": 1})) as done,
-    ):
-        next(done)
-    written = folder.written()
-    assert len(written) > 0
-    assert run(branch_plan, requests, tmp_path / "out") == results
-
-
-@pytest.mark.long
 def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, requests: Path, tmp_path: Path) -> None:
     state, blocks = begun(branch_plan, requests, 48)
     folder = BatchFolder(tmp_path / "out")
@@ -190,38 +137,6 @@ def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, 
             PlanError, match="4 actors died while they computed block 0, which begins with request 'request-"
         ):
             list(run_on_ray(branch_plan, folder, state, {0: blocks[0]}, 1, 1, {"threads": 1}))
-
-
-@pytest.mark.long
-def test_a_block_of_which_every_actor_is_killed_ends_the_run(
-    address: str, branch_plan: Path, requests: Path, tmp_path: Path
-) -> None:
-    """An actor is killed whenever one has begun the block."""
-    state, blocks = begun(branch_plan, requests, 48)
-    folder, ended, killed = BatchFolder(tmp_path / "out"), Event(), list[int]()
-    begun_part = tmp_path / "out" / "parts" / "000000.begun"
-
-    def tries() -> int:
-        return begun_part.read_bytes().splitlines().count(b".") if begun_part.exists() else 0
-
-    def kill() -> None:
-        while not ended.wait(0.002):
-            if len(killed) < min(4, tries()):
-                killed.append(an_actor(os.environ["RAY_TMPDIR"]))
-                os.kill(killed[-1], signal.SIGKILL)
-
-    with folder.begun(state), cluster(address, 1):
-        killer = Thread(target=kill)
-        killer.start()
-        try:
-            with pytest.raises(PlanError, match="4 actors died while they computed block 0"):
-                list(run_on_ray(branch_plan, folder, state, blocks, 1, 1, {"threads": 1, "max_running": 1}))
-        finally:
-            ended.set()
-            killer.join()
-        assert len(set(killed)) == 4
-        assert tries() == 5
-        assert not folder.written()
 
 
 @pytest.mark.long

@@ -10,12 +10,12 @@ import pytest
 
 from outrider import Runtime
 from outrider.plans import names
-from outrider.runtime.backends import BACKENDS, Driver, onnxruntime_cuda
+from outrider.runtime.backends import onnxruntime_cuda
 from outrider.runtime.options.options import Options
 from tests.integration.long_context import prompt
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice, driven
 
 pytest.importorskip("cuda.core")
 
@@ -32,8 +32,7 @@ def device(emulator: Emulator) -> EmulatedDevice:
 def recorded(everything_cuda_plan: Path, device: EmulatedDevice) -> Iterator[Runtime]:
     """With ops recorded between engines that record themselves, as ONNX Runtime's do."""
     backend = EmulatedBackend(device, records=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+    with driven(CUDA, lambda target: backend):
         yield Runtime.load(everything_cuda_plan)
 
 

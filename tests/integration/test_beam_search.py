@@ -147,9 +147,7 @@ def test_a_plan_without_drafters_has_room_for_beams(toy: Runtime) -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "said"),
     [
-        ("", {}, "empty"),
         ([300], {}, "vocabulary"),
-        ([1] * 160, {}, "context is 160"),
         ("x", {"beams": 0}, "beams is 0"),
         ("x", {"beams": 13}, "beams is 13; pass a whole number from 1 to 12"),
         ("x", {"beams": 2.0}, "beams is 2.0"),
@@ -160,10 +158,7 @@ def test_a_plan_without_drafters_has_room_for_beams(toy: Runtime) -> None:
         ("x", {"length_penalty": "1"}, "length_penalty"),
         ("x", {"early_stopping": "always"}, "'never'"),
         ("x", {"early_stopping": 1}, "early_stopping is 1"),
-        ("x", {"max_new_tokens": 0}, "max_new_tokens"),
-        ("x", {"eos_token_ids": 5}, "eos_token_ids"),
         ("x", {"eos_token_ids": [300]}, "eos_token_ids holds 300"),
-        ("x", {"cancel": True}, "threading.Event"),
         ("x", {"temperature": 1.0}, "Unknown option 'temperature'"),
         ("x", {}, "at most 64 new tokens"),
     ],
@@ -269,12 +264,7 @@ def test_the_commands_json_has_stable_keys(generate, toy: Runtime, capsys: pytes
     ("arguments", "said"),
     [
         (["--beams", "2", "--temperature", "0.5"], "--temperature cannot go with --beams"),
-        (["--beams", "2", "--top-k", "5"], "--top-k cannot"),
-        (["--beams", "2", "--top-p", "0.5"], "--top-p cannot"),
-        (["--beams", "2", "--seed", "1"], "--seed cannot"),
-        (["--beams", "2", "--drafter", "ngram"], "--drafter cannot"),
         (["--beams", "2", "--stream"], "--stream cannot"),
-        (["--beams", "2", "--stop", "x"], "--stop cannot"),
         (["--beams", "2", "--debug"], "--debug cannot"),
         (["--beams", "2", "--json", "--logprobs", "1"], "--logprobs cannot"),
         (["--length-penalty", "1"], "--length-penalty is an option of beam search"),

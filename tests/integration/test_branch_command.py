@@ -63,7 +63,6 @@ def test_on_a_terminal_they_grow_side_by_side(branch_plan: Path, monkeypatch: py
     ("arguments", "said"),
     [
         (("--n", "2"), "Greedy samples are all the same"),
-        (("--branch", ""), "Branch 0: It begins with nothing"),
         (("--branch", "a", "--max-parallel", "17"), "max_parallel is 17"),
     ],
 )
@@ -72,8 +71,3 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     assert main(["branches", str(branch_plan), "--prompt", "import", *OPTIONS, *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: Captured) -> None:
-    assert main(["branches", str(toy_plan), "--prompt", "import", "--branch", "a"]) == 2
-    assert "capacity.branches" in capsys.readouterr().err

@@ -221,19 +221,6 @@ def test_a_run_says_what_it_cost(branching) -> None:
         _ = closed.results
 
 
-def test_a_stop_string_ends_its_branch_alone(branching) -> None:
-    prefix = [5, 6, 7]
-    plain = branching.generate_branches(prefix, [[8], [9], [10]], max_new_tokens=30, ignore_eos=True)
-    text = plain[1].text
-    stop = text[len(text) // 2 : len(text) // 2 + 2]
-    branches = [[8], {"prompt": [9], "stop": stop}, [10]]
-    found = branching.generate_branches(prefix, branches, max_new_tokens=30, ignore_eos=True)
-    assert [g.token_ids for g in (found[0], found[2])] == [g.token_ids for g in (plain[0], plain[2])]
-    assert found[1].finish_reason == "stop"
-    assert found[1].text == text[: text.index(stop)]
-    assert found[1].token_ids == alone(branching, prefix, branches[1], 1, max_new_tokens=30, ignore_eos=True).token_ids
-
-
 def test_spans_joined_are_the_text_and_a_cancelled_branch_leaves_the_others(branching) -> None:
     cancel = threading.Event()
     branches = [[8, 9], {"prompt": [10], "cancel": cancel}, [11]]

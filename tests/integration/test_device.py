@@ -122,14 +122,6 @@ def test_a_session_goes_on_in_another_thread(runtime: Runtime, toy: Runtime) -> 
     assert found == expected
 
 
-def test_requests_are_served_one_after_another(runtime: Runtime, toy: Runtime) -> None:
-    prompts = [PROMPT, [5, 6]]
-    options = Options(max_new_tokens=6, ignore_eos=True, drafter="head")
-    expected = [toy.generate(prompt, **options).token_ids for prompt in prompts]
-    assert [found.token_ids for found in runtime.generate(prompts, **options)] == expected
-    assert runtime.close(timeout=60)
-
-
 def test_beam_search(runtime: Runtime, toy: Runtime) -> None:
     ours, theirs = (r.beam_search(PROMPT, beams=3, max_new_tokens=6) for r in (runtime, toy))
     assert [beam.token_ids for beam in ours] == [beam.token_ids for beam in theirs]

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from outrider import Runtime, SchedulerConfig
+from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.inspect import describe
@@ -26,7 +26,7 @@ from outrider.tools.verify.quantized import QUANTIZED_LOGIT_BOUND, PlanWeights
 from outrider.tools.verify.verification import verify_plan
 from tests.conftest import EVERYTHING, TOY_PROMPTS, made_once, write_toy
 from tests.integration.mapped import mapped
-from tests.integration.random_use import RandomUse
+from tests.integration.random_use import expect_the_tokens_of_the_target_alone
 from tests.integration.step_logits import expect_the_bits_of_plain_code, expect_the_same_bits
 
 DRAFTERS = ("ngram", "chain", "bushy", "head")
@@ -123,11 +123,7 @@ def test_tokens_do_not_depend_on_the_drafter(plan: Path, drafter: str) -> None:
     indirect=["plan"],
 )  # fmt: skip
 def test_tokens_depend_on_neither_drafter_nor_company(plan: Path, alone: Runtime, mode: str) -> None:
-    used = Runtime.load(plan, threads=2, scheduler=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
-    user = RandomUse(alone, used, mode, seed=3, coupled=("none", *DRAFTERS), rejecting=())
-    user.run(25)
-    assert user.compared > 25
-    assert used.close(timeout=60)
+    expect_the_tokens_of_the_target_alone(alone, plan, mode, 25, seed=3, coupled=("none", *DRAFTERS), rejecting=())
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:

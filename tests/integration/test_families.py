@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.options.options import Options
@@ -21,7 +21,7 @@ from outrider.tools.verify.verification import verify_plan
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
-from tests.integration.random_use import RandomUse
+from tests.integration.random_use import expect_the_tokens_of_the_target_alone
 
 PROMPT = [(41 * i) % 299 + 1 for i in range(80)]  # longer than every window
 NEW = 40
@@ -129,14 +129,9 @@ def test_verify_holds_a_plan_against_transformers(recipe: Path, any_plan: Path) 
 @each_of({"gemma2": "float32"})
 def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any, prefill_tokens: int | None) -> None:
     """Draft trees, branches, the prefix cache, sessions that are cut, at any temperature."""
-    alone = Runtime.load(any_plan, threads=1)
-    scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens)
-    used = Runtime.load(any_plan, threads=2, scheduler=scheduler, prefix_cache=PrefixCacheConfig(max_cached_tokens=300))
-    user = RandomUse(alone, used, mode, seed=3, coupled=DRAFTERS, rejecting=())
-    user.run(25)
-    assert user.compared > 25
-    assert used.close(timeout=60)
-    assert alone.close(timeout=60)
+    own: dict[str, Any] = {"cache": PrefixCacheConfig(max_cached_tokens=300), "prefill_tokens": prefill_tokens}
+    with Runtime.load(any_plan, threads=1) as alone:
+        expect_the_tokens_of_the_target_alone(alone, any_plan, mode, 25, seed=3, coupled=DRAFTERS, rejecting=(), **own)
 
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("olmo3", marks=pytest.mark.long)])
@@ -147,9 +142,7 @@ def test_a_head_drafts_for_layers_of_any_kind(name: str, toy_recipe: Path, tmp_p
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}"
     recipe = load_recipe(tmp_path / "model.yaml", [f"drafters=[{head}]"])
     plan = build(recipe, tmp_path / "model.yaml", tmp_path / "plan").plan.root
-    alone, used = (Runtime.load(plan, threads=1) for _ in range(2))
-    user = RandomUse(alone, used, "in-one-sequence", seed=5, coupled=("none", "head"), rejecting=())
-    user.run(30)
-    assert user.compared > 30
-    assert used.close(timeout=60)
-    assert alone.close(timeout=60)
+    with Runtime.load(plan, threads=1) as alone:
+        expect_the_tokens_of_the_target_alone(
+            alone, plan, "in-one-sequence", 30, seed=5, threads=1, coupled=("none", "head"), rejecting=()
+        )

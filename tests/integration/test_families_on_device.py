@@ -13,15 +13,17 @@ import outrider.compiler.lowering as lowering
 from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
-from outrider.runtime.backends import BACKENDS, Driver
-from outrider.runtime.options.options import Options
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
 from tests.integration.long_context import prompt
 from tests.integration.test_onnxruntime_cuda import CUDA
-from tests.integration.test_rtx_graphs import emulated_engines
+from tests.integration.test_rtx_graphs import (
+    emulated_engines,
+    expect_branches,
+    expect_requests_with_the_prefix_cache,
+)
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels
+from tests.runtime.emulated_device import EmulatedDevice, EmulatedKernels, driven
 
 pytest.importorskip("cuda.core")
 pytestmark = pytest.mark.long  # `test_features_on_device.py` and `test_kernel_engines.py` have the toy in every run
@@ -29,7 +31,6 @@ pytestmark = pytest.mark.long  # `test_features_on_device.py` and `test_kernel_e
 ONE_ROW = ["capacity.batching=false", "capacity.branches=4"]
 CACHE = PrefixCacheConfig(max_cached_tokens=512)
 PREFIX = prompt(3, 50)  # longer than every window
-PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
 
 
 @pytest.fixture(scope="module", params=[*TOYS])
@@ -60,9 +61,7 @@ def by_kernels(
     recipe: Path, engine_emulator: Emulator, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], Runtime]]:
     device = EmulatedDevice(engine_emulator)
-    emulated = Driver(lambda plan: None, lambda plan, settings: EmulatedKernels(plan, device, records=True))
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
-        patch.setitem(BACKENDS, "cuda", emulated)
+    with driven("cuda", lambda plan: EmulatedKernels(plan, device, records=True)), ExitStack() as opened:
 
         def load() -> Runtime:
             loaded = load_recipe(recipe, [*ONE_ROW, "backends=[{kind: cuda, compute_capabilities: [sm_90]}]"])
@@ -92,22 +91,8 @@ def by_graphs(
 
 
 def test_branches_with_every_drafter(runtime: Runtime, on_cpu: Runtime) -> None:
-    own = [[7 + place] for place in range(4)]
-    asked = [
-        {"prompt": tokens, "stream_id": 0, "drafter": drafter, **PLAIN}
-        for tokens, drafter in zip(own, DRAFTERS, strict=True)
-    ]
-    found = runtime.generate_branches(PREFIX, asked)  # type: ignore[arg-type]
-    assert [each.token_ids for each in found] == [
-        on_cpu.generate([*PREFIX, *tokens], drafter="none", **PLAIN).token_ids for tokens in own
-    ]
+    expect_branches(runtime, on_cpu, DRAFTERS, PREFIX)
 
 
 def test_requests_with_the_prefix_cache(runtime: Runtime, on_cpu: Runtime) -> None:
-    prompts = [[*PREFIX, 30 + place] for place in range(4)]
-    expected = [on_cpu.generate(each, drafter="none", **PLAIN).token_ids for each in prompts]
-    asked = [(each, Options(drafter=drafter) | PLAIN) for each, drafter in zip(prompts, DRAFTERS, strict=True)]
-    for _ in range(2):
-        found = [handle.result() for handle in runtime.submit_all(asked)]
-        assert [each.token_ids for each in found] == expected
-    assert all(each.stats.reused_tokens >= len(PREFIX) - 1 for each in found)
+    expect_requests_with_the_prefix_cache(runtime, on_cpu, DRAFTERS, PREFIX)

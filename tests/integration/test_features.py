@@ -20,9 +20,8 @@ import pytest
 from outrider import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import Mode
-from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.options.options import Options
-from tests.conftest import TOY_DRAFTERS, forget_what_drafting_cost
+from tests.conftest import TOY_DRAFTERS, drafting_never_pays, forget_what_drafting_cost
 from tests.integration.long_context import prompt
 from tests.integration.served import client_of, listening
 
@@ -34,21 +33,8 @@ PREFIX = prompt(3, 48)
 
 @pytest.fixture(scope="module")
 def plan(everything_plan: Path) -> Path:
-    """`test_features_on_device.py` and `test_features_on_rtx_graphs.py` have these tests for others."""
+    """`test_features_on_device.py` and `test_features_on_kernels.py` have these tests for others."""
     return everything_plan
-
-
-@pytest.fixture(scope="module")
-def left_out() -> dict[str, str]:
-    """What `plan` does not have, by a part of the names of its tests and ways, and why."""
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def skips_what_is_left_out(request: pytest.FixtureRequest, left_out: dict[str, str]) -> None:
-    for name, reason in left_out.items():
-        if name in request.node.name:
-            pytest.skip(reason)
 
 
 @dataclass
@@ -152,9 +138,7 @@ def test_adaptive_speculation(doors: Doors, way: str, monkeypatch: pytest.Monkey
     """Where drafting does not pay, each sequence's drafter is disabled; the tokens stay."""
     for runtime in (doors.rows, doors.row):
         forget_what_drafting_cost(runtime)
-    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
+    drafting_never_pays(monkeypatch)
     drafters = ["chain", "head", "ngram", "none"]
     expected = [each.token_ids for each in doors.ask("generate", [options(drafter="none", max_new_tokens=60)] * 4)]
     found = doors.ask(way, [options(drafter=drafter, max_new_tokens=60) for drafter in drafters])
@@ -297,16 +281,13 @@ def test_beam_search_is_of_one_sequence(doors: Doors) -> None:
     assert found.score >= greedy.score - 1e-5  # a GPU sums by the size of a step
 
 
-def test_a_runtime_holds_one_set_of_buffers_for_what_it_serves_one_after_another(
-    plan: Path, left_out: dict[str, str]
-) -> None:
+def test_a_runtime_holds_one_set_of_buffers_for_what_it_serves_one_after_another(plan: Path) -> None:
     runtime = Runtime.load(plan, threads=1)
     assert (runtime.memory().engines, runtime.memory().idle) == (1, 1)
-    several: Mode = "in-one-sequence" if "rows" in left_out else "batching"
     asked: list[Callable[[], object]] = [
         lambda: runtime.generate(PREFIX, max_new_tokens=4),
         lambda: runtime.generate_branches(PREFIX, [[1], [2]], max_new_tokens=4),
-        lambda: runtime.generate_branches(PREFIX, [[1], [2]], mode=several, max_new_tokens=4),
+        lambda: runtime.generate_branches(PREFIX, [[1], [2]], mode="batching", max_new_tokens=4),
         lambda: runtime.beam_search(PREFIX, beams=2, max_new_tokens=4),
         lambda: runtime.submit(PREFIX, max_new_tokens=4).result(),
     ]

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtime.backends import BACKENDS, Driver
 from tests.integration.test_features import *  # noqa: F403  # the tests, and the fixture `doors`
 from tests.integration.test_features import Doors
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice, driven
 
 pytest.importorskip("cuda.core")
 
@@ -25,9 +24,7 @@ def device(emulator: Emulator) -> EmulatedDevice:
 
 @pytest.fixture(scope="module")
 def plan(everything_cuda_plan: Path, device: EmulatedDevice) -> Iterator[Path]:
-    emulated = Driver(lambda target: None, lambda target, settings: EmulatedBackend(device))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, CUDA, emulated)
+    with driven(CUDA, lambda target: EmulatedBackend(device)):
         yield everything_cuda_plan
 
 

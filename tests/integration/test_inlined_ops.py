@@ -30,8 +30,12 @@ from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
-from tests.conftest import TOY_DRAFTERS, TOY_RECIPE
+from tests.conftest import TOY_RECIPE
 from tests.integration.shifting_rule import Shifting
+from tests.integration.test_device import (  # noqa: F401  # tests of this backend too
+    test_tokens_are_those_of_the_cpu,
+    test_turns_cuts_and_logprobs,
+)
 from tests.plugins.emulator import Emulator
 from tests.plugins.tensorrt_stand_in import StandIn
 from tests.runtime.emulated_device import EmulatedDevice
@@ -131,16 +135,6 @@ def test_logits_that_are_not_numbers_are_no_error_where_no_token_is_chosen(runti
         session.programs[names.DECODE].run()
 
 
-@pytest.mark.parametrize("sampling", [Options(temperature=0.9, top_k=40, top_p=0.95, seed=5)], ids=str)
-@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
-def test_tokens_are_those_of_the_cpu(runtime: Runtime, cpu: Runtime, drafter: str, sampling: Options) -> None:
-    options = sampling | Options(max_new_tokens=14, ignore_eos=True, auto_disable=False)
-    expected = cpu.generate(PROMPT, drafter="none", **options)
-    found = runtime.generate(PROMPT, drafter=drafter, **options)
-    assert found.token_ids == expected.token_ids
-    assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")  # counts may have nothing to say
-
-
 @pytest.mark.parametrize("drafter", ["none", "chain", "head"])
 def test_rules_are_applied_behind_an_engine_that_accepts(runtime: Runtime, cpu: Runtime, drafter: str) -> None:
     """Plainly: the host chooses each token again."""
@@ -194,17 +188,6 @@ def test_chains_that_a_drafter_draws_are_accepted_by_rejection_behind_the_engine
     found = runtime.generate(PROMPT, **options)
     assert found.token_ids == expected.token_ids
     assert found.stats.accepted > 0
-
-
-def test_turns_and_logprobs(runtime: Runtime, cpu: Runtime) -> None:
-    options = Options(max_new_tokens=8, ignore_eos=True, drafter="bushy", logprobs=3)
-    ours, theirs = runtime.session(), cpu.session()
-    for prompt in (PROMPT, [5, 6], []):
-        mine, other = ours.generate(prompt, **options), theirs.generate(prompt, **options)
-        assert mine.token_ids == other.token_ids
-        np.testing.assert_allclose(
-            [entry.logprob for entry in mine.logprobs], [entry.logprob for entry in other.logprobs], atol=1e-4
-        )
 
 
 def test_beams_run_under_the_hosts_bias_and_a_session_goes_on_without(runtime: Runtime, cpu: Runtime) -> None:

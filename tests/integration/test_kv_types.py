@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.build import build
 from outrider.compiler.inspect import describe
 from outrider.compiler.recipe import load_recipe
@@ -16,7 +16,7 @@ from outrider.plans import names
 from outrider.tools.verify.verification import KV_LOGIT_BOUND, verify_plan
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.integration.quantised import calibration_text, quantised
-from tests.integration.random_use import RandomUse
+from tests.integration.random_use import expect_the_tokens_of_the_target_alone
 from tests.integration.step_logits import expect_the_same_bits
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]
@@ -49,18 +49,8 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
     plan: Path, alone: Runtime, mode: str, rounds: int
 ) -> None:
     """Lossless partial KV, prefix cache, compaction and branches included."""
-    used = Runtime.load(
-        plan,
-        threads=2,
-        prefix_cache=PrefixCacheConfig(memory_bytes=1 << 19, max_cached_tokens=200),
-        scheduler=SchedulerConfig(mode=mode),  # type: ignore[arg-type]
-    )
-    user = RandomUse(alone, used, mode, seed=5)
-    user.run(rounds)
-    assert user.compared > rounds
-    assert used.close(timeout=60)
-    assert used.prefix_cache is not None
-    used.prefix_cache.check()
+    cache = PrefixCacheConfig(memory_bytes=1 << 19, max_cached_tokens=200)
+    expect_the_tokens_of_the_target_alone(alone, plan, mode, rounds, seed=5, cache=cache)
 
 
 @pytest.mark.long
@@ -68,11 +58,8 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(
 def test_the_same_holds_with_quantised_weights(toy_recipe: Path, tmp_path: Path) -> None:
     recipe = load_recipe(toy_recipe, [*quantised(EVERYTHING, "int4", calibration_text(tmp_path)), "kv_cache=int8"])
     build(recipe, toy_recipe, tmp_path / "plan")
-    used = Runtime.load(tmp_path / "plan", threads=2, prefix_cache=PrefixCacheConfig(memory_bytes=1 << 19))
-    user = RandomUse(Runtime.load(tmp_path / "plan", threads=1), used, "batching", seed=6)
-    user.run(40)
-    assert user.compared > 40
-    assert used.close(timeout=60)
+    alone, cache = Runtime.load(tmp_path / "plan", threads=1), PrefixCacheConfig(memory_bytes=1 << 19)
+    expect_the_tokens_of_the_target_alone(alone, tmp_path / "plan", "batching", 40, seed=6, cache=cache)
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:

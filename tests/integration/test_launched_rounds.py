@@ -22,7 +22,6 @@ from outrider import PrefixCacheConfig, Runtime, Session
 from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.plan import Plan
-from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.backends.device import DeviceBuffers
 from outrider.runtime.engine import Engine
 from outrider.runtime.launched_rounds import Launch
@@ -33,7 +32,7 @@ from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EagerDevice, EmulatedBackend, EmulatedDevice
+from tests.runtime.emulated_device import EagerDevice, EmulatedBackend, EmulatedDevice, driven
 
 pytest.importorskip("cuda.core")
 
@@ -44,8 +43,7 @@ WAYS = {"late": EmulatedDevice, "early": EagerDevice}
 
 def emulated(plan: Path, emulator: Emulator, way: str, *, records: bool) -> Iterator[Runtime]:
     backend = EmulatedBackend(WAYS[way](emulator), records=records)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+    with driven(CUDA, lambda target: backend):
         yield Runtime.load(plan)
 
 
@@ -304,8 +302,7 @@ def test_a_prompt_that_is_cancelled_in_parts_leaves_nothing(four: Runtime, every
 def test_a_text_that_ends_while_a_step_runs(cuda_plan: Plan, emulator: Emulator, toy: Runtime) -> None:
     """As a scheduler's other thread finds a stop string: what the prefix cache keeps is what was computed."""
     backend = EmulatedBackend(EmulatedDevice(emulator))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+    with driven(CUDA, lambda target: backend):
         runtime = Runtime.load(cuda_plan.root, prefix_cache=PrefixCacheConfig())
     engine = runtime.engines.borrow()
     request = resolve(SAMPLED | Options(max_new_tokens=30), runtime.manifest, runtime.loaded.grammars)

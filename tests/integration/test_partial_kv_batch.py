@@ -8,7 +8,6 @@ import pytest
 
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
-from outrider.runtime.branch_request import BranchPrompt
 from outrider.runtime.options.options import Options
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
@@ -69,16 +68,6 @@ def test_rows_with_and_without_partial_kv_and_every_drafter_share_passes(
         found = [handle.result() for handle in rows.submit_all(requests)]
         assert [each.token_ids for each in found] == expected
         assert sum(each.stats.partial_rounds > 0 for each in found) >= 2
-
-
-def test_branches_with_a_row_each_run_ahead(rows: Runtime) -> None:
-    prefix = prompt(5, 50)
-    options = Options(max_new_tokens=60, ignore_eos=True, drafter="chain", temperature=0.8, auto_disable=False, seed=0)
-    branches: list[BranchPrompt] = [[1], [2], [3]]
-    full = rows.generate_branches(prefix, branches, mode="batching", partial_kv="off", **options)
-    found = rows.generate_branches(prefix, branches, mode="batching", partial_kv="lossless", **options)
-    assert [each.token_ids for each in found] == [each.token_ids for each in full]
-    assert all(each.stats.partial_rounds > 0 for each in found)
 
 
 def test_passes_over_the_partial_cache_change_no_token_of_a_head_accepted_by_rejection(rows: Runtime) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.build import build
 from outrider.compiler.inspect import describe, print_description
 from outrider.compiler.recipe import load_recipe
@@ -23,7 +23,7 @@ from outrider.tools.verify.partial_check import check_partial
 from tests.conftest import HELD_OUT, PARTIAL_KV, made_once
 from tests.integration.families import DRAFTERS, write_toy
 from tests.integration.long_context import prompt
-from tests.integration.random_use import RandomUse
+from tests.integration.random_use import expect_the_tokens_of_the_target_alone
 
 WINDOW = 17  # with two window blocks of 4 tokens, two of the three blocks that are retrieved are in its reach
 OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps behind the gap, 20 tokens
@@ -135,29 +135,11 @@ def test_lossless_mode_changes_no_token(one: Runtime, drafter: str) -> None:
 
 def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(plan: Path) -> None:
     """Branches, requests and sessions with a row each, draft trees, the prefix cache, cuts, at any temperature."""
-    alone = Runtime.load(plan, threads=1)
-    used = Runtime.load(
-        plan,
-        threads=2,
-        prefix_cache=PrefixCacheConfig(memory_bytes=1 << 19, max_cached_tokens=200),
-        scheduler=SchedulerConfig(mode="batching"),
-    )
-    user = RandomUse(alone, used, "batching", seed=5, coupled=DRAFTERS, rejecting=())
-    user.run(25)
-    assert user.compared > 25
-    assert used.close(timeout=60)
-    assert alone.close(timeout=60)
-
-
-def test_the_prefix_cache_serves_lossless_sessions(plan: Path, one: Runtime) -> None:
-    cached = Runtime.load(plan, threads=1, prefix_cache=PrefixCacheConfig())
-    tokens = prompt(6, 90)
-    expected = one.session().generate(tokens, max_new_tokens=50, partial_kv="off", ignore_eos=True).token_ids
-    for drafter in (*DRAFTERS, *DRAFTERS):
-        found = cached.session().generate(tokens, max_new_tokens=50, drafter=drafter, ignore_eos=True)
-        assert found.token_ids == expected
-        assert found.stats.partial_rounds > 0
-    assert found.stats.cached_tokens > 60
+    cache = PrefixCacheConfig(memory_bytes=1 << 19, max_cached_tokens=200)
+    with Runtime.load(plan, threads=1) as alone:
+        expect_the_tokens_of_the_target_alone(
+            alone, plan, "batching", 25, seed=5, cache=cache, coupled=DRAFTERS, rejecting=()
+        )
 
 
 def test_the_check_of_partial_kv_finds_lossless_mode_equal(one: Runtime) -> None:

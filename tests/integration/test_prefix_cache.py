@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from outrider import PrefixCacheConfig, Runtime, Session
 from outrider.plans import names
-from outrider.plans.errors import RequestError
 from outrider.runtime.drafters import adaptive
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed", "sure"]
@@ -164,20 +163,6 @@ def test_threads_share_a_cache(kept: Runtime, toy: Runtime) -> None:
     assert all(found[thread, place] == expected[place] for thread in range(4) for place in range(6))
     assert kept.prefix_cache is not None
     kept.prefix_cache.check()
-
-
-def test_a_cache_in_a_file_is_warm_at_the_start(toy_plan: Path, toy: Runtime, tmp_path: Path) -> None:
-    first = Runtime.load(toy_plan, threads=1, prefix_cache=KEEP)
-    first.generate(PROMPT, max_new_tokens=4, drafter="head", ignore_eos=True)
-    assert first.save_prefix_cache(tmp_path / "kept") > len(PROMPT)
-    second = Runtime.load(toy_plan, threads=1, prefix_cache=KEEP)
-    second.load_prefix_cache(tmp_path / "kept")
-    options = {"max_new_tokens": 10, "drafter": "head", "logprobs": 2, "auto_disable": False}
-    found = second.generate(PROMPT, **options)
-    assert said(found) == said(toy.generate(PROMPT, **options))
-    assert found.stats.reused_tokens == len(PROMPT) - 2
-    with pytest.raises(RequestError, match="no prefix cache"):
-        toy.save_prefix_cache(tmp_path / "kept")
 
 
 @pytest.mark.parametrize("drafter", ["head", "chain", "mixed"])

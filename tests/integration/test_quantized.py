@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider import Runtime, SchedulerConfig
+from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.inspect import describe
 from outrider.compiler.recipe import load_recipe
@@ -15,7 +15,7 @@ from outrider.tools.verify.verification import verify_plan
 from tests.conftest import EVERYTHING, REFERENCE_RECIPE, made_once
 from tests.integration.mapped import mapped
 from tests.integration.quantised import calibration_text, quantised
-from tests.integration.random_use import RandomUse
+from tests.integration.random_use import expect_the_tokens_of_the_target_alone
 from tests.integration.step_logits import expect_the_bits_of_plain_code, expect_the_same_bits
 
 INT4_RECIPE = REFERENCE_RECIPE.with_name("reference-int4.yaml")
@@ -46,11 +46,7 @@ def test_weights_are_mapped_where_they_lie_and_not_copied(plan: Path, alone: Run
 @pytest.mark.usefixtures("run_ahead")
 @pytest.mark.parametrize("mode", ["batching", pytest.param("in-one-sequence", marks=pytest.mark.long)])
 def test_tokens_depend_on_neither_drafter_nor_company(plan: Path, alone: Runtime, mode: str) -> None:
-    used = Runtime.load(plan, threads=2, scheduler=SchedulerConfig(mode=mode))  # type: ignore[arg-type]
-    user = RandomUse(alone, used, mode, seed=3)
-    user.run(25)
-    assert user.compared > 25
-    assert used.close(timeout=60)
+    expect_the_tokens_of_the_target_alone(alone, plan, mode, 25, seed=3)
 
 
 def test_logits_are_the_same_bits_in_a_prompt_and_in_a_step(plan: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
-from tests.integration.random_use import RandomUse
+from outrider import PrefixCacheConfig, Runtime
+from tests.integration.random_use import expect_the_tokens_of_the_target_alone
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("run_ahead")]
 
@@ -40,13 +40,6 @@ def test_tokens_do_not_depend_on_what_was_done_before(
     prefill_tokens: int | None,
     seed: int,
 ) -> None:
-    scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens)
-    used = Runtime.load(everything_plan, threads=1, prefix_cache=CACHES[cache], scheduler=scheduler)
-    user = RandomUse(everything, used, mode, seed)
-    user.run(ROUNDS)
-    assert user.compared > ROUNDS
-    assert used.close(timeout=60)
-    if used.prefix_cache is not None:
-        used.prefix_cache.check()
-        assert used.prefix_cache.in_use == 0
+    own: dict[str, Any] = {"seed": seed, "threads": 1, "cache": CACHES[cache], "prefill_tokens": prefill_tokens}
+    used = expect_the_tokens_of_the_target_alone(everything, everything_plan, mode, ROUNDS, **own)
     assert used.memory().idle == 1

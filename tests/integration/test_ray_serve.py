@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from outrider.runtime.ray_serve.settings import Routing, Settings
 from outrider.runtime.ray_serve.streams import sender
 from outrider.tools.lab.serving.routing import Talk, measure_way
 from tests.integration.ray_cluster import Deployed, deployed, two_nodes
-from tests.integration.served import KEY, client_of, get, listening
+from tests.integration.served import KEY, client_of, get, listening, wait_until
 from tests.integration.test_server_tracing import collector
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 from tests.plans.damage import TEMPLATE, list_again
@@ -68,11 +65,6 @@ def plan(branch_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (plan / TEMPLATE).write_text(HERMES, encoding="utf-8")
     list_again(plan)
     return plan
-
-
-@pytest.fixture(scope="module")
-def alone(plan: Path) -> Runtime:
-    return Runtime.load(plan, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -159,59 +151,6 @@ def test_mistakes_are_told_as_one_server_tells_them(served: Deployed, single: st
         assert post(served.address, "completions", body) == expected
 
 
-@pytest.mark.long
-def test_nobody_notices_that_a_replica_died(served: Deployed, alone: Runtime, client: openai.OpenAI) -> None:
-    """Eight streams and four whole answers lose the replica that serves them in their middle, by SIGKILL."""
-    served.settle(2)
-    own: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 130, "ignore_eos": True, "drafter": "none"}
-    expected = [alone.generate(PROMPT, **own, seed=seed, logprobs=1) for seed in range(12)]
-    began, first = threading.Barrier(13), [threading.Event() for _ in range(8)]
-
-    def ask(seed: int) -> tuple[str, str, int, int]:
-        extra = {"ignore_eos": True, "drafter": "none"}
-        began.wait()
-        body: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "temperature": 0.8, "seed": seed, "max_tokens": 130}
-        if seed >= 8:
-            found = client.completions.create(**body, logprobs=1, extra_body=extra)
-            assert found.usage is not None
-            assert found.choices[0].logprobs is not None
-            logprobs = found.choices[0].logprobs.token_logprobs
-            assert logprobs == [each.logprob for each in expected[seed].logprobs]
-            text, reason, usage = found.choices[0].text, found.choices[0].finish_reason, found.usage
-            return text, reason, usage.prompt_tokens, usage.completion_tokens
-        text, reason = "", ""
-        pieces = client.completions.create(
-            **body, stream=True, stream_options={"include_usage": True}, extra_body=extra
-        )
-        for piece in pieces:
-            first[seed].set()
-            for choice in piece.choices:
-                text, reason = text + choice.text, choice.finish_reason or reason
-        assert piece.usage is not None
-        return text, reason, piece.usage.prompt_tokens, piece.usage.completion_tokens
-
-    with ThreadPoolExecutor(12) as clients:
-        asked = [clients.submit(ask, seed) for seed in range(12)]
-        began.wait()
-        assert all(each.wait(60) for each in first)
-        victim = max(served.replicas(), key=lambda each: each.stats.running)
-        assert victim.stats.running  # in the middle of them
-        os.kill(victim.pid, signal.SIGKILL)
-        found = [each.result(timeout=60) for each in asked]
-    assert found == [(each.text, "length", each.stats.prompt_tokens, 130) for each in expected]
-    served.settle(2)  # another took its place
-    assert victim.pid not in [each.pid for each in served.replicas()]
-
-
-def until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
-    ends = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > ends:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_who_goes_away_leaves_nothing_running(served: Deployed, client: openai.OpenAI, stream: bool) -> None:
     served.settle(2)
@@ -231,7 +170,7 @@ def test_who_goes_away_leaves_nothing_running(served: Deployed, client: openai.O
 
     with ThreadPoolExecutor(4) as clients:
         list(clients.map(ask, range(4)))
-    assert until(lambda: not served.running(), 60)
+    wait_until(lambda: not served.running(), 60)
     assert sum(each.stats.new_tokens for each in served.replicas()) - before < 4 * 32 * 150 / 2
 
 
@@ -308,7 +247,7 @@ def test_lines_traces_and_budgets(cluster: str, plan: Path, monkeypatch: pytest.
             assert answer.headers["x-ratelimit-limit-tokens"] == "50"  # this ingress's half
             assert get(f"{served.address}/health/ready", {"x-request-id": "probe"})[0] == 200
             assert received == []
-        assert until(lambda: bool(received), 20)
+        wait_until(lambda: bool(received), 20)
     spans = {
         span.name for _, body in received for each in body.resource_spans for scope in each.scope_spans
         for span in scope.spans

@@ -29,7 +29,7 @@ from outrider.runtime.ray_serve.application import build
 from outrider.runtime.ray_serve.command import main
 from outrider.runtime.ray_serve.settings import Settings
 from tests.integration.ray_cluster import free_port
-from tests.integration.served import client_of, get
+from tests.integration.served import client_of, get, wait_until
 
 CONFIG = Path(__file__).resolve().parents[2] / "runtime" / "ray_serve" / "serve.yaml"
 
@@ -110,11 +110,8 @@ def test_the_command_serves_until_it_is_told_to_end(branch_plan: Path, tell: Cal
 
         asking = threading.Thread(target=ask)
         asking.start()
-        until = time.monotonic() + 60
         # Those of the warm-up of two replicas are among them.
-        while "outrider_requests_submitted_total 67.0" not in get(f"{address}/metrics")[1]:
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        wait_until(lambda: "outrider_requests_submitted_total 67.0" in get(f"{address}/metrics")[1])
         tell(process.pid, signal.SIGTERM)
         asking.join(60)
         assert len(texts) == 64

@@ -23,7 +23,7 @@ from outrider import Runtime
 from outrider.runtime.ray_serve.application import REPLICA
 from outrider.runtime.ray_serve.settings import Settings
 from tests.integration.ray_cluster import Deployed, deployed, processes, two_nodes
-from tests.integration.served import client_of
+from tests.integration.served import client_of, wait_until
 
 pytestmark = pytest.mark.long
 OWN: dict[str, Any] = {"temperature": 0.8, "seed": 4}
@@ -83,9 +83,7 @@ def test_a_node_dies(cluster: tuple[Cluster, str], branch_plan: Path, expected: 
     with deployed(address, "node", settings_of(branch_plan)) as served:
         assert len({replica.node for replica in served.replicas()}) == 2
         with asking(served, 4) as asked:
-            until = time.monotonic() + 60
-            while not all(replica.stats.running for replica in served.replicas()):
-                assert time.monotonic() < until
+            wait_until(lambda: all(replica.stats.running for replica in served.replicas()))
             (second,) = nodes.worker_nodes
             nodes.remove_node(second, allow_graceful=False)
             assert [each.result(timeout=180) for each in asked] == [expected] * 4

@@ -14,7 +14,7 @@ from outrider import Runtime
 from outrider.plans.errors import PlanError
 from outrider.plans.pass_prices import Price
 from outrider.plans.plan import Plan
-from outrider.runtime.backends import BACKENDS, Driver, onnxruntime_cuda
+from outrider.runtime.backends import onnxruntime_cuda
 from outrider.runtime.backends.device import DeviceBuffers
 from outrider.runtime.backends.one_thread import OneThread
 from outrider.runtime.backends.recorder import Recorder
@@ -27,7 +27,7 @@ from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice, driven
 
 pytest.importorskip("cuda.core")
 
@@ -41,8 +41,7 @@ def device(emulator: Emulator) -> EmulatedDevice:
 
 def loaded(plan: Plan, device: EmulatedDevice, **options: bool) -> Runtime:
     backend = EmulatedBackend(device, **options)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+    with driven(CUDA, lambda target: backend):
         return Runtime.load(plan.root)
 
 

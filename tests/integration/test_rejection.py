@@ -19,12 +19,11 @@ from outrider.compiler.recipe import load_recipe
 from outrider.plans.errors import RecipeError
 from outrider.runtime.branch_request import MODES, BranchPrompt, Mode
 from outrider.runtime.cli.debug import RoundPrinter
-from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.trace import Round
-from tests.conftest import REJECTING
+from tests.conftest import REJECTING, drafting_never_pays
 from tests.plugins.drawn_pairs import one_in_a_thousand
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
@@ -220,9 +219,7 @@ def test_a_nucleus_of_one_token_is_greedy(everything: Runtime, drafter: str) -> 
 
 def test_tokens_do_not_depend_on_the_clock(everything: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
-    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
+    drafting_never_pays(monkeypatch)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
     for drafter in REJECTING:
         kept, free = (everything.generate(PROMPT, drafter=drafter, auto_disable=on, **options) for on in (False, True))

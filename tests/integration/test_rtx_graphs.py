@@ -3,7 +3,7 @@ an emulated device, recorded with our ops as that backend records its engines.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,14 +13,13 @@ import outrider.compiler.lowering as lowering
 from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
-from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.options.options import Options
 from tests.conftest import TOY_DRAFTERS, made_once
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice, driven
 
 pytest.importorskip("cuda.core")
 
@@ -42,8 +41,7 @@ def rtx_graphs_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) 
 def emulated_engines(device: EmulatedDevice, records: bool = True) -> Iterator[None]:
     """For a while the engines of that plan run on the device, launched as the backend launches its own."""
     backend = EmulatedBackend(device, records=records, records_engines=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+    with driven(CUDA, lambda target: backend):
         yield
 
 
@@ -55,31 +53,38 @@ def runtime(request: pytest.FixtureRequest, rtx_graphs_plan: Path, emulator: Emu
         found.close()
 
 
-@pytest.mark.parametrize("shift", range(0, len(TOY_DRAFTERS), 2))
-def test_branches_with_every_drafter(runtime: Runtime, toy: Runtime, shift: int) -> None:
-    drafters = ["none", *TOY_DRAFTERS]
+def expect_branches(runtime: Runtime, oracle: Runtime, drafters: Sequence[str], prefix: list[int]) -> None:
     own = [[7 + place] for place in range(4)]
     asked = [
-        {"prompt": tokens, "stream_id": 0, "drafter": drafters[(shift + place) % len(drafters)], **PLAIN}
-        for place, tokens in enumerate(own)
+        {"prompt": tokens, "stream_id": 0, "drafter": drafter, **PLAIN}
+        for tokens, drafter in zip(own, drafters, strict=True)
     ]
-    found = runtime.generate_branches(PREFIX, asked)  # type: ignore[arg-type]
+    found = runtime.generate_branches(prefix, asked)  # type: ignore[arg-type]
     assert [each.token_ids for each in found] == [
-        toy.generate([*PREFIX, *tokens], drafter="none", **PLAIN).token_ids for tokens in own
+        oracle.generate([*prefix, *tokens], drafter="none", **PLAIN).token_ids for tokens in own
     ]
 
 
-def test_requests_with_the_prefix_cache(runtime: Runtime, toy: Runtime) -> None:
-    prompts = [[*PREFIX, 30 + place] for place in range(4)]
-    expected = [toy.generate(each, drafter="none", **PLAIN).token_ids for each in prompts]
-    asked = [
-        (each, Options(drafter=drafter) | PLAIN)
-        for each, drafter in zip(prompts, ["none", "bushy", "head", "ngram"], strict=True)
-    ]
+def expect_requests_with_the_prefix_cache(
+    runtime: Runtime, oracle: Runtime, drafters: Sequence[str], prefix: list[int]
+) -> None:
+    prompts = [[*prefix, 30 + place] for place in range(4)]
+    expected = [oracle.generate(each, drafter="none", **PLAIN).token_ids for each in prompts]
+    asked = [(each, Options(drafter=drafter) | PLAIN) for each, drafter in zip(prompts, drafters, strict=True)]
     for _ in range(2):
         found = [handle.result() for handle in runtime.submit_all(asked)]
         assert [each.token_ids for each in found] == expected
-    assert all(each.stats.reused_tokens >= len(PREFIX) - 1 for each in found)
+    assert all(each.stats.reused_tokens >= len(prefix) - 1 for each in found)
+
+
+@pytest.mark.parametrize("shift", range(0, len(TOY_DRAFTERS), 2))
+def test_branches_with_every_drafter(runtime: Runtime, toy: Runtime, shift: int) -> None:
+    drafters = ["none", *TOY_DRAFTERS] * 2
+    expect_branches(runtime, toy, drafters[shift : shift + 4], PREFIX)
+
+
+def test_requests_with_the_prefix_cache(runtime: Runtime, toy: Runtime) -> None:
+    expect_requests_with_the_prefix_cache(runtime, toy, ["none", "bushy", "head", "ngram"], PREFIX)
 
 
 @pytest.mark.parametrize("drafter", ["none", "bushy", "head"])

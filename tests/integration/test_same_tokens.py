@@ -15,12 +15,11 @@ from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.held_out import read_prompts
 from outrider.compiler.recipe import load_recipe
-from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from outrider.tools.verify.agreement import compare_drafters
 from outrider.tools.verify.verification import LOGIT_BOUND
-from tests.conftest import HELD_OUT, TOY_DRAFTERS, forget_what_drafting_cost
+from tests.conftest import HELD_OUT, TOY_DRAFTERS, drafting_never_pays, forget_what_drafting_cost
 
 SAMPLINGS = (
     Options(temperature=0.0),
@@ -105,10 +104,7 @@ def test_drafting_that_does_not_pay_is_put_aside_and_tried_again(
 ) -> None:
     """Whatever the clock says: here, that it never pays."""
     forget_what_drafting_cost(toy)
-    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.DISABLED_ROUNDS", 5)
+    drafting_never_pays(monkeypatch, 5)
     options = Options(max_new_tokens=100, temperature=1.0, seed=4, ignore_eos=True)
     plain = toy.generate([5, 6, 7] * 9, drafter="none", **options)
     drafted = toy.session().generate([5, 6, 7] * 9, drafter=drafter, **options)
@@ -121,10 +117,7 @@ def test_what_a_gate_has_learned_is_forgotten_with_another_sampling(
     toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_what_drafting_cost(toy)
-    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.DISABLED_ROUNDS", 500)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
+    drafting_never_pays(monkeypatch, 500)
     session, options = toy.session(), Options(drafter="chain", ignore_eos=True)
     session.generate([5, 6, 7], temperature=1.0, seed=5, max_new_tokens=60, **options)
     disabled = session.generate(temperature=1.0, seed=5, max_new_tokens=20, **options).stats
@@ -134,10 +127,7 @@ def test_what_a_gate_has_learned_is_forgotten_with_another_sampling(
 
 def test_a_head_that_rests_costs_no_recomputing(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_what_drafting_cost(toy)
-    monkeypatch.setattr(AdaptiveSpeculation, "gain", lambda self: 0.5)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.WINDOW", 4)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.DISABLED_ROUNDS", 500)
-    monkeypatch.setattr("outrider.runtime.drafters.adaptive.BURST", 2)
+    drafting_never_pays(monkeypatch, 500)
     session, options = toy.session(), Options(drafter="head", ignore_eos=True)
     session.generate([5, 6, 7], max_new_tokens=60, **options)
     again = session.generate([8, 9], max_new_tokens=5, **options).stats

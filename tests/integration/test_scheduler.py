@@ -56,6 +56,16 @@ def assert_nothing_is_left(runtime: Runtime) -> None:
         runtime.prefix_cache.check()
 
 
+@pytest.fixture(scope="module", params=[*MODES, "one branch"])
+def any_serving(branch_plan: Path, toy_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    """Of a plan of one branch as well, which is served a request at a time."""
+    one = request.param == "one branch"
+    config = SchedulerConfig() if one else SchedulerConfig(mode=request.param)
+    runtime = Runtime.load(toy_plan if one else branch_plan, threads=1, prefix_cache=KEEP, scheduler=config)
+    yield runtime
+    assert runtime.close(timeout=60)
+
+
 OPTIONS = ("max_new_tokens", "temperature", "drafter", "seed", "stop")
 REQUEST = st.fixed_dictionaries(
     {
@@ -205,12 +215,12 @@ def test_handles_are_awaited_and_iterated_in_an_event_loop(serving: Runtime, alo
     assert found == expected
 
 
-def test_a_list_of_prompts(serving: Runtime, alone: Runtime) -> None:
+def test_a_list_of_prompts(any_serving: Runtime, alone: Runtime) -> None:
     prompts: list[Any] = ["import os", "def main", [5, 6, 7]]
     expected = [alone.generate(prompt, max_new_tokens=7).token_ids for prompt in prompts]
-    assert [found.token_ids for found in serving.generate(prompts, max_new_tokens=7)] == expected
+    assert [found.token_ids for found in any_serving.generate(prompts, max_new_tokens=7)] == expected
     with pytest.raises(RequestError, match="Token id 999"):
-        serving.generate([[5], [999]])
+        any_serving.generate([[5], [999]])
 
 
 def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,30 +256,35 @@ def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.Mo
     assert runtime.close(timeout=60)
 
 
-def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, branch_plan: Path) -> None:
-    context = serving.manifest.target.context
-    with pytest.raises(RequestError, match=f"context is {context}"):
-        serving.submit([5] * (context + 1))
-    with pytest.raises(RequestError, match="priority is 'x'"):
-        serving.submit([5], priority="x")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="deadline is 0"):
-        serving.submit([5], deadline=0)
-    with pytest.raises(RequestError, match="on_round"):
-        serving.submit([5], on_round=3)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="max_running is 17"):
-        Runtime.load(branch_plan, scheduler=SchedulerConfig(max_running=17)).submit([5])
-    with pytest.raises(RequestError, match="prefill_tokens is 0"):
-        SchedulerConfig(prefill_tokens=0)
-    with pytest.raises(RequestError, match="mode is 'x'; choose one of in-one-sequence, batching"):
-        SchedulerConfig(mode="x")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="max_waiting is None"):
-        SchedulerConfig(max_waiting=None)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="max_waiting_per_client is True"):
-        SchedulerConfig(max_waiting_per_client=True)
-    with pytest.raises(RequestError, match="overlap is 1"):
-        SchedulerConfig(overlap=1)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="prefill_tokens is 17; the plan's passes take at most 16"):
-        Runtime.load(branch_plan, scheduler=SchedulerConfig(prefill_tokens=17)).submit([5])
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"prompt": [5] * 161}, "context is 160"),
+        ({"priority": "x"}, "priority is 'x'"),
+        ({"deadline": 0}, "deadline is 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_at_once(serving: Runtime, own: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        serving.submit(**{"prompt": [5], **own})
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"max_running": 17}, "max_running is 17"),
+        ({"prefill_tokens": 0}, "prefill_tokens is 0"),
+        ({"prefill_tokens": 17}, "prefill_tokens is 17; the plan's passes take at most 16"),
+        ({"mode": "x"}, "mode is 'x'; choose one of in-one-sequence, batching"),
+        ({"max_waiting": None}, "max_waiting is None"),
+        ({"max_waiting_per_client": True}, "max_waiting_per_client is True"),
+        ({"overlap": 1}, "overlap is 1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(branch_plan: Path, own: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        Runtime.load(branch_plan, scheduler=SchedulerConfig(**own)).submit([5])
 
 
 def test_requests_with_one_event_are_cancelled_one_by_one(serving: Runtime) -> None:
@@ -309,7 +324,7 @@ def test_drafts_are_as_good_behind_rows_of_others(branch_plan: Path, drafter: st
     assert results[0] == results[1]
 
 
-def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alone: Runtime) -> None:
+def test_a_form_that_cannot_go_on_fails_its_request_alone(any_serving: Runtime, alone: Runtime) -> None:
     apply = GrammarRule.apply
 
     def fails(self: GrammarRule, logits: NDArray[np.float32], path: list[int]) -> None:
@@ -319,8 +334,8 @@ def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alon
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GrammarRule, "apply", fails)
-        other = serving.submit([5, 6], max_new_tokens=20, ignore_eos=True)
-        handle = serving.submit([7], max_new_tokens=20, structured_outputs={"regex": "[ -~]*"})
+        other = any_serving.submit([5, 6], max_new_tokens=20, ignore_eos=True)
+        handle = any_serving.submit([7], max_new_tokens=20, structured_outputs={"regex": "[ -~]*"})
         with pytest.raises(RequestError, match="There is no token"):
             handle.result(60)
         with pytest.raises(RequestError, match="There is no token"):
@@ -328,8 +343,9 @@ def test_a_form_that_cannot_go_on_fails_its_request_alone(serving: Runtime, alon
     assert other.result(60).token_ids == alone.generate([5, 6], max_new_tokens=20, ignore_eos=True).token_ids
 
 
-def test_counts(branch_plan: Path) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
+@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
+def test_counts(plan: str, request: pytest.FixtureRequest) -> None:
+    runtime = Runtime.load(request.getfixturevalue(plan), threads=1, prefix_cache=KEEP)
     results = runtime.generate([[5, 6, 7, 8]] * 3, max_new_tokens=6, ignore_eos=True)
     stats = runtime.scheduler_stats
     assert (stats.submitted, stats.finished, stats.failed, stats.waiting, stats.running) == (3, 3, 0, 0, 0)

@@ -6,57 +6,20 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outrider import Runtime, SchedulerConfig
 from outrider.plans.errors import BusyError, PlanError, RequestError
-from outrider.runtime.engine import Engine
 from outrider.runtime.execution.program import Program
+from tests.integration.served import wait_until
 from tests.integration.test_scheduler import KEEP, assert_nothing_is_left
 
 
 @pytest.fixture(scope="module")
 def alone(branch_plan: Path) -> Runtime:
     return Runtime.load(branch_plan, threads=1)
-
-
-def test_deadlines_end_requests_with_what_they_have(branch_plan: Path) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
-    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
-    waiting = runtime.submit([6], deadline=0.001)
-    late = waiting.result(60)
-    assert (late.finish_reason, late.token_ids) == ("deadline", [])
-    running.cancel()
-    running.result(60)
-    slow = Runtime.load(branch_plan, threads=1)
-    original = Engine.step
-
-    def slowly(self: Engine, *arguments: Any) -> Any:
-        time.sleep(0.02)
-        return original(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "step", slowly)
-        found = slow.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True, deadline=1.2).result(60)
-    assert found.finish_reason == "deadline"
-    assert 0 < len(found.token_ids) < 120
-    assert slow.close(timeout=60)
-
-
-def test_too_many_who_wait_are_refused(branch_plan: Path) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1, max_waiting=2))
-    running = runtime.submit([5], max_new_tokens=120, drafter="none", ignore_eos=True)
-    next(iter(running))
-    waiting = [runtime.submit([6]) for _ in range(2)]
-    with pytest.raises(BusyError, match="2 requests wait"):
-        runtime.submit([7])
-    assert runtime.scheduler_stats.refused == 1
-    assert not runtime.close(drain=False, timeout=60) or all(handle.done for handle in [running, *waiting])
-    assert {handle.result(60).finish_reason.value for handle in [running, *waiting]} == {"cancelled"}
 
 
 def test_a_client_has_a_share_of_the_queue(branch_plan: Path) -> None:
@@ -137,11 +100,12 @@ def test_without_a_seed_texts_differ_and_the_result_has_it(alone: Runtime) -> No
         alone.generate([5], max_tokens=3)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
 @pytest.mark.parametrize("error", [PlanError, SystemExit])
 def test_a_round_that_fails_fails_those_in_it_alone(
-    branch_plan: Path, alone: Runtime, error: type[BaseException]
+    plan: str, alone: Runtime, error: type[BaseException], request: pytest.FixtureRequest
 ) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP)
+    runtime = Runtime.load(request.getfixturevalue(plan), threads=1, prefix_cache=KEEP)
     expected = alone.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
     assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
     original, calls = Program.run, 0
@@ -173,10 +137,7 @@ def test_its_thread_ends_when_there_is_nothing_to_do(branch_plan: Path, monkeypa
     for _ in range(3):
         expected = runtime.generate([5, 6], max_new_tokens=3).token_ids
         assert runtime.submit([5, 6], max_new_tokens=3).result(60).token_ids == expected
-        deadline = time.monotonic() + 60
-        while runtime._scheduler is not None and runtime._scheduler._thread is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: runtime._scheduler is None or runtime._scheduler._thread is None)
 
 
 @pytest.mark.parametrize("new", [2, 140])

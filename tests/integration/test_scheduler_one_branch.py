@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from outrider import BusyError, PlanError, PrefixCacheConfig, RequestError, Runtime, SchedulerConfig
+from outrider import BusyError, RequestError, Runtime, SchedulerConfig
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.engine import Engine
-from outrider.runtime.execution.program import Program
-from outrider.runtime.text.grammar_rule import GrammarRule
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # four chunks
@@ -96,36 +94,6 @@ def test_partial_kv_and_tentative_spans(long_plan: Path, long: Runtime, mode: An
     assert runtime.close(timeout=60)
 
 
-def test_stops_and_rounds(serving: Runtime, toy: Runtime) -> None:
-    whole = toy.generate([5, 6], max_new_tokens=30, ignore_eos=True).text
-    stop = next(character for character in whole[1:] if character.isprintable() and character != "\ufffd")
-    stopped = serving.submit([5, 6], max_new_tokens=30, stop=[stop], ignore_eos=True).result(60)
-    assert (stopped.text, stopped.finish_reason.value) == (whole[: whole.index(stop)], "stop")
-    rounds: list[object] = []
-    watched = serving.submit(PROMPT, max_new_tokens=6, on_round=rounds.append).result(60)
-    assert len(rounds) == watched.stats.rounds
-
-
-def test_a_form_serves_several_requests(serving: Runtime, toy: Runtime) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 8, "structured_outputs": {"regex": "[ -~]*"}}
-    expected = [toy.generate([place], **options).token_ids for place in (5, 6)]
-    found = serving.generate([[5], [6]], **options)
-    assert [each.token_ids for each in found] == expected
-
-
-def test_a_form_that_cannot_go_on_fails_its_request_alone(
-    serving: Runtime, toy: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise RequestError("There is no token.")
-
-    monkeypatch.setattr(GrammarRule, "apply", fails)
-    handles = [serving.submit([7], structured_outputs={"regex": "[ -~]*"}), serving.submit([5, 6], max_new_tokens=9)]
-    with pytest.raises(RequestError, match="There is no token"):
-        handles[0].result(60)
-    assert handles[1].result(60).token_ids == toy.generate([5, 6], max_new_tokens=9).token_ids
-
-
 def test_requests_run_one_after_another(serving: Runtime, toy: Runtime, gate: Gate) -> None:
     options: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": True, "drafter": "none"}
     first = serving.submit([5, 1], **options)
@@ -137,12 +105,6 @@ def test_requests_run_one_after_another(serving: Runtime, toy: Runtime, gate: Ga
     for place, handle in enumerate((first, second, third), 1):
         assert handle.result(60).token_ids == toy.generate([5, place], **options).token_ids
     assert third.result().stats.queued_ms < second.result().stats.queued_ms  # it matters more
-
-
-def test_a_list_of_prompts(serving: Runtime, toy: Runtime) -> None:
-    prompts: list[Any] = ["import os", "def main", [5, 6, 7]]
-    expected = [toy.generate(prompt, max_new_tokens=7).token_ids for prompt in prompts]
-    assert [found.token_ids for found in serving.generate(prompts, max_new_tokens=7)] == expected
 
 
 def test_cancelling_in_the_queue_in_a_prompt_and_in_flight(serving: Runtime, toy: Runtime, gate: Gate) -> None:
@@ -192,42 +154,6 @@ def test_a_deadline_ends_a_request_in_the_queue_in_a_prompt_and_in_flight(
     found = late.result(60)
     assert found.finish_reason == "deadline"
     assert 3 <= len(found.token_ids) <= 4
-
-
-def test_a_round_that_fails_fails_its_request_alone(
-    serving: Runtime, toy: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, calls = Program.run, 0
-
-    def failing(self: Program) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise PlanError("the engine fell over")
-        original(self)
-
-    monkeypatch.setattr(Program, "run", failing)
-    broken = serving.submit([7, 8], max_new_tokens=50, drafter="none", ignore_eos=True)
-    other = serving.submit([5, 6], max_new_tokens=9)
-    with pytest.raises(PlanError, match="fell over"):
-        broken.result(60)
-    assert sum(len(span.token_ids) for span in broken._spans) == 3
-    assert other.result(60).token_ids == toy.generate([5, 6], max_new_tokens=9).token_ids
-
-
-def test_counts(toy_plan: Path) -> None:
-    cache = PrefixCacheConfig(max_cached_tokens=4096, min_prefix_length=1)
-    runtime = Runtime.load(toy_plan, threads=1, prefix_cache=cache)
-    options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "drafter": "none"}
-    results = runtime.generate([PROMPT] * 3, **options)
-    stats = runtime.scheduler_stats
-    assert (stats.submitted, stats.finished, stats.failed, stats.waiting, stats.running) == (3, 3, 0, 0, 0)
-    assert (stats.new_tokens, stats.prompt_tokens) == (18, 150)
-    assert stats.reused_tokens == sum(result.stats.reused_tokens for result in results) >= 98
-    assert stats.rounds == sum(result.stats.rounds + result.stats.prefill_passes for result in results)
-    assert runtime.close(timeout=60)
-    assert runtime.prefix_cache is not None
-    assert runtime.prefix_cache.in_use == 0
 
 
 def test_what_a_plan_of_one_branch_cannot_do_is_refused(toy_plan: Path) -> None:

@@ -20,7 +20,8 @@ import pytest
 from outrider import Runtime
 from outrider.runtime.server.command import bound_socket
 from outrider.runtime.server.connections import Limits
-from tests.integration.served import KEY, get, listening, serving
+from tests.integration.served import KEY, answers, connected, get, listening, serving, wait_until
+from tests.integration.served import sent as everything_said
 
 
 @pytest.mark.parametrize(
@@ -39,42 +40,15 @@ from tests.integration.served import KEY, get, listening, serving
     ids=["nothing", "half a head", "half a body", "an answer before the body", "idle", "half a second head"],
 )
 def test_connections_that_wait_are_closed(impatient: str, sent: str, answered: bytes) -> None:
-    host, port = impatient.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as plain:
-        plain.sendall(sent.encode())
-        found = b"".join(iter(lambda: plain.recv(4096), b""))  # until it is closed
+    found = everything_said(impatient, sent.encode())
     assert found.endswith(answered) if answered.startswith(b"{") else answered in found
     assert found.startswith(b"HTTP/1.1 ") == bool(answered)
     assert (b" 408 " in found) == (b"has not come" in answered)
     assert get(f"{impatient}/health") == (200, '{"status":"ok"}')
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GARBAGE\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    ],
-    ids=["no request", "no host", "no chunk"],
-)
-def test_what_is_no_http_is_refused_like_all_else(
-    impatient: str, sent: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once, whether the application has been asked already or not."""
-    host, port = impatient.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as plain:
-        plain.sendall(sent)
-        found = b"".join(iter(lambda: plain.recv(4096), b""))
-    head, _, body = found.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 4")
-    assert json.loads(body)["error"]["type"] in ("invalid_request_error", "authentication_error")
-    assert not [record for record in caplog.records if record.exc_info]
-
-
 def test_a_head_that_trickles_in_is_not_waited_for(impatient: str) -> None:
-    host, port = impatient.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=0.05) as plain:
+    with connected(impatient, 0.05) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nX: ")
         for _ in range(400):
             with suppress(TimeoutError):
@@ -92,16 +66,13 @@ def impatient(branch_plan: Path) -> Iterator[str]:
 
 def test_too_many_connections_are_told(branch_plan: Path) -> None:
     with listening(Runtime.load(branch_plan, threads=1), Limits(max_connections=2)) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
+        with connected(address), connected(address):
             status, body = get(f"{address}/health")
             error = json.loads(body)["error"]
             assert (status, error["type"], error["code"]) == (503, "rate_limit_error", "too_many_connections")
             assert get(f"{address}/health/live")[0] == get(f"{address}/metrics")[0] == 200
             assert error["message"].startswith("Too many connections are open, and this server takes 2; close idle")
-        until = time.monotonic() + 60
-        while get(f"{address}/health")[0] != 200:
-            assert time.monotonic() < until
+        wait_until(lambda: answers(f"{address}/health"))
 
 
 def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
@@ -118,13 +89,8 @@ def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
         deaf.settimeout(60)
         deaf.connect(bound.getsockname())
         deaf.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        begun = until = time.monotonic() + 60
-        while not server.server_state.connections:
-            assert time.monotonic() < begun
-            time.sleep(0.01)
-        while server.server_state.connections:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: bool(server.server_state.connections))
+        wait_until(lambda: not server.server_state.connections)
         with suppress(ConnectionResetError):
             read = b"".join(iter(lambda: deaf.recv(4096), b""))
             assert read.startswith(b"HTTP/1.1 200")
@@ -159,13 +125,7 @@ def test_more_connections_than_open_files(branch_plan: Path) -> None:
         assert address is not None, told
         try:
             silent = [socket.create_connection(("127.0.0.1", int(address[1])), timeout=60) for _ in range(300)]
-            until = time.monotonic() + 60
-            while True:
-                with suppress(OSError):
-                    if get(f"{address[0]}/health")[0] == 200:
-                        break
-                assert time.monotonic() < until
-                time.sleep(0.1)
+            wait_until(lambda: answers(f"{address[0]}/health"))
             for client in silent:
                 client.close()
             server.send_signal(signal.SIGTERM)

@@ -66,18 +66,6 @@ def test_bodies_that_are_none_are_refused(address: str, data: bytes, kind: str, 
     assert re.search(words, json.loads(body)["error"]["message"])
 
 
-def test_what_nobody_foresaw_is_told_in_the_same_shape(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> list[int]:
-        raise MemoryError
-
-    monkeypatch.setattr(Runtime, "submit_all", fails)
-    with listening(Runtime.load(branch_plan, threads=1)) as address:
-        body = b'{"model": "toy", "prompt": "x"}'
-        status, text = get(f"{address}/v1/completions", {"Content-Type": "application/json"}, body)
-    assert (status, json.loads(text)["error"]["type"]) == (500, "server_error")
-    assert "The server failed to answer; its log says why" in text
-
-
 def test_paths_that_are_none_are_named(address: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for path, data, words in (

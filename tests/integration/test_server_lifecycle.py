@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import urllib.request
@@ -145,29 +146,31 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
     [pytest.param("0.5", 1, id="time is up", marks=pytest.mark.long), pytest.param("60", 2, id="second SIGTERM")],
 )
 def test_what_cannot_end_in_time_is_cut_off_and_told(branch_plan: Path, drain_seconds: str, signals: int) -> None:
-    arguments = ("--max-running", "1", "--drain-seconds", drain_seconds)
+    arguments = ("--max-running", "2", "--drain-seconds", drain_seconds)
     with server_process(branch_plan, *arguments, pass_seconds=0.2) as server:
         wait_until(server.ready)
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(2) as pool:
             rest = streaming(server)
-            queued = pool.submit(server.get, "/v1/completions", **LONG)
-            wait_until(lambda: waiting(server) == 1)
+            whole = [pool.submit(server.get, "/v1/completions", **LONG) for _ in range(2)]
+            wait_until(lambda: metric(server, "requests_waiting") == 1 and metric(server, "new_tokens_total") >= 12)
             for _ in range(signals):
                 server.process.send_signal(signal.SIGTERM)
                 wait_until(lambda: not server.ready())  # two at once would be one
             *_, last, error = events_of(rest())
-            status, body = queued.result(60)
+            answers = [each.result(60) for each in whole]
             assert server.process.wait(60) == 0
+            assert "Traceback" not in server.said
     assert last["choices"][0]["finish_reason"] == "length"
     assert error["error"]["code"] == "shutting_down"
-    assert (status, body["error"]["code"]) == (503, "shutting_down")
-    assert "cut off after 0 tokens" in body["error"]["message"]
+    assert [(status, body["error"]["code"]) for status, body in answers] == [(503, "shutting_down")] * 2
+    said = sorted(body["error"]["message"] for _, body in answers)
+    assert "cut off after 0 tokens" in said[0]
+    assert re.search("cut off after [1-9][0-9]* tokens", said[1])
 
 
-def waiting(server: ServerProcess) -> float:
-    """Requests that have not begun."""
+def metric(server: ServerProcess, name: str) -> float:
     text = get(f"{server.address}/metrics")[1]
-    (line,) = (line for line in text.splitlines() if line.startswith("outrider_requests_waiting "))
+    (line,) = (line for line in text.splitlines() if line.startswith(f"outrider_{name} "))
     return float(line.split()[1])
 
 
@@ -199,7 +202,9 @@ def test_the_application_serves_anything_that_generates_in_any_server(branch_pla
         assert answer.json()["usage"]["completion_tokens"] == 3
         assert (answer.headers["x-request-id"], answer.headers["x-ratelimit-limit-tokens"]) == ("mine", "1000")
         text = client.get("/metrics").text
-        assert 'vllm:num_requests_waiting{engine="0",model_name="toy"} 3.0' in text
+        for name, number in (("waiting", 3.0), ("running", 2.0)):
+            assert f'vllm:num_requests_{name}{{engine="0",model_name="toy"}} {number}' in text
+            assert f"outrider_requests_{name} {number}" in text
         assert 'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25' in text
         assert "vllm:cache_config_info" not in text
     assert readiness.draining

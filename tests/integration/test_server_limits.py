@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from outrider.plans.errors import RequestError
 from outrider.runtime.__main__ import main
 from outrider.runtime.server.app import ServerConfig
 from outrider.runtime.server.connections import Limits
-from tests.integration.served import KEY, client_of, listening, settle, wait_until
+from tests.integration.served import KEY, client_of, connected, listening, settle, wait_until
 
 OURS: dict[str, Any] = {"ignore_eos": True}
 
@@ -30,51 +29,34 @@ def address(branch_plan: Path) -> Iterator[str]:
 AUTHORISED = f"Authorization: Bearer {KEY}\r\n"
 
 
+HEAD = f"Host: x\r\n{AUTHORISED}"
+POST, CHUNKED = f"POST /v1/completions HTTP/1.1\r\n{HEAD}", "Transfer-Encoding: chunked\r\n"
+JSON = f"Content-Type: application/json\r\n{CHUNKED}"
+
+
 @pytest.mark.parametrize(
-    ("sent", "status", "kind", "code", "advice"),
+    ("sent", "status", "code", "advice"),
     [
-        ("GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 401, "authentication_error", "invalid_api_key", "Bearer KEY"),
-        (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}Content-Length: 2001\r\n\r\n",
-            413, "invalid_request_error", "body_too_large", "Send less text",
-        ),
-        (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}\r\n",
-            411, "invalid_request_error", "length_required", "send Content-Length",
-        ),
-        (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}Content-Type: application/json\r\n"
-            f"Transfer-Encoding: chunked\r\n\r\n800\r\n{' ' * 2048}\r\n0\r\n\r\n",
-            413, "invalid_request_error", "body_too_large", "Send less text",
-        ),
-        (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}"
-            "Content-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            400, "invalid_request_error", "invalid_http", "says its length twice",
-        ),
-        (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{AUTHORISED}Content-Length: 9\r\n\r\n{{",
-            408, "invalid_request_error", "request_timeout", "send the request again",
-        ),
-        ("GET /v1/models HT", 408, "invalid_request_error", "request_timeout", "send the request again"),
-        ("hello\r\n\r\n", 400, "invalid_request_error", "invalid_http", "Send a request line"),
-        ("GET / HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400, "invalid_request_error", "invalid_http", ""),
-        ("GET / HTTP/1.1\r\n\r\n", 400, "invalid_request_error", "invalid_http", "Host"),
-        (f"GET / HTTP/1.1\r\nX: {'x' * 100_000}", 431, "invalid_request_error", "headers_too_large", "shorter headers"),
-        ("GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", 404, "invalid_request_error", "not_found", "this server has"),
-        (
-            f"DELETE /v1/models HTTP/1.1\r\nHost: x\r\n{AUTHORISED}\r\n",
-            405, "invalid_request_error", "method_not_allowed", "use GET",
-        ),
+        ("GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 401, "invalid_api_key", "Bearer KEY"),
+        (f"{POST}Content-Length: 2001\r\n\r\n", 413, "body_too_large", "Send less text"),
+        (f"{POST}\r\n", 411, "length_required", "send Content-Length"),
+        (f"{POST}{JSON}\r\n800\r\n{' ' * 2048}\r\n0\r\n\r\n", 413, "body_too_large", "Send less text"),
+        (f"{POST}Content-Length: 9\r\n{CHUNKED}\r\n0\r\n\r\n", 400, "invalid_http", "says its length twice"),
+        (f"{POST}{CHUNKED}\r\nzz\r\n", 400, "invalid_http", ""),
+        ("GET /v1/models HT", 408, "request_timeout", "send the request again"),
+        ("hello\r\n\r\n", 400, "invalid_http", "Send a request line"),
+        ("GET / HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400, "invalid_http", ""),
+        ("GET / HTTP/1.1\r\n\r\n", 400, "invalid_http", "Host"),
+        (f"GET / HTTP/1.1\r\nX: {'x' * 100_000}", 431, "headers_too_large", "shorter headers"),
+        ("GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", 404, "not_found", "this server has"),
+        (f"DELETE /v1/models HTTP/1.1\r\n{HEAD}\r\n", 405, "method_not_allowed", "use GET"),
     ],
-)  # fmt: skip
+)
 def test_each_limit_is_told_in_openais_shape(
-    address: str, sent: str, status: int, kind: str, code: str, advice: str
+    address: str, sent: str, status: int, code: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as plain:
+    with connected(address) as plain:
         plain.sendall(sent.encode())
-        plain.settimeout(5)
         found = b""
         while not (b"\r\n\r\n" in found and found.endswith(b"}")):
             found += plain.recv(4096)
@@ -83,15 +65,16 @@ def test_each_limit_is_told_in_openais_shape(
     assert lines[0].split()[1] == str(status)
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert (error["type"], error["code"]) == (kind, code)
+    assert error["type"] == ("authentication_error" if status == 401 else "invalid_request_error")
+    assert error["code"] == code
     assert advice in error["message"]
     assert any(line.startswith("x-request-id: req_") for line in lines)
     assert "content-type: application/json" in lines
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_malformed_request_behind_an_answer_only_closes_the_connection(address: str) -> None:
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as plain:
+    with connected(address) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
         while b'{"status":"ok"}' not in plain.recv(4096):
             pass
@@ -122,8 +105,6 @@ def test_a_key_has_a_budget_of_tokens(branch_plan: Path) -> None:
 
         def left(client: openai.OpenAI, **asked: Any) -> int:
             answer = client.completions.with_raw_response.create(**own, **asked)
-            assert answer.headers["x-ratelimit-limit-tokens"] == "600"
-            assert answer.headers["x-ratelimit-reset-tokens"].endswith("s")
             return int(answer.headers["x-ratelimit-remaining-tokens"])
 
         assert left(one, prompt=[5] * 10, max_tokens=140, n=3) == 600 - 10 - 3 * 140
@@ -132,7 +113,6 @@ def test_a_key_has_a_budget_of_tokens(branch_plan: Path) -> None:
         ) as no:
             one.completions.create(prompt=[5] * 10, max_tokens=140, n=4, **own)
         assert (no.value.code, no.value.type) == ("rate_limit_exceeded", "tokens")
-        assert int(no.value.response.headers["retry-after"]) >= 1
         remaining = int(no.value.response.headers["x-ratelimit-remaining-tokens"])
         assert 170 <= remaining < 500
         # OpenAI's client waits as long as it is told, and is served then: 15 tokens come in 1.5 s.
@@ -144,9 +124,6 @@ def test_a_key_has_a_budget_of_tokens(branch_plan: Path) -> None:
         assert left(two, prompt=[5] * 10, max_tokens=1) == 600 - 11
         two.completions.create(model="toy", prompt=[5] * 10, max_tokens=140, n=4, extra_body={"deadline": 1e-6})
         assert left(two, prompt=[5] * 10, max_tokens=1) > 500
-        with pytest.raises(openai.RateLimitError, match=r"710 tokens .* ask for fewer") as never:
-            two.with_options(max_retries=9).completions.create(prompt=[5] * 10, max_tokens=140, n=5, **own)
-        assert never.value.response.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["an error", "a client that goes"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from outrider.runtime.engine import Engine
 from outrider.runtime.server import request_log
 from outrider.runtime.server.connections import Limits
 from outrider.runtime.server.submitting import Submitter
-from tests.integration.served import KEY, client_of, get, listening, settle, wait_until
+from tests.integration.served import KEY, client_of, connected, get, listening, sent, settle, wait_until
 
 SECRET = "wombat"
 OURS: dict[str, Any] = {"ignore_eos": True}
@@ -199,20 +198,17 @@ def test_requests_that_never_reach_the_application_have_lines(branch_plan: Path,
     """With the id that their answers have; a body that comes too slowly has one as well, and no other."""
     limits = Limits(0.3, 0.3, max_connections=1)
     with listening(Runtime.load(branch_plan, threads=1), limits, log_requests=True) as address:
-        host, port = address.removeprefix("http://").split(":")
         post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nX-Request-Id: slow\r\n\r\n{"
-        for sent, code in (
+        for data, code in (
             (b"no HTTP\r\n\r\n", "invalid_http"),
             (b"GET /", "request_timeout"),
             (post, "request_timeout"),
         ):
-            with socket.create_connection((host, int(port)), timeout=60) as plain:
-                plain.sendall(sent)
-                head = b"".join(iter(lambda plain=plain: plain.recv(4096), b"")).decode().lower()  # type: ignore[misc]
+            head = sent(address, data).decode().lower()
             (request_id,) = (line[14:] for line in head.split("\r\n") if line.startswith("x-request-id: "))
             assert lines.of(request_id)["error_code"] == code
         assert lines.of("slow")["status"] == 408
-        with socket.create_connection((host, int(port))):
+        with connected(address):
             get(f"{address}/health", {"x-request-id": "many"})
         assert lines.of("many")["error_code"] == "too_many_connections"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from outrider import Runtime
 from outrider.runtime.__main__ import main
 from outrider.runtime.server.tracing import Tracing
-from tests.integration.served import client_of, get, listening, server_process, wait_until
+from tests.integration.served import client_of, connected, get, listening, server_process, wait_until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -182,8 +181,7 @@ def test_a_server_process_sends_its_spans_to_the_collector_that_the_environment_
                 answer = client.completions.create(
                     model="toy", prompt="wombat", max_tokens=3, extra_headers=TRACEPARENT
                 )
-            host, port = server.address.removeprefix("http://").split(":")
-            with socket.create_connection((host, int(port)), timeout=60) as plain:
+            with connected(server.address) as plain:
                 plain.sendall(b"no HTTP\r\n\r\n")
                 assert b" 400 " in plain.recv(4096)
             server.process.send_signal(signal.SIGTERM)

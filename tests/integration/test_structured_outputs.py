@@ -14,7 +14,6 @@ from jsonschema import Draft202012Validator
 from outrider import Runtime
 from outrider.plans.errors import RequestError
 from outrider.runtime.options.options import Options
-from outrider.runtime.skeleton.outline import END, outline_grammar, parse_outline
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.json_schemas import draw_schema
 
@@ -102,15 +101,6 @@ def test_each_kind_of_form(toy: Runtime, form: dict[str, Any], expected: str) ->
         assert found.finish_reason == "stop" or "root" in str(form)
 
 
-def test_any_json_object(reference: Runtime) -> None:
-    for seed in range(3):
-        found = reference.generate(
-            "x = ", structured_outputs={"json_object": True}, temperature=0.7, seed=seed, max_new_tokens=300
-        )
-        assert found.text.startswith("{")
-        assert found.finish_reason == "length" or isinstance(json.loads(found.text), dict)
-
-
 def test_a_limit_ends_a_text_first(toy: Runtime) -> None:
     whole = toy.generate([5], structured_outputs={"regex": "[a-f]{30}"}, max_new_tokens=100)
     cut = toy.generate([5], structured_outputs={"regex": "[a-f]{30}"}, max_new_tokens=7)
@@ -160,44 +150,11 @@ def test_a_choice_is_the_likeliest_that_may_come(toy: Runtime) -> None:
     assert found.token_ids[0] == int(logits.argmax())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
-def test_whatever_comes_is_the_beginning_of_an_outline(toy: Runtime, temperature: float) -> None:
-    form = {"grammar": outline_grammar(["search"], most=3)}
-    for seed in range(6):
-        options = Options(max_new_tokens=100, temperature=temperature, seed=seed, stop=[END])
-        found = toy.generate([5, seed + 1], structured_outputs=form, **options)
-        again = toy.generate([5, seed + 1], structured_outputs=form, drafter="none", **options)
-        assert again.token_ids == found.token_ids
-        if found.finish_reason == "stop":
-            parse_outline(found.text + END)
-
-
-def test_one_form_serves_any_number_of_texts(toy: Runtime, branch_plan: Path) -> None:
-    options = Options(max_new_tokens=12, structured_outputs={"regex": "[ -~]*"})
-    expected = [toy.generate([5, place], **options).token_ids for place in range(4)]
-    assert [toy.generate([5, place], **options).token_ids for place in range(4)] == expected
-    branches = Runtime.load(branch_plan, threads=1)
-    found = branches.generate([[5, place] for place in range(4)], **options)
-    assert [each.token_ids for each in found] == expected
-    found = branches.generate_branches([5], [[place] for place in range(4)], **options)
-    assert [each.token_ids for each in found] == expected
-    branches.close()
-
-
 def test_a_turn_has_a_form_of_its_own(toy: Runtime) -> None:
     session = toy.session()
     for word in ("yes", "no", "yes"):
         assert session.generate("?", structured_outputs={"choice": [word]}, max_new_tokens=9).text == word
     assert session.generate("?", max_new_tokens=9, ignore_eos=True).text != "yes"
-
-
-def test_what_cannot_be_is_refused_before_anything_runs(toy: Runtime) -> None:
-    with pytest.raises(RequestError, match=r"structured_outputs\.regex has a regular expression"):
-        toy.stream([1], structured_outputs={"regex": "(["})
-    with pytest.raises(RequestError, match="ignore_eos is true, and a text that is to have a form ends"):
-        toy.stream([1], structured_outputs={"choice": ["a"]}, ignore_eos=True)
-    with pytest.raises(RequestError, match="constraint is of type str; pass a LogitsRule"):
-        toy.stream([1], constraint="json")  # type: ignore[arg-type]
 
 
 def test_a_grammar_that_is_too_much_for_its_text_ends_in_an_error(toy: Runtime) -> None:

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import pytest
 from numpy.typing import DTypeLike, NDArray
 
 from outrider.plans.manifest import BackendPlan, Engine
+from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
 from outrider.runtime.backends.cuda_driver import Box, Pinned
 from outrider.runtime.backends.device import DeviceBuffers
@@ -194,6 +196,14 @@ def _session(path: Path, _changed: int) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def driven(kind: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Have what `make` makes of a backend's section drive it, for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BACKENDS, kind, Driver(lambda target: None, lambda target, settings: make(target)))
+        yield
 
 
 class EmulatedBackend:

@@ -35,6 +35,8 @@ class Replicas:
     An end is the number of spans that come before it, and the error that it is; None: it ends the request there.
     """
 
+    kind: type[Stream] | None = None
+
     def __init__(self, runtime: Runtime, ends: Sequence[tuple[int, Exception | None]]) -> None:
         self.runtime, self.ends = runtime, list(ends)
         self.sent: list[Sent] = []
@@ -43,7 +45,7 @@ class Replicas:
 
     def __call__(self, sent: Sent) -> Stream:
         self.sent.append(sent)
-        return Stream(self, sent, *(self.ends.pop(0) if self.ends else (10**6, None)))
+        return (self.kind or Stream)(self, sent, *(self.ends.pop(0) if self.ends else (10**6, None)))
 
 
 class Stream:
@@ -145,7 +147,7 @@ class Slow(Stream):
 
 
 def test_times_are_those_of_all_its_replicas(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or Slow(self, sent, 0, None))
+    monkeypatch.setattr(Replicas, "kind", Slow)
     began = monotonic()
     found, _, replicas = follow(runtime, [], {**SAMPLED, "drafter": "none"})
     wall, stats = 1000 * (monotonic() - began), found.stats
@@ -176,7 +178,7 @@ class CutOff(Stream):
 
 
 def test_what_a_replica_cuts_off_goes_on(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or CutOff(self, sent, 0, None))
+    monkeypatch.setattr(Replicas, "kind", CutOff)
     options = {**SAMPLED, "max_new_tokens": 150, "drafter": "none"}
     found, spans, replicas = follow(runtime, [], options)
     assert found.token_ids == runtime.generate(PROMPT, **options).token_ids
@@ -200,9 +202,7 @@ class CutOffBehind(Stream):
 @pytest.mark.parametrize("seed", range(8))
 def test_what_was_held_back_at_the_cut_comes_once(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """A beginning of a stop string, or of a character."""
-    monkeypatch.setattr(
-        Replicas, "__call__", lambda self, sent: self.sent.append(sent) or CutOffBehind(self, sent, 0, None)
-    )
+    monkeypatch.setattr(Replicas, "kind", CutOffBehind)
     options = {**SAMPLED, "seed": seed, "drafter": "none"}
     until_cut = runtime.generate(PROMPT, **{**options, "max_new_tokens": 5}).text
     options["stop"] = [until_cut[-1] + "\0"]
@@ -281,7 +281,7 @@ class Late(Stream):
 def test_the_deadline_counts_before_a_replica_takes_the_request(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or Late(self, sent, 0, None))
+    monkeypatch.setattr(Replicas, "kind", Late)
     found, _, _ = follow(runtime, [], {**SAMPLED, "drafter": "none"}, deadline=1.6)
     assert found.finish_reason is FinishReason.DEADLINE
     assert 0 < len(found.token_ids) < 20  # of a replica that goes on for 4 s
@@ -323,7 +323,7 @@ def test_who_cancels_is_heard_at_once(runtime: Runtime, monkeypatch: pytest.Monk
         return found
 
     assert asyncio.run(run([(-1, None)], 0)).token_ids == []
-    monkeypatch.setattr(Replicas, "__call__", lambda self, sent: self.sent.append(sent) or Stopped(self, sent, 0, None))
+    monkeypatch.setattr(Replicas, "kind", Stopped)
     found = asyncio.run(run([], 1))
     assert found.finish_reason is FinishReason.CANCELLED
     assert 0 < len(found.token_ids) < 40

@@ -225,16 +225,6 @@ def test_a_text_does_not_pay_for_those_before_it(monkeypatch: pytest.MonkeyPatch
             path.append(int(drawn.choice(letters)))
 
 
-def test_each_text_begins_anew() -> None:
-    tokenizer, grammars, size = grammars_of("byte-level")
-    a, b = (tokenizer.text_bytes().index(letter) for letter in (b"a", b"b"))
-    rule = grammars.rule({"regex": "ab"}, [0])
-    first, second = rule.begin([]), rule.begin([])
-    assert first is not second
-    assert allowed(first, [a], size) == [b]
-    assert allowed(second, [], size) == [a]
-
-
 @pytest.mark.parametrize("count", [3_000, MOST_CHOICES])
 def test_thousands_of_choices(count: int) -> None:
     tokenizer, grammars, size = grammars_of("byte-level")
@@ -243,15 +233,6 @@ def test_thousands_of_choices(count: int) -> None:
     for length in range(len(path)):
         assert path[length] in allowed(rule, path[:length], size)
     assert 0 in allowed(rule, path, size)
-
-
-def test_a_schema_of_thousands_of_properties() -> None:
-    tokenizer, grammars, size = grammars_of("byte-level")
-    schema = {"type": "object", "properties": {f"k{place}": {"type": "integer"} for place in range(3_000)}}
-    rule = grammars.rule({"json": schema}, [0]).begin([])
-    path = [tokenizer.text_bytes().index(each.encode()) for each in '{"k2999":1}']
-    for length in range(len(path)):
-        assert path[length] in allowed(rule, path[:length], size)
 
 
 def test_a_text_that_is_too_much_to_read_is_said_to_be() -> None:

@@ -69,16 +69,6 @@ def test_two_turns_of_a_conversation() -> None:
     assert kept.get_cached_tokens() == 31
 
 
-def test_an_incremental_prefill() -> None:
-    """Seed 002, section 5: 42 then 80 tokens, 69 of them known."""
-    kept = cache()
-    first = list(range(42))
-    assert kept.match(first).prefill_start_pos == 0
-    insert(kept, [*first, *range(100, 127)])
-    match = kept.match([*first, *range(100, 127), *range(500, 511)])
-    assert (match.matched_tokens, match.prefill_count) == (69, 11)
-
-
 def test_rates_of_the_worked_example() -> None:
     """Seed 002, section 3.3. One token is always computed, so that what is reused is less than what is found."""
     kept = cache()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.runtime.prefix_cache.radix_tree import Match, Node, RadixTree, common_length
+from outrider.runtime.prefix_cache.radix_tree import Node, RadixTree, common_length
 from tests.properties import cheap
 
 OWNERS = st.sampled_from(["", "a"])
@@ -174,8 +174,3 @@ def test_a_lower_part_that_is_let_go_lets_go_of_the_upper_one() -> None:
     assert all(each.references == 0 for each in tree.walk())
     with pytest.raises(AssertionError, match="more often"):
         tree.let_go(node)
-
-
-def test_an_empty_tree_matches_nothing() -> None:
-    match: Match[Copied] = RadixTree[Copied]().find([1, 2])
-    assert (match.length, match.node) == (0, None)

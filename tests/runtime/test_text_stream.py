@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -192,21 +191,6 @@ def test_a_context_is_continued(kind: str, data: st.DataObject) -> None:
     assert tokenizer.decode(context) + text == tokenizer.decode(context + ids)
 
 
-def test_a_context_gives_the_first_word_its_space() -> None:
-    tokenizer = pieces("llama")
-    the, end = 3 + 256 + PIECES.index("▁the"), 3 + 256 + PIECES.index("▁end")
-    assert stream(tokenizer, [end], (), [1])[0] == "end"
-    assert stream(tokenizer, [end], (), [1], [1, the])[0] == " end"
-    assert stream(tokenizer, [end], (), [1], [1])[0] == "end"
-
-
-def test_the_first_word_loses_its_space_behind_tokens_that_print_nothing() -> None:
-    tokenizer = pieces("llama")
-    empty, space, the = (3 + 256 + PIECES.index(piece) for piece in ("", "▁", "▁the"))
-    assert stream(tokenizer, [empty, the], (), [1])[0] == tokenizer.decode([empty, the]) == "the"
-    assert stream(tokenizer, [space, the], (), [1])[0] == tokenizer.decode([space, the]) == " the"
-
-
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
 def test_a_character_that_the_context_leaves_unfinished_is_finished(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]()
@@ -218,17 +202,6 @@ def test_a_character_that_the_context_leaves_unfinished_is_finished(kind: str) -
     for known in range(4):
         assert stream(tokenizer, smile[known:], (), [1], smile + smile[:known])[0] == "😀"
     assert stream(tokenizer, [], (), [1], smile)[0] == ""
-
-
-def test_half_a_character_is_held_back_and_flushed_as_replacement() -> None:
-    tokenizer = byte_level()
-    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
-    text_stream = TextStream(tokenizer)
-    shown = [text_stream.push([by_byte[bytes([byte])]]).text for byte in "é😀".encode()]
-    assert shown == ["", "é", "", "", "", "😀"]
-    text_stream.push([by_byte[b"\xf0"], by_byte[b"\x9f"]])
-    assert text_stream.finish() == "\ufffd"
-    assert text_stream.finish() == ""
 
 
 def test_text_that_may_start_a_stop_string_is_held_back_until_decided() -> None:
@@ -245,12 +218,6 @@ def test_held_back_text_is_shown_as_soon_as_it_cannot_be_a_stop_string() -> None
     letters = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     text_stream = TextStream(tokenizer, stop=["nnd"])
     assert [text_stream.push([letters[c.encode()]]).text for c in "nnne"] == ["", "", "n", "nne"]
-
-
-def test_special_tokens_are_not_printed() -> None:
-    tokenizer = byte_level()
-    ids = [*tokenizer.encode("hello"), 1]
-    assert stream(tokenizer, ids, (), [1])[0] == "hello"
 
 
 def test_nothing_may_follow_a_stop_string() -> None:
@@ -296,13 +263,3 @@ def test_a_token_costs_the_same_at_any_length(kind: str, invalid: bool) -> None:
         return best
 
     assert seconds(20_000) < 40 * seconds(2_000)
-
-
-def test_many_overlapping_stop_strings_are_found_as_by_trying_all() -> None:
-    generator = random.Random(1)
-    tokenizer = byte_level()
-    for _ in range(50):
-        stops = ["".join(generator.choices("abc", k=generator.randint(3, 9))) for _ in range(200)]
-        ids = tokenizer.encode("".join(generator.choices("abc", k=200)))
-        text, stop, _ = stream(tokenizer, ids, stops, [4])
-        assert (text, stop) == cut(tokenizer.decode(ids), stops)

@@ -50,9 +50,9 @@ static void show(outrider_runtime *runtime, const char *request, const outrider_
   EXPECT_OK(outrider_branches_stats(branches, &stats, &length));
   EXPECT(strstr(stats, "\"bytes_copied\"") != NULL && strlen(stats) == length);
   outrider_result *none = NULL;
-  EXPECT_FAILURE(outrider_branches_result(branches, count, &none), OUTRIDER_INVALID_ARGUMENT, "there is no branch");
+  BAD_ARGUMENT(outrider_branches_result(branches, count, &none), "there is no branch");
   EXPECT_OK(outrider_branches_destroy(branches));
-  EXPECT_FAILURE(outrider_branches_count(branches, &count), OUTRIDER_INVALID_HANDLE, "destroyed");
+  BAD_HANDLE(outrider_branches_count(branches, &count), "destroyed");
 }
 
 static void refuse(outrider_runtime *runtime, const char *request, outrider_status status, const char *said) {
@@ -88,8 +88,7 @@ int main(int count, char **words) {
   refuse(runtime, "{", OUTRIDER_INVALID_ARGUMENT, "not JSON");
   outrider_branches *none = NULL;
   EXPECT_OK(outrider_params_set_double(params, "deadline", 8, 1));
-  EXPECT_FAILURE(outrider_generate_branches(runtime, three, strlen(three), params, NULL, NULL, &none), OUTRIDER_REQUEST,
-                 "deadline");
+  BAD_REQUEST(outrider_generate_branches(runtime, three, strlen(three), params, NULL, NULL, &none), "deadline");
   refuse((outrider_runtime *)params, three, OUTRIDER_INVALID_HANDLE, "one of a params");
   EXPECT_OK(outrider_branches_destroy(NULL));
   EXPECT_OK(outrider_params_destroy(params));

@@ -23,6 +23,10 @@
     EXPECT(strstr(outrider_last_error(), (part)) != NULL);     \
   } while (0)
 
+#define BAD_HANDLE(call, part) EXPECT_FAILURE(call, OUTRIDER_INVALID_HANDLE, part)
+#define BAD_ARGUMENT(call, part) EXPECT_FAILURE(call, OUTRIDER_INVALID_ARGUMENT, part)
+#define BAD_REQUEST(call, part) EXPECT_FAILURE(call, OUTRIDER_REQUEST, part)
+
 static inline outrider_runtime *open_plan(const char *plan) {
   outrider_runtime *runtime = NULL;
   EXPECT_OK(outrider_runtime_open(plan, strlen(plan), "{\"threads\": 1}", 14, &runtime));

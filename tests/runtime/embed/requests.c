@@ -135,6 +135,7 @@ static void read_all(outrider_request *request, int which) {
   const int64_t *tokens;
   const char *text;
   size_t count, length, seen = which == 4 ? 3 : 0, shown = 0, parts = 0;
+  EXPECT(reason_of(request) == (which == 1 ? OUTRIDER_STOPPED : OUTRIDER_LENGTH));
   EXPECT_OK(outrider_request_result(request, -1, &result)); /* nothing was read yet: all of it is still to come */
   EXPECT_OK(outrider_result_tokens(result, &tokens, &count));
   EXPECT_OK(outrider_result_text(result, &text, &length));
@@ -255,7 +256,7 @@ static void destroy_itself(void *user, outrider_request *request) {
   EXPECT(reason_of(other) == OUTRIDER_LENGTH);
   EXPECT_OK(outrider_request_destroy(other));
   EXPECT_OK(outrider_request_destroy(request));
-  EXPECT_FAILURE(outrider_request_next(request, 0, &span), OUTRIDER_INVALID_HANDLE, "destroyed");
+  BAD_HANDLE(outrider_request_next(request, 0, &span), "destroyed");
   __atomic_store_n(&told->destroyed, 1, __ATOMIC_RELEASE);
 }
 
@@ -312,7 +313,7 @@ static void ended(outrider_runtime *runtime) {
   EXPECT(reason_of(request) == OUTRIDER_CANCELLED);
   EXPECT_OK(outrider_request_cancel(request)); /* it is over */
   EXPECT_OK(outrider_request_destroy(request));
-  EXPECT_FAILURE(outrider_request_cancel(request), OUTRIDER_INVALID_HANDLE, "destroyed");
+  BAD_HANDLE(outrider_request_cancel(request), "destroyed");
 
   EXPECT_OK(outrider_params_set_double(params, "deadline", 8, 0.1));
   request = submit(runtime, params, NULL, NULL);
@@ -403,7 +404,7 @@ static void queued(const char *plan) {
   EXPECT_FAILURE(outrider_submit(runtime, "a", 1, urgent, NULL, NULL, &other), OUTRIDER_CLOSED, "no more requests");
   EXPECT_OK(outrider_runtime_drain(runtime, 0)); /* nothing is left */
   outrider_session *session = create_session(runtime); /* sessions are no requests */
-  EXPECT_FAILURE(outrider_generate(session, "a", 1, urgent, NULL, NULL, &result), OUTRIDER_REQUEST, "priority");
+  BAD_REQUEST(outrider_generate(session, "a", 1, urgent, NULL, NULL, &result), "priority");
   EXPECT_OK(outrider_generate(session, "a", 1, NULL, NULL, NULL, &result));
   EXPECT_OK(outrider_result_destroy(result));
   EXPECT_OK(outrider_session_destroy(session));
@@ -422,7 +423,7 @@ static void closed(const char *plan) {
   wait_until_begun();
   EXPECT_OK(outrider_runtime_close(runtime));
   outrider_request *other = NULL;
-  EXPECT_FAILURE(outrider_submit(runtime, "a", 1, NULL, NULL, NULL, &other), OUTRIDER_INVALID_HANDLE, "destroyed");
+  BAD_HANDLE(outrider_submit(runtime, "a", 1, NULL, NULL, NULL, &other), "destroyed");
   EXPECT(reason_of(running) == OUTRIDER_LENGTH && reason_of(waiting) == OUTRIDER_LENGTH);
   EXPECT_OK(outrider_request_destroy(running));
   EXPECT_OK(outrider_request_destroy(waiting));
@@ -459,7 +460,7 @@ static void conversation(outrider_runtime *runtime) {
   EXPECT_OK(outrider_params_set_text(params, "chat_template_kwargs", 20, "{\"enable_thinking\": false}", 26));
   EXPECT_FAILURE(outrider_submit_messages(runtime, chat, sizeof chat - 1, params, NULL, NULL, &request),
                  OUTRIDER_REQUEST, "enable_thinking"); /* which the toy's template does not read */
-  EXPECT_FAILURE(outrider_submit(runtime, "a", 1, params, NULL, NULL, &request), OUTRIDER_REQUEST, "no messages");
+  BAD_REQUEST(outrider_submit(runtime, "a", 1, params, NULL, NULL, &request), "no messages");
   EXPECT(request == NULL);
   EXPECT_OK(outrider_params_destroy(params));
   EXPECT_OK(outrider_session_destroy(session));
@@ -479,9 +480,9 @@ static void cached(outrider_runtime *runtime, const char *plan, const char *fold
   EXPECT_OK(outrider_runtime_load_prefix_cache(other, path, strlen(path), NULL));
   EXPECT_OK(outrider_runtime_close(other));
   EXPECT_FAILURE(outrider_runtime_load_prefix_cache(runtime, plan, strlen(plan), NULL), OUTRIDER_PLAN, "prefix cache");
-  EXPECT_FAILURE(outrider_runtime_save_prefix_cache(runtime, "/nowhere/x", 10, NULL), OUTRIDER_REQUEST, "/nowhere");
-  EXPECT_FAILURE(outrider_runtime_save_prefix_cache(runtime, folder, strlen(folder), NULL), OUTRIDER_REQUEST, folder);
-  EXPECT_FAILURE(outrider_runtime_save_prefix_cache(runtime, "", 0, NULL), OUTRIDER_INVALID_ARGUMENT, "name a file");
+  BAD_REQUEST(outrider_runtime_save_prefix_cache(runtime, "/nowhere/x", 10, NULL), "/nowhere");
+  BAD_REQUEST(outrider_runtime_save_prefix_cache(runtime, folder, strlen(folder), NULL), folder);
+  BAD_ARGUMENT(outrider_runtime_save_prefix_cache(runtime, "", 0, NULL), "name a file");
   EXPECT_OK(outrider_runtime_stats(runtime, &text));
   EXPECT_OK(outrider_text_get(text, &stats, &length));
   EXPECT(strlen(stats) == length && strstr(stats, "\"backend\": \"onnxruntime-cpu\"") != NULL);

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from outrider import Runtime
 from outrider.plans.errors import EmbedError
 from outrider.runtime.__main__ import main
 from outrider.runtime.embed.bundle import modules as bundle_modules
@@ -26,6 +25,7 @@ from outrider.runtime.embed.bundle.contents import HIDDEN, SYSTEM
 from outrider.runtime.embed.bundle.modules import find_modules
 from outrider.runtime.embed.bundle.shared_objects import Tools
 from outrider.tools.lab.bundle import main as measure_bundle
+from tests.runtime.embed.test_embed import made_by_cmake
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(
@@ -39,8 +39,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "sessions.c": ("/plans/toy",),
     "wrong.c": ("/plans/toy", "/plans/damaged"),
     "branches.c": ("/plans/branches", "/plans/toy"),
-    "ends.c": ("/plans/ending",),  # and its prompts
-    "long.c": ("/plans/long",),
     "throwing.cc": ("/plans/toy", "/plans/branches"),
     "again.c": ("/plans/toy", "3"),
     "fuzz.c": ("/plans/fuzzed", "1", "200", "50"),
@@ -126,15 +124,10 @@ def root(
     made: tuple[Path, dict[str, Any]],
     toy_plan: Path,
     branch_plan: Path,
-    long_plan: Path,
-    ending_plan: tuple[Path, dict[str, int]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EmptyRoot:
     found = EmptyRoot(tmp_path_factory.mktemp("root"), made[0])
-    named = {
-        "toy": toy_plan, "branches": branch_plan, "long": long_plan,
-        "ending": ending_plan[0], "damaged": toy_plan, "fuzzed": toy_plan,
-    }  # fmt: skip
+    named = {"toy": toy_plan, "branches": branch_plan, "damaged": toy_plan, "fuzzed": toy_plan}
     for name, plan in named.items():
         shutil.copytree(plan, found.folder / "plans" / name)
     manifest = found.folder / "plans" / "damaged" / "plan.json"
@@ -162,13 +155,10 @@ def torn(root: EmptyRoot) -> Iterator[EmptyRoot]:
 @pytest.mark.parametrize(
     "program", [each if each in SHORT else pytest.param(each, marks=pytest.mark.long) for each in PROGRAMS]
 )
-def test_the_c_programs_run_where_there_is_only_a_c_library(
-    program: str, root: EmptyRoot, ending_plan: tuple[Path, dict[str, int]]
-) -> None:
+def test_the_c_programs_run_where_there_is_only_a_c_library(program: str, root: EmptyRoot) -> None:
     root.compile(HERE / program)
-    words = [*PROGRAMS[program], *(ending_plan[1] if program == "ends.c" else ())]
     before = _files(root.folder)
-    done = root.run(f"/programs/{Path(program).stem}", *words)
+    done = root.run(f"/programs/{Path(program).stem}", *PROGRAMS[program])
     assert done.returncode == (3 if program == "leave.c" else 0), f"{done.returncode}: {done.stderr[-3000:]}"
     assert done.stdout
     assert done.stderr == ""
@@ -187,16 +177,6 @@ def _files(folder: Path) -> dict[str, int]:
 def test_every_c_program_of_the_tests_is_run_from_a_bundle() -> None:
     sources = {path.name for path in HERE.iterdir() if path.suffix in (".c", ".cc")}
     assert sources - {"run_python.c"} == set(PROGRAMS)
-
-
-def test_chat_says_there_what_python_says_here(root: EmptyRoot, toy: Runtime) -> None:
-    root.compile(ROOT / "tools" / "examples" / "c" / "chat.c")
-    lines = ["import os\n", "def main(argv):\n"]
-    session = toy.session()
-    expected = [session.generate(line, max_new_tokens=20, temperature=0.8, seed=5).text for line in lines]
-    done = root.run("/programs/chat", "/plans/toy", 20, 0.8, 5, given="".join(lines))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(text + "\n" for text in expected)
 
 
 def test_whatever_is_imported_late_is_there(root: EmptyRoot, everything_plan: Path) -> None:
@@ -271,14 +251,7 @@ print(library.outrider_params_create(ctypes.byref(out)), library.outrider_last_e
 def test_cmake_finds_it_wherever_it_lies(made: tuple[Path, dict[str, Any]], toy_plan: Path, tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("needs cmake")
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.16)\nproject(user C)\nfind_package(Outrider 0.1 CONFIG REQUIRED)\n"
-        f"add_executable(chat {ROOT / 'tools/examples/c/chat.c'})\ntarget_link_libraries(chat Outrider::outrider)\n"
-    )
-    for command in (["cmake", "-B", "made", "-S", ".", f"-DCMAKE_PREFIX_PATH={made[0]}"], ["cmake", "--build", "made"]):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-    _says_something(tmp_path / "made" / "chat", toy_plan)
+    _says_something(made_by_cmake(made[0], tmp_path), toy_plan)
 
 
 @pytest.mark.parametrize("how", [[], ["--define-prefix"]])

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,11 @@ def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
-    "plain": ("library", (), {}),
+KINDS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {  # `test_bundle.py` runs programs of the plain one
+    "library": ("library", (), {}),
     "watched": ("watched", SANITIZE, WATCHED),
     "threaded": ("threaded", SANITIZE_THREADS, WATCHED_THREADS),
 }
-PLAIN = pytest.param("plain", marks=pytest.mark.long)  # as the bundle is, whose programs run in the short run
 
 
 def compiled(name: str, library: Path, to: Path, *flags: str) -> Path:
@@ -148,14 +148,19 @@ def test_a_cmake_project_finds_it_wherever_it_lies(library: Path, toy_plan: Path
     if shutil.which("cmake") is None:
         pytest.skip("needs cmake")
     moved = shutil.copytree(library, tmp_path / "moved", symlinks=True)
-    (tmp_path / "CMakeLists.txt").write_text(
+    assert run(made_by_cmake(moved, tmp_path), toy_plan, 4, given="import").returncode == 0
+
+
+def made_by_cmake(prefix: Path, folder: Path) -> Path:
+    """The example, built in `folder` by CMake, which finds the library at `prefix`."""
+    (folder / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.16)\nproject(user C)\nfind_package(Outrider 0.1 CONFIG REQUIRED)\n"
         f"add_executable(chat {ROOT / 'tools/examples/c/chat.c'})\ntarget_link_libraries(chat Outrider::outrider)\n"
     )
-    for command in (["cmake", "-B", "made", "-S", ".", f"-DCMAKE_PREFIX_PATH={moved}"], ["cmake", "--build", "made"]):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    for command in (["cmake", "-B", "made", "-S", ".", f"-DCMAKE_PREFIX_PATH={prefix}"], ["cmake", "--build", "made"]):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert run(tmp_path / "made" / "chat", toy_plan, 4, given="import").returncode == 0
+    return folder / "made" / "chat"
 
 
 # The example.
@@ -226,31 +231,35 @@ def test_without_its_bridge_it_says_so(library: Path, toy_plan: Path, tmp_path: 
 # Calls.
 
 
-@pytest.mark.parametrize("kind", ["watched", PLAIN])
-def test_whatever_is_wrong_is_a_status_and_a_sentence(
-    kind: str, toy_plan: Path, damaged: Path, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.fixture
+def ran(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., str]:
+    """Compile a program against the library of a kind, run it, and return what it prints."""
+
+    def run(source: str, kind: str, *arguments: object) -> str:
+        fixture, flags, environment = KINDS[kind]
+        program = compiled(source, request.getfixturevalue(fixture), tmp_path, *flags)
+        return passes(program, *arguments, **environment)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "plans"),
+    [
+        ("wrong.c", "watched", ["toy_plan", "damaged"]),
+        ("sessions.c", "watched", ["toy_plan"]),
+        ("throwing.cc", "library", ["toy_plan", "branch_plan"]),
+    ],
+)
+def test_programs_that_check_by_themselves(
+    source: str, kind: str, plans: list[str], ran: Callable[..., str], request: pytest.FixtureRequest
 ) -> None:
-    fixture, flags, environment = KINDS[kind]
-    program = compiled("wrong.c", request.getfixturevalue(fixture), tmp_path, *flags)
-    assert passes(program, toy_plan, damaged, **environment) == "ok\n"
+    """Statuses and sentences of what is wrong; sessions, callbacks and threads; exceptions of callbacks."""
+    assert ran(source, kind, *map(request.getfixturevalue, plans)) == "ok\n"
 
 
-@pytest.mark.parametrize("kind", ["watched", PLAIN])
-def test_sessions_callbacks_and_threads(
-    kind: str, toy_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    fixture, flags, environment = KINDS[kind]
-    program = compiled("sessions.c", request.getfixturevalue(fixture), tmp_path, *flags)
-    assert passes(program, toy_plan, **environment) == "ok\n"
-
-
-@pytest.mark.parametrize("kind", ["watched", PLAIN])
-def test_branches_say_what_they_say_in_python(
-    kind: str, branch_plan: Path, toy_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    fixture, flags, environment = KINDS[kind]
-    program = compiled("branches.c", request.getfixturevalue(fixture), tmp_path, *flags)
-    found = passes(program, branch_plan, toy_plan, **environment)
+def test_branches_say_what_they_say_in_python(branch_plan: Path, toy_plan: Path, ran: Callable[..., str]) -> None:
+    found = ran("branches.c", "watched", branch_plan, toy_plan)
     runtime = Runtime.load(branch_plan, threads=1)
     ruled = {"prompt": [9, 8], "logit_bias": {40: 9}, "bad_words": ["H"], "presence_penalty": 1}
     branches = [" os", {"prompt": " sys", "temperature": 1.0, "seed": 4}, ruled]
@@ -284,13 +293,11 @@ def told(generation: Generation) -> str:
     return "".join(f"{word} " for word in words) + generation.text
 
 
-@pytest.mark.parametrize("kind", ["watched", pytest.param("threaded", marks=pytest.mark.long), PLAIN])
+@pytest.mark.parametrize("kind", ["watched", pytest.param("threaded", marks=pytest.mark.long)])
 def test_requests_give_together_what_python_gives_alone(
-    kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, branch_plan: Path, tmp_path: Path, ran: Callable[..., str]
 ) -> None:
-    fixture, flags, environment = KINDS[kind]
-    program = compiled("requests.c", request.getfixturevalue(fixture), tmp_path, *flags)
-    found = passes(program, branch_plan, tmp_path, **environment)
+    found = ran("requests.c", kind, branch_plan, tmp_path)
     runtime = Runtime.load(branch_plan, threads=1)
     common = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.9, "drafter": "none"}
     expected = [
@@ -301,27 +308,9 @@ def test_requests_give_together_what_python_gives_alone(
     assert re.fullmatch("[a-z]{3,9}=[0-9]{2};", expected[1].text)
 
 
-@pytest.mark.parametrize("kind", ["watched", "threaded", PLAIN])
-def test_threads_submit_read_cancel_and_destroy_at_once(
-    kind: str, branch_plan: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    fixture, flags, environment = KINDS[kind]
-    program = compiled("storm.c", request.getfixturevalue(fixture), tmp_path, *flags)
-    assert passes(program, branch_plan, 60, **environment) == "ok\n"
-
-
-def test_each_end_token_of_a_plan_ends_a_text(
-    library: Path, toy: Runtime, ending_plan: tuple[Path, dict[str, int]], tmp_path: Path
-) -> None:
-    plan, lengths = ending_plan
-    found = passes(compiled("ends.c", library, tmp_path), plan, *lengths)
-    wholes = {prompt: toy.generate(prompt, max_new_tokens=30, ignore_eos=True) for prompt in lengths}
-    texts = (toy.tokenizer.decode(wholes[prompt].token_ids[: length - 1]) for prompt, length in lengths.items())
-    assert found == "".join(f"{length} {text}\0" for length, text in zip(lengths.values(), texts, strict=True))
-
-
-def test_partial_kv_is_asked_for(library: Path, long_plan: Path, tmp_path: Path) -> None:
-    assert passes(compiled("long.c", library, tmp_path), long_plan) == "ok\n"
+@pytest.mark.parametrize("kind", ["watched", "threaded"])
+def test_threads_submit_read_cancel_and_destroy_at_once(kind: str, branch_plan: Path, ran: Callable[..., str]) -> None:
+    assert ran("storm.c", kind, branch_plan, 60) == "ok\n"
 
 
 @pytest.mark.parametrize(
@@ -339,10 +328,6 @@ def test_a_process_may_end_while_it_generates(
     done = run(compiled("leave.c", library, tmp_path), branch_plan, milliseconds, source)
     assert (done.returncode, done.stderr) == (3, "")
     assert time.time() - int(done.stdout) / 1000 < MOST_STOPPING  # it has waited for nothing that does not end
-
-
-def test_exceptions_of_a_callback_end_there(library: Path, toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:
-    assert passes(compiled("throwing.cc", library, tmp_path), toy_plan, branch_plan) == "ok\n"
 
 
 def test_opening_and_closing_keeps_memory_flat(library: Path, toy_plan: Path, tmp_path: Path) -> None:
