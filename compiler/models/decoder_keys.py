@@ -103,8 +103,8 @@ class RopeKeys(Keys):
             raise self.wrong(f"{key} is of longrope, and {TRAINED} is missing; add it")
         most = self.max_position_embeddings if "max_position_embeddings" in self.model_fields_set else None
         original = values[TRAINED] = most if trained is None else trained[1]
-        whole = isinstance(original, int) and isinstance(most, int)
-        if values.get("long_factor") and not values.get("factor") and whole:
+        asks = values.get("long_factor") and not values.get("factor")
+        if asks and isinstance(original, int) and isinstance(most, int):
             values["factor"] = most / max(original, 1)
         try:
             return RopeScaling.from_huggingface(values)
