@@ -78,14 +78,14 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """A finished build. `reused` names the parts taken from an earlier build at the same place: "plan", or backends."""
 
     plan: Plan
     reused: tuple[str, ...]
 
 
-def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lambda *_: None) -> Built:
+def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lambda *_: None) -> BuildResult:
     """Build the plan of `recipe` at `out`.
 
     An unchanged plan at `out` is kept, and unchanged engines are taken over. The new plan is written beside `out`
@@ -104,7 +104,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     identity = plan_identity(recipe.resolved(), checkpoints, tools)
     if old is not None and old.manifest.identity == identity:
         progress(1, 1, "unchanged: the plan is up to date")
-        return Built(_with_source(old, source, place), ("plan",))
+        return BuildResult(_with_source(old, source, place), ("plan",))
     text = read_text(recipe.checkpoint_path, design.config)
     for end, word in text.ordinary_ends().items():
         _LOG.warning(
@@ -167,7 +167,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
         record = BuildRecord(seconds=seconds, peak_rss_bytes=peak, processor=processor(), reused=tuple(kept))
         write_build_record(record, root)
         place.put(root)
-    return Built(open_plan(place.folder, verify=False), tuple(kept))
+    return BuildResult(open_plan(place.folder, verify=False), tuple(kept))
 
 
 class _Steps:

@@ -6,16 +6,16 @@ from collections.abc import Collection, Sequence
 from time import perf_counter
 
 from outrider.runtime.branch_request import BranchRequest, Mode
-from outrider.runtime.engine import Engine
 from outrider.runtime.generation import FinishReason, Generation, Run, Span
 from outrider.runtime.sequence import Sequence as Branch
 from outrider.runtime.stats import Stats
+from outrider.runtime.step_loop import StepLoop
 
 _WAIT = 0.05  # seconds that a beginning which is not known yet is waited for, while nothing runs
 
 
 def run_branches(
-    engine: Engine,
+    engine: StepLoop,
     prefix: Sequence[int],
     asked: Sequence[BranchRequest],
     max_parallel: int,

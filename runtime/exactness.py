@@ -55,7 +55,7 @@ _LOG = logging.getLogger("outrider")
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """A probe that passed: how many `ops` it has, and the `seconds` that it took; `remembered`, where it ran before."""
 
     ops: int
@@ -71,7 +71,7 @@ class Probed:
         )
 
 
-def ensure_exact(plan: Plan, probe: Probe, threads: int) -> Probed:
+def ensure_exact(plan: Plan, probe: Probe, threads: int) -> ProbeResult:
     """Run the probe of `plan` on `threads`, as of its engines, unless it has passed on this machine before.
 
     Raises `PlanError` where a row's bits depend on its company, or the probe cannot be run.
@@ -84,7 +84,7 @@ def ensure_exact(plan: Plan, probe: Probe, threads: int) -> Probed:
     path, ops = plan.file(probe.file), len(set(probe.ops.values()))
     conditions = _conditions(plan, probe, threads)
     if _is_remembered(conditions):
-        return Probed(ops, perf_counter() - began, remembered=True)
+        return ProbeResult(ops, perf_counter() - began, remembered=True)
     check_operators(path)
     try:
         session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
@@ -96,7 +96,7 @@ def ensure_exact(plan: Plan, probe: Probe, threads: int) -> Probed:
     if found:
         raise PlanError(_refusal(plan, {probe.ops.get(output, output): rows for output, rows in found.items()}))
     _remember(conditions)
-    result = Probed(ops, perf_counter() - began, remembered=False)
+    result = ProbeResult(ops, perf_counter() - began, remembered=False)
     _LOG.info("%s", result.text)
     return result
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outrider.plans.errors import PlanError
 from outrider.runtime.execution.buffers import Buffers
-from outrider.runtime.execution.layout import Placed, lay_out, lay_out_one
+from outrider.runtime.execution.layout import Placement, lay_out, lay_out_one
 from outrider.runtime.execution.program import Program
 from outrider.runtime.execution.step import TargetStep
 from outrider.runtime.kv.cache import KvCache
@@ -27,7 +27,7 @@ class Launch:
     `alone`: of one sequence that has row 0 to itself.
     """
 
-    placed: list[Placed]
+    placed: list[Placement]
     landing: int
     alone: bool
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from outrider.plans.check import kv_bytes, session_bytes
 from outrider.plans.manifest import BackendPlan
-from outrider.runtime.engine_pool import EnginePool
+from outrider.runtime.step_loop_pool import StepLoopPool
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MemoryUse:
         return asdict(self) | {"total_bytes": self.total_bytes}
 
 
-def memory_use(plan: BackendPlan, pool: EnginePool) -> MemoryUse:
+def memory_use(plan: BackendPlan, pool: StepLoopPool) -> MemoryUse:
     """Count what is held now."""
     return MemoryUse(
         engines=len(pool.engines),

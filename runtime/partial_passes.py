@@ -17,8 +17,8 @@ from outrider.plans.manifest import Geometry, longest_draft
 from outrider.plans.partial_kv import PartialKv
 from outrider.runtime.drafters.base import Draft
 from outrider.runtime.drafters.drafting import Drafting
-from outrider.runtime.execution.assembly import Assembly, Loaded
-from outrider.runtime.execution.layout import Placed
+from outrider.runtime.execution.assembly import Assembly, LoadedPlan
+from outrider.runtime.execution.layout import Placement
 from outrider.runtime.kv.cache import KvCache
 from outrider.runtime.kv.partial import PartialCache
 from outrider.runtime.kv.partial_policy import Budget
@@ -29,7 +29,9 @@ from outrider.runtime.sequence import Sequence
 class PartialPasses:
     """The partial caches of an engine's rows, and what decides when they are read."""
 
-    def __init__(self, settings: PartialKv, loaded: Loaded, parts: Assembly, full: KvCache, drafting: Drafting) -> None:
+    def __init__(
+        self, settings: PartialKv, loaded: LoadedPlan, parts: Assembly, full: KvCache, drafting: Drafting
+    ) -> None:
         target: Geometry = loaded.manifest.target
         self._full, self._drafting, self._target, self._step = full, drafting, target, parts.step
         rectangular = loaded.plan.engines[names.TARGET].rectangular
@@ -166,7 +168,7 @@ class PartialPasses:
         sequence.partial.give_up(str(error))
         self.retract(sequence)
 
-    def note_step(self, placed: Iterable[Placed], passes: int, *, over_partial: bool) -> None:
+    def note_step(self, placed: Iterable[Placement], passes: int, *, over_partial: bool) -> None:
         """Take note of a committed pass: partial caches count their steps; in lossy mode, a full pass fills them."""
         for each in placed:
             sequence = each.sequence

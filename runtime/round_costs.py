@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as List
 
 from outrider.runtime.drafters.base import Draft
-from outrider.runtime.execution.layout import Placed
-from outrider.runtime.sequence import Committed, Sequence
+from outrider.runtime.execution.layout import Placement
+from outrider.runtime.sequence import CommittedTokens, Sequence
 
 
 def note_round(
-    placed: List[Placed],
-    found: List[Committed],
+    placed: List[Placement],
+    found: List[CommittedTokens],
     confirming: Mapping[Sequence, Draft],
     partial_room: Mapping[Sequence, int] | None,
     began: float,

@@ -16,16 +16,15 @@ from outrider.plans.manifest import Manifest, Probe
 from outrider.plans.plan import Plan, open_plan
 from outrider.plans.skeleton import read_skeleton
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.backends import BACKENDS, Chosen, choose_backend, on_processor
+from outrider.runtime.backends import BACKENDS, BackendChoice, choose_backend, on_processor
 from outrider.runtime.backends.base import Settings
 from outrider.runtime.backends.shared_engines import SharedEngines
 from outrider.runtime.beam_search import BeamOptions, BeamResult, beam_search
 from outrider.runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_alone, check_branches
 from outrider.runtime.branch_run import run_branches
 from outrider.runtime.drafters import make_memories
-from outrider.runtime.engine_pool import EnginePool
-from outrider.runtime.exactness import Exactness, Probed, ensure_exact, kernels_here
-from outrider.runtime.execution.assembly import Loaded
+from outrider.runtime.exactness import Exactness, ProbeResult, ensure_exact, kernels_here
+from outrider.runtime.execution.assembly import LoadedPlan
 from outrider.runtime.generation import Generation, Run, Stream
 from outrider.runtime.handle import Handle
 from outrider.runtime.mapped_files import MappedFiles, check_not_replaced
@@ -38,6 +37,7 @@ from outrider.runtime.scheduler import Scheduler, SchedulerConfig, check_place_i
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.session import Session
 from outrider.runtime.stats import Stats
+from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.runtime.text.grammars import Grammars
 from outrider.runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
 
@@ -70,7 +70,7 @@ class Runtime:
     def __init__(
         self,
         plan: Plan,
-        chosen: Chosen,
+        chosen: BackendChoice,
         settings: Settings,
         files: MappedFiles,
         prefix_cache: PrefixCacheConfig | None = None,
@@ -88,14 +88,14 @@ class Runtime:
         memories, prices = make_memories(plan.manifest.drafters), load_prices(plan, self.backend, settings.threads)
         shared = self.tokenizer, self.grammars, memories, prices, files
         check_not_replaced(plan)
-        self.loaded = Loaded(plan.manifest, backend_plan, driver, engines, *shared)
+        self.loaded = LoadedPlan(plan.manifest, backend_plan, driver, engines, *shared)
         self.prefix_cache = None
         if prefix_cache is not None:
             self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache, driver.kv_memory)
         self.scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False
-        self.engines = EnginePool(self.loaded, self.prefix_cache)
+        self.engines = StepLoopPool(self.loaded, self.prefix_cache)
 
     @classmethod
     def load(
@@ -439,7 +439,7 @@ def _is_one(prompt: object) -> bool:
     return isinstance(prompt[0], int | np.integer)
 
 
-def _probe(plan: Plan, probe: Probe | None, threads: int, exactness: Exactness) -> Probed | None:
+def _probe(plan: Plan, probe: Probe | None, threads: int, exactness: Exactness) -> ProbeResult | None:
     if probe is None:
         return None
     if exactness == "unchecked":

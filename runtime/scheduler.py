@@ -21,14 +21,14 @@ from time import monotonic, perf_counter
 from outrider.plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
 from outrider.plans.manifest import Geometry
 from outrider.runtime.branch_request import MODES, BranchRequest, Mode
-from outrider.runtime.engine import Engine
-from outrider.runtime.engine_pool import EnginePool
 from outrider.runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from outrider.runtime.handle import Handle
 from outrider.runtime.numbers import as_real, shown
 from outrider.runtime.scheduler_stats import SchedulerStats
-from outrider.runtime.sequence import Committed, Sequence
+from outrider.runtime.sequence import CommittedTokens, Sequence
 from outrider.runtime.stats import Stats
+from outrider.runtime.step_loop import StepLoop
+from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.runtime.text.stream import TextStream
 
 _LOG = logging.getLogger("outrider")
@@ -153,7 +153,7 @@ class _Request:
 class Scheduler:
     """Serves requests in a thread of its own, which runs while there is work. Any thread may call `submit`."""
 
-    def __init__(self, pool: EnginePool, config: SchedulerConfig | None = None) -> None:
+    def __init__(self, pool: StepLoopPool, config: SchedulerConfig | None = None) -> None:
         """Borrow an engine of the pool whenever there is work. Raises RequestError for what the plan cannot serve."""
         manifest = pool.loaded.manifest
         geometry = manifest.target
@@ -168,7 +168,7 @@ class Scheduler:
         if mode == "batching" and geometry.rows < 2:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
         self._pool, self._mode = pool, mode
-        self._engine: Engine | None = None
+        self._engine: StepLoop | None = None
         engine = pool.borrow()
         if geometry.branches > 1:
             engine.warm_up(mode)
@@ -302,7 +302,7 @@ class Scheduler:
             if self._waiting:  # one came while this thread was ending
                 self._start()
 
-    def _take(self) -> Engine:
+    def _take(self) -> StepLoop:
         """Return the engine that serves the requests; borrow one if need be."""
         if self._engine is None:
             engine = self._pool.borrow()
@@ -326,7 +326,7 @@ class Scheduler:
                     return bool(self._waiting)
             return True
 
-    def _turn(self, texts: ThreadPoolExecutor, engine: Engine) -> None:
+    def _turn(self, texts: ThreadPoolExecutor, engine: StepLoop) -> None:
         """Run one pass, after dropping requests that expired while waiting and admitting those that fit.
 
         The text of the pass before is handled meanwhile. A sequence whose stop string is found there has taken part in
@@ -357,13 +357,13 @@ class Scheduler:
             stats.longest_round_ms = max(stats.longest_round_ms, spent)
         self._note_kv(engine)
 
-    def _note_kv(self, engine: Engine) -> None:
+    def _note_kv(self, engine: StepLoop) -> None:
         """Note how full the KV cache is, in the thread that fills it: who reads the counts touches no engine."""
         used, reserved = engine.cache.live, sum(each.end for each in self._running)
         with self._changed:
             self._stats.kv_used, self._stats.kv_reserved = used, reserved
 
-    def _show(self, engine: Engine, committed: List[Committed]) -> None:
+    def _show(self, engine: StepLoop, committed: List[CommittedTokens]) -> None:
         for each in committed:
             self._deliver(engine.show(each))
 
@@ -398,7 +398,7 @@ class Scheduler:
             request.handle.push(Span([], held_back))
         self._end(request, generation.result())
 
-    def _admit(self, engine: Engine) -> None:
+    def _admit(self, engine: StepLoop) -> None:
         """Start waiting requests in their order, while there are free places and room in the KV cache."""
         while len(self._running) < self._most:
             with self._changed:

@@ -23,7 +23,7 @@ from outrider.runtime.trace import Round
 
 if TYPE_CHECKING:
     from outrider.runtime.drafters.engine import EngineDrafter
-    from outrider.runtime.execution.layout import Placed
+    from outrider.runtime.execution.layout import Placement
     from outrider.runtime.kv.partial import PartialCache
     from outrider.runtime.kv.partial_policy import Budget
     from outrider.runtime.kv.run_ahead import RunAhead
@@ -78,7 +78,7 @@ class Sequence:
     stopped: bool = False  # whether its text has ended
     stuck: RequestError | None = None  # why no token may follow, which the next step tells
     error: RequestError | OpError | None = None  # why it cannot go on
-    chosen_by: Placed | None = None  # where its last tokens' logits are
+    chosen_by: Placement | None = None  # where its last tokens' logits are
 
     @property
     def length(self) -> int:
@@ -142,7 +142,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Committed:
+class CommittedTokens:
     """Tokens that a pass has added to a sequence, committed or `tentative`; their text has not been looked at yet."""
 
     sequence: Sequence

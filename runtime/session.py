@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Manifest, NgramDrafter
-from outrider.runtime.engine import Engine
-from outrider.runtime.engine_pool import EnginePool
 from outrider.runtime.exclusive import Exclusive
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.program import Program
@@ -26,6 +24,8 @@ from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import Request, resolve, resolve_drafter
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import StageClock, Stats
+from outrider.runtime.step_loop import StepLoop
+from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.runtime.text.common_length import common_length
 from outrider.runtime.text.prompt import Messages, Prompt, TemplateVariables, choose_prompt, prepare_prompt
 from outrider.runtime.text.stream import TextStream
@@ -37,12 +37,12 @@ class Session:
     It runs one generation at a time; sessions of one runtime may run in different threads.
     """
 
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: StepLoopPool) -> None:
         self._pool = pool
         self._manifest: Manifest = pool.loaded.manifest
         self._tokenizer, self._geometry = pool.loaded.tokenizer, pool.loaded.manifest.target
         self._limits = pool.loaded.plan.symbols[names.TARGET]
-        self._engine: Engine | None = None
+        self._engine: StepLoop | None = None
         self._sequence: Sequence | None = None
         self._return: Callable[[], object] = _nothing
         self._changes = 0  # counts changes that make a prepared prompt out of date
@@ -51,11 +51,11 @@ class Session:
     # The engine, and the sequence on it.
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> StepLoop:
         """The engine that the session has borrowed."""
         return self._take()[0]
 
-    def _take(self, ids: List[int] = ()) -> tuple[Engine, Sequence]:
+    def _take(self, ids: List[int] = ()) -> tuple[StepLoop, Sequence]:
         """Return the engine and the sequence; an engine that is borrowed now may have the beginning of `ids`."""
         if self._engine is None or self._sequence is None:
             engine = self._pool.borrow(ids)
@@ -213,7 +213,7 @@ class Session:
                 engine.finish(sequence, wait=waiting)
 
     @staticmethod
-    def _append(engine: Engine, sequence: Sequence, ids: list[int], whole: bool) -> None:
+    def _append(engine: StepLoop, sequence: Sequence, ids: list[int], whole: bool) -> None:
         """Turn the sequence into what is to be continued."""
         if whole:
             engine.truncate(sequence, common_length(sequence.tokens, ids))

@@ -121,7 +121,7 @@ class Stopwatch:
         self.ms += 1000 * (perf_counter() - self._began)
 
 
-class Timed(Protocol):
+class StageTimes(Protocol):
     """Statistics that a clock can fill."""
 
     engine_ms: float
@@ -146,7 +146,7 @@ class StageClock:
     def __init__(self, programs: Sequence[Stages]) -> None:
         self._start = [(program, list(program.nanoseconds)) for program in programs]
 
-    def fill(self, stats: Timed) -> None:
+    def fill(self, stats: StageTimes) -> None:
         """Write milliseconds by stage name, and those of engines, into `stats`."""
         for program, before in self._start:
             for name, engine, then, now in zip(

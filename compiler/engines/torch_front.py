@@ -19,7 +19,7 @@ from outrider.compiler.engines.onnx_file import DTYPES
 from outrider.compiler.engines.tensorrt_network import TYPES
 from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, OneRowConverters, is_plain
 from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
-from outrider.compiler.export.tracing import Traced, traced_of
+from outrider.compiler.export.tracing import TracedProgram, traced_of
 from outrider.plans.errors import PlanError
 from outrider.plugins.schema import QUANT_OPS
 
@@ -85,7 +85,7 @@ class TorchFront:
 class _Walk(fx.Interpreter):
     """Runs a program on tensors of a network; every op adds its layers to the network."""
 
-    def __init__(self, module: fx.GraphModule, context: Any, trt: Any, model: ir.Model, traced: Traced) -> None:
+    def __init__(self, module: fx.GraphModule, context: Any, trt: Any, model: ir.Model, traced: TracedProgram) -> None:
         super().__init__(module)
         from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTERS
 

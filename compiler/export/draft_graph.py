@@ -96,11 +96,11 @@ class Tips:
     slots: Tensor  # [n * each, 1], slots of the first pass behind the tips
     splits: Tensor  # [R + 1], row splits of a pass behind the tips
     width: int  # slots of such a pass in one row
-    several: Several | None
+    several: SeveralTips | None
 
 
 @dataclass(frozen=True)
-class Several:
+class SeveralTips:
     """Sizes and indices that only graphs with several tips need, where they are not constants."""
 
     rows: int
@@ -259,7 +259,7 @@ class DraftGraph(nn.Module):
             slots=(start.unsqueeze(1) + torch.arange(width)).reshape(-1, 1),
             splits=torch.arange(rows + 1) * width,
             width=width,
-            several=Several(rows, of_tip, (within + row * width).reshape(-1, 1), within.reshape(-1, 1)),
+            several=SeveralTips(rows, of_tip, (within + row * width).reshape(-1, 1), within.reshape(-1, 1)),
         )
 
     def _grow(self, tips: Tips, growth: Growth, logits: Tensor) -> list[Tensor]:

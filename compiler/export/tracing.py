@@ -40,7 +40,7 @@ _COMPARED = 1024  # constants of up to so many numbers are compared by the optim
 
 
 @dataclass
-class Traced:
+class TracedProgram:
     """The program that a graph was made from, with the contract's names of its inputs and outputs, in its order.
 
     Parameters of `program` that have no values yet are read from `weights`.
@@ -71,9 +71,9 @@ class Traced:
         )
 
 
-def traced_of(model: ir.Model) -> Traced:
+def traced_of(model: ir.Model) -> TracedProgram:
     """Return the program that `trace` made `model` from, whatever was done to the graph since."""
-    traced: Traced = model.graph.meta[TRACED]
+    traced: TracedProgram = model.graph.meta[TRACED]
     return traced
 
 
@@ -106,7 +106,7 @@ def trace(
     for value, (name, shape) in zip(model.graph.outputs, outputs.items(), strict=True):
         value.name, value.shape = name, ir.Shape(shape)
     _strip(model)
-    model.graph.meta[TRACED] = Traced(exported, stored, (), tuple(outputs))
+    model.graph.meta[TRACED] = TracedProgram(exported, stored, (), tuple(outputs))
     return model
 
 

@@ -14,7 +14,7 @@ from outrider.compiler.kernels.code import Node, Word
 from outrider.compiler.kernels.emitter import Emitter, Handler, spread
 from outrider.compiler.kernels.entropy import log_softmax, multiply_parts, reduce_sum
 from outrider.compiler.kernels.sizes import Size, least, product, size
-from outrider.compiler.kernels.values import At, Kind, Logs, Ruled, Shape, Stored, Total, Weight
+from outrider.compiler.kernels.values import At, EntropyTerm, Kind, RuleTensor, Shape, Stored, Weight, ZeroedSum
 
 
 def _axis(node: ir.Node, rank: int, default: int = 0) -> int:
@@ -33,12 +33,12 @@ def _set_known(e: Emitter, output: ir.Value, elements: Sequence[Size], shape: Sh
             result = nodes.apply(Word.CHOOSE, here, nodes.size(made[place]), result)
         return result
 
-    e.set(output, Ruled("integer", shape, at, made))
+    e.set(output, RuleTensor("integer", shape, at, made))
 
 
 def shape(e: Emitter, node: ir.Node) -> None:
     value = e.value(node.inputs[0])
-    assert isinstance(value, Ruled | Stored | Weight)
+    assert isinstance(value, RuleTensor | Stored | Weight)
     dims = tuple(map(size, value.shape))
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(dims))
     _set_known(e, node.outputs[0], dims[start:end], (size(len(dims[start:end])),))
@@ -58,7 +58,7 @@ def _reshaped(e: Emitter, output: ir.Value, of: ir.Value | None, to: Shape) -> N
             e.set(output, Stored(stored.name, stored.kind, to))
     else:
         ruled = e.ruled(value)
-        e.set(output, Ruled(ruled.kind, to, ruled.at, ruled.known))
+        e.set(output, RuleTensor(ruled.kind, to, ruled.at, ruled.known))
 
 
 def reshape(e: Emitter, node: ir.Node) -> None:
@@ -105,11 +105,11 @@ def _axes(e: Emitter, node: ir.Node, rank: int) -> list[int] | None:
 
 def _shape(e: Emitter, each: ir.Value | None) -> Shape:
     value = e.value(each)
-    assert isinstance(value, Ruled | Stored | Weight)
+    assert isinstance(value, RuleTensor | Stored | Weight)
     return tuple(map(size, value.shape))
 
 
-def _spread_at(e: Emitter, of: Ruled, to: Shape) -> At:
+def _spread_at(e: Emitter, of: RuleTensor, to: Shape) -> At:
     """Return the rule of a tensor that is spread to the shape `to`, as operators with two tensors spread them."""
     own = (size(1),) * (len(to) - len(of.shape)) + of.shape
     if own == to:
@@ -154,7 +154,7 @@ def expand(e: Emitter, node: ir.Node) -> None:
     if asked is None:
         raise e.refusal("a shape depends on data")
     to = _common([of.shape, asked])
-    e.set(node.outputs[0], Ruled(of.kind, to, _spread_at(e, of, to)))
+    e.set(node.outputs[0], RuleTensor(of.kind, to, _spread_at(e, of, to)))
 
 
 def _by_elements(real: Word | None, integer: Word | None, of_sizes: Callable[[Size, Size], Size] | None) -> Handler:
@@ -162,7 +162,7 @@ def _by_elements(real: Word | None, integer: Word | None, of_sizes: Callable[[Si
 
     def handle(e: Emitter, node: ir.Node) -> None:
         values = [e.value(each) for each in node.inputs]
-        if any(isinstance(value, Logs | Total) for value in values):
+        if any(isinstance(value, EntropyTerm | ZeroedSum) for value in values):
             return multiply_parts(e, node)
         a, b = (e.known(each) for each in node.inputs)
         shapes = [_shape(e, each) for each in node.inputs]
@@ -178,7 +178,7 @@ def _by_elements(real: Word | None, integer: Word | None, of_sizes: Callable[[Si
         first, second = _spread_at(e, left, to), _spread_at(e, right, to)
         truth = word in (Word.LESS, Word.EQUAL, Word.AND)
         kind: Kind = "integer" if truth else left.kind
-        e.set(node.outputs[0], Ruled(kind, to, lambda index: e.nodes.apply(word, first(index), second(index))))
+        e.set(node.outputs[0], RuleTensor(kind, to, lambda index: e.nodes.apply(word, first(index), second(index))))
         return None
 
     return handle
@@ -189,21 +189,21 @@ def _one(words: dict[Kind, Word]) -> Handler:
 
     def handle(e: Emitter, node: ir.Node) -> None:
         value = e.value(node.inputs[0])
-        if isinstance(value, Logs) and node.op_type == "Exp":
-            e.set(node.outputs[0], Logs(value.of, "p"))
+        if isinstance(value, EntropyTerm) and node.op_type == "Exp":
+            e.set(node.outputs[0], EntropyTerm(value.of, "p"))
             return
         of = e.ruled(value)
         word = words.get(of.kind)
         if word is None:
             raise e.refusal(f"{node.op_type} of {of.kind} numbers")
-        e.set(node.outputs[0], Ruled(of.kind, of.shape, lambda index: e.nodes.apply(word, of.at(index))))
+        e.set(node.outputs[0], RuleTensor(of.kind, of.shape, lambda index: e.nodes.apply(word, of.at(index))))
 
     return handle
 
 
 def softcap(e: Emitter, node: ir.Node) -> None:
     of, cap = e.ruled(e.value(node.inputs[0])), e.nodes.real(node.attributes.get_float("cap", 0.0))
-    e.set(node.outputs[0], Ruled("real", of.shape, lambda index: e.nodes.apply(Word.CAP_REAL, cap, of.at(index))))
+    e.set(node.outputs[0], RuleTensor("real", of.shape, lambda index: e.nodes.apply(Word.CAP_REAL, cap, of.at(index))))
 
 
 def cast(e: Emitter, node: ir.Node) -> None:
@@ -228,7 +228,7 @@ def cast(e: Emitter, node: ir.Node) -> None:
             number = e.nodes.apply(Word.TO_REAL, number)
         return e.nodes.apply(Word.TO_TRUTH, number) if to is ir.DataType.BOOL else number
 
-    e.set(node.outputs[0], Ruled(kind, of.shape, at))
+    e.set(node.outputs[0], RuleTensor(kind, of.shape, at))
 
 
 def range_(e: Emitter, node: ir.Node) -> None:
@@ -242,7 +242,7 @@ def range_(e: Emitter, node: ir.Node) -> None:
     nodes = e.nodes
     e.set(
         node.outputs[0],
-        Ruled("integer", (count,), lambda index: nodes.apply(Word.ADD, nodes.size(start), index)),
+        RuleTensor("integer", (count,), lambda index: nodes.apply(Word.ADD, nodes.size(start), index)),
     )
 
 
@@ -281,7 +281,7 @@ def _bound(e: Emitter, place: Size, dim: Size) -> Size:
     return dim + number if number < 0 else place
 
 
-def _part(e: Emitter, of: Ruled, first: Sequence[Size], dims: Sequence[Size]) -> Ruled:
+def _part(e: Emitter, of: RuleTensor, first: Sequence[Size], dims: Sequence[Size]) -> RuleTensor:
     """Return the elements from `first` on, as many in each dimension as `dims` says."""
     nodes, strides, own = e.nodes, _strides(of.shape), _strides(tuple(dims))
 
@@ -295,7 +295,7 @@ def _part(e: Emitter, of: Ruled, first: Sequence[Size], dims: Sequence[Size]) ->
             total = nodes.apply(Word.ADD, total, nodes.apply(Word.MULTIPLY, place, nodes.size(strides[axis])))
         return of.at(total)
 
-    return Ruled(of.kind, tuple(dims), at)
+    return RuleTensor(of.kind, tuple(dims), at)
 
 
 def _strides(shape: Shape) -> list[Size]:
@@ -343,7 +343,7 @@ def gather(e: Emitter, node: ir.Node) -> None:
         within = nodes.apply(Word.MODULO, index, nodes.size(inner))
         return of.at(nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, chosen, nodes.size(inner)), within))
 
-    e.set(node.outputs[0], Ruled(of.kind, (*dims[:axis], *at_place.shape, *dims[axis + 1 :]), at))
+    e.set(node.outputs[0], RuleTensor(of.kind, (*dims[:axis], *at_place.shape, *dims[axis + 1 :]), at))
 
 
 def gather_elements(e: Emitter, node: ir.Node) -> None:
@@ -358,7 +358,7 @@ def gather_elements(e: Emitter, node: ir.Node) -> None:
         within = nodes.apply(Word.MODULO, index, nodes.size(inner))
         return of.at(nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, chosen, nodes.size(inner)), within))
 
-    e.set(node.outputs[0], Ruled(of.kind, places.shape, at))
+    e.set(node.outputs[0], RuleTensor(of.kind, places.shape, at))
 
 
 def concat(e: Emitter, node: ir.Node) -> None:
@@ -398,7 +398,7 @@ def concat(e: Emitter, node: ir.Node) -> None:
         assert result is not None
         return result
 
-    e.set(node.outputs[0], Ruled(values[0].kind, (*dims[0][:axis], total, *dims[0][axis + 1 :]), at))
+    e.set(node.outputs[0], RuleTensor(values[0].kind, (*dims[0][:axis], total, *dims[0][axis + 1 :]), at))
 
 
 def scatter_elements(e: Emitter, node: ir.Node) -> None:
@@ -447,7 +447,7 @@ def cumsum(e: Emitter, node: ir.Node) -> None:
             total = nodes.apply(Word.CHOOSE, reached, nodes.apply(Word.ADD_REAL, total, more), total)
         return total
 
-    e.set(node.outputs[0], Ruled("real", of.shape, at))
+    e.set(node.outputs[0], RuleTensor("real", of.shape, at))
 
 
 ELEMENTS: dict[str, Handler] = {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.compiler.kernels.code import MOST_SOURCES, Nodes, TooLongError, count, sources, write
 from outrider.compiler.kernels.sizes import Size, largest, product, quotient, size
-from outrider.compiler.kernels.values import Formed, Kind, Ruled, Shape, Stored, Value, Weight
+from outrider.compiler.kernels.values import Kind, ProductInput, RuleTensor, Shape, Stored, Value, Weight
 from outrider.compiler.kernels.workspace import arrange
 from outrider.compiler.models.config import WeightType
 from outrider.plans import names
@@ -78,7 +78,7 @@ class Emitter:
         self._weight_stores: dict[str, Stored] = {}
         self.shared: dict[str, Stored] = {}
         """What all layers of a pass share, by a key of who made it."""
-        self.formed: dict[str, Formed] = {}
+        self.formed: dict[str, ProductInput] = {}
         """Tensors in other forms, by a key of who made them."""
         self._destinations = _destinations(graph)
         for each in (*graph.inputs, *graph.outputs):
@@ -104,34 +104,34 @@ class Emitter:
     def known(self, each: ir.Value | None) -> tuple[Size, ...] | None:
         """Return the elements of a small tensor of integers that depends on sizes alone; None of another."""
         value = self.value(each)
-        if isinstance(value, Ruled):
+        if isinstance(value, RuleTensor):
             return value.known
         if isinstance(value, Weight) and value.dtype.kind in "iub" and np.prod(value.shape) <= _MOST_KNOWN:
             return tuple(size(int(number)) for number in value.read().reshape(-1))
         return None
 
-    def ruled(self, value: Value) -> Ruled:
+    def ruled(self, value: Value) -> RuleTensor:
         """Return a value by a rule for its elements: a tensor in memory is loaded from."""
-        if isinstance(value, Ruled) and not self._is_long(value):
+        if isinstance(value, RuleTensor) and not self._is_long(value):
             return value
         if isinstance(value, Weight) and np.prod(value.shape) == 1:
             return self._single(value)
         stored = self.stored(value)
         real = stored.kind == "real"
-        return Ruled(stored.kind, stored.shape, lambda index: self.nodes.load(stored.name, index, real=real))
+        return RuleTensor(stored.kind, stored.shape, lambda index: self.nodes.load(stored.name, index, real=real))
 
-    def _is_long(self, value: Ruled) -> bool:
+    def _is_long(self, value: RuleTensor) -> bool:
         """Return whether the rule is better run once: what is made of its elements then loads them."""
         if id(value) not in self._lengths:
             made = value.at(self.nodes.index)
             self._lengths[id(value)] = value, count(made) > _LONG or len(sources(made)) > _MANY
         return self._lengths[id(value)][1]
 
-    def _single(self, value: Weight) -> Ruled:
+    def _single(self, value: Weight) -> RuleTensor:
         number = value.read().reshape(-1)[0]
         node = self.nodes.real(float(number)) if value.dtype.kind == "f" else self.nodes.constant(int(number))
         kind: Kind = "real" if value.dtype.kind == "f" else "integer"
-        return Ruled(kind, tuple(map(size, value.shape)), lambda index: node)
+        return RuleTensor(kind, tuple(map(size, value.shape)), lambda index: node)
 
     def stored(self, value: Value) -> Stored:
         """Return a value in memory; it is written there once."""
@@ -139,7 +139,7 @@ class Emitter:
             return value
         if isinstance(value, Weight):
             return self._weight(value)
-        if not isinstance(value, Ruled):
+        if not isinstance(value, RuleTensor):
             raise self.refusal(f"a {type(value).__name__} is read by an operator that it was not made for")
         if id(value) not in self._made:
             made = self.new(value.kind, value.shape)
@@ -161,13 +161,13 @@ class Emitter:
             self._areas[name] = max(elements, 1) * (itemsize or _ITEM[kind])
         return Stored(name, kind, shape)
 
-    def new_formed(self, form: int, shape: Shape) -> Formed:
+    def new_formed(self, form: int, shape: Shape) -> ProductInput:
         """Return memory for a tensor in a form other than float32."""
         if form != INTEGERS:
-            return Formed(self.new("real", shape, itemsize=2).name, form, shape)
+            return ProductInput(self.new("real", shape, itemsize=2).name, form, shape)
         blocks = (product(shape[:-1]), size((shape[-1].number or 0) // BLOCK))
         scales, sums = (self.new("real", blocks).name for _ in range(2))
-        return Formed(self.new("real", shape, itemsize=1).name, form, shape, scales, sums)
+        return ProductInput(self.new("real", shape, itemsize=1).name, form, shape, scales, sums)
 
     def constant(self, name: str, size: int, read: Callable[[], NDArray[np.generic]]) -> str:
         """Put numbers of `size` bytes into the file of weights, and return the tensor's name."""
@@ -249,7 +249,7 @@ class Emitter:
         self._items.done.append(Loop(times=times, launches=tuple(self._items.within)))
         self._items.within = None
 
-    def evaluate(self, value: Ruled, to: Stored) -> None:
+    def evaluate(self, value: RuleTensor, to: Stored) -> None:
         """Write every element of a value that is known by its rule."""
         try:
             code = write(value.at(self.nodes.index))

@@ -13,7 +13,7 @@ from outrider.compiler.kernels.elements import softcap
 from outrider.compiler.kernels.emitter import Emitter, Handler
 from outrider.compiler.kernels.products import Output, bytes_of, output_for, part_of, real
 from outrider.compiler.kernels.sizes import Size, product, quotient, size
-from outrider.compiler.kernels.values import Ruled, Shape, Stored, Summed, Weight
+from outrider.compiler.kernels.values import ResidualSum, RuleTensor, Shape, Stored, Weight
 from outrider.plans import names
 from outrider.plans.formulas import formula
 from outrider.plans.kernel_engine import TURN, Launch
@@ -51,7 +51,7 @@ def _name_of(stored: Stored | None) -> str | None:
 def rms_norm(e: Emitter, node: ir.Node) -> None:
     weight, sums = e.value(node.inputs[1]), [e.value(each) for each in (node.inputs[0], *node.inputs[2:3]) if each]
     assert isinstance(weight, Weight)
-    summed = next((each.total for each in sums if isinstance(each, Summed)), None)
+    summed = next((each.total for each in sums if isinstance(each, ResidualSum)), None)
     x, added = (summed, None) if summed is not None else (real(e, node.inputs[0]), _optional(e, node, 2))
     rows, width = product(x.shape[:-1]), x.shape[-1]
     if width.number is None or norm_bytes(width.number) > MOST_SHARED:
@@ -157,7 +157,7 @@ def attention(e: Emitter, node: ir.Node) -> None:
     if queries is None:
         zero = e.nodes.constant(0)
         shape = (*of_tokens.shape[:-1], size(width))
-        e.set(node.outputs[0], Ruled("real", shape, lambda index: zero))
+        e.set(node.outputs[0], RuleTensor("real", shape, lambda index: zero))
         return
     lists, counts = _visible(e, seen, row_splits, h)
     out = _output_of_heads(e, node.outputs[0], (*of_tokens.shape[:-1], size(width)), h.size)
@@ -196,7 +196,7 @@ def _one_row(e: Emitter, tokens: Size) -> Stored:
     key = f"splits.{tokens}"
     if key not in e.shared:
         nodes = e.nodes
-        rule = Ruled("integer", (size(2),), lambda index: nodes.apply(Word.MULTIPLY, index, nodes.size(tokens)))
+        rule = RuleTensor("integer", (size(2),), lambda index: nodes.apply(Word.MULTIPLY, index, nodes.size(tokens)))
         e.shared[key] = e.stored(rule)
     return e.shared[key]
 

@@ -16,7 +16,15 @@ import onnx_ir as ir
 from outrider.compiler.kernels.elements import ELEMENTS
 from outrider.compiler.kernels.emitter import Emitter, Handler, spread
 from outrider.compiler.kernels.sizes import Size, product, quotient, size
-from outrider.compiler.kernels.values import Formed, Ruled, Shape, Stored, Summed, Unmultiplied, Weight
+from outrider.compiler.kernels.values import (
+    PendingProduct,
+    ProductInput,
+    ResidualSum,
+    RuleTensor,
+    Shape,
+    Stored,
+    Weight,
+)
 from outrider.plugins.cuda.engine_kernels import (
     FORMS,
     INTEGERS,
@@ -116,10 +124,10 @@ def bytes_of(output: Output) -> int:
     return _BYTES[output.form]
 
 
-def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> Formed:
+def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> ProductInput:
     """Return a product's input in the form that it reads; products that share an input share it in that form."""
     value = e.value(each)
-    if isinstance(value, Formed):
+    if isinstance(value, ProductInput):
         assert value.form == form
         return value
     stored = real(e, each)
@@ -158,14 +166,14 @@ def _with_residual(e: Emitter, output: ir.Value, shape: Shape) -> tuple[Stored, 
         return None
     other = norm.inputs[2 - place]
     value = e.value(other) if other is not None and e.has(other) else None
-    if not isinstance(value, Stored | Ruled) or value.shape != shape:
+    if not isinstance(value, Stored | RuleTensor) or value.shape != shape:
         return None
     residual = real(e, other)
     total = norm.outputs[1] if len(norm.outputs) > 1 else None
     summed = e.new("real", shape, total)
     if total is not None:
         e.set(total, summed)
-    e.set(output, Summed(summed))
+    e.set(output, ResidualSum(summed))
     return residual, summed
 
 
@@ -177,7 +185,7 @@ def _waits_for_unit(e: Emitter, node: ir.Node, outputs: int) -> bool:
     reader = next(iter(uses)).node
     if (reader.domain, reader.op_type) != (CPU_DOMAIN, "GatedUnit"):
         return False
-    e.set(node.outputs[0], Unmultiplied(node))
+    e.set(node.outputs[0], PendingProduct(node))
     return True
 
 
@@ -248,7 +256,13 @@ class _OnTensorCores:
 
 
 def _multiply(
-    e: Emitter, of: _OnTensorCores, node: ir.Node, output: ir.Value, unit: int, x: Formed, given: Mapping[str, str]
+    e: Emitter,
+    of: _OnTensorCores,
+    node: ir.Node,
+    output: ir.Value,
+    unit: int,
+    x: ProductInput,
+    given: Mapping[str, str],
 ) -> None:
     """Launch a product whose rows were `given` in the form that it reads, and the gated `unit` behind it, which gives
     `output`."""
@@ -316,7 +330,7 @@ def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -
 def gated_unit(e: Emitter, node: ir.Node) -> None:
     unit = UNITS.index(node.attributes.get_string("activation", "silu"))
     value = e.value(node.inputs[0])
-    if isinstance(value, Unmultiplied):
+    if isinstance(value, PendingProduct):
         launch = _multiply_integers if value.node.domain == CPU_DOMAIN else _multiply_halves
         launch(e, value.node, node.outputs[0], unit)
         return

@@ -31,7 +31,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Ruled:
+class RuleTensor:
     """A tensor whose elements follow from a rule. It is written nowhere before somebody needs it in memory.
 
     `known` are its elements as sizes, of a small one that depends on the sizes of the step alone.
@@ -54,7 +54,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Formed:
+class ProductInput:
     """A tensor in memory in a form that products read (`plugins.cuda.engine_kernels.FORMS`), other than float32: of
     integers, with the tensors of their `scales` and `sums`."""
 
@@ -66,21 +66,21 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Summed:
+class ResidualSum:
     """A product that has been added to the residual stream, for the norm behind it: `total` has the sum."""
 
     total: Stored
 
 
 @dataclass(frozen=True)
-class Unmultiplied:
+class PendingProduct:
     """A product that waits for the gated unit behind it: one kernel computes both."""
 
     node: ir.Node
 
 
 @dataclass(frozen=True)
-class Logs:
+class EntropyTerm:
     """A part of the entropy of the softmax p of `of`: `times` says which. One kernel computes them all."""
 
     of: Stored
@@ -88,8 +88,8 @@ class Logs:
 
 
 @dataclass(frozen=True)
-class Total:
+class ZeroedSum:
     """A sum that an export multiplies by zero, only to have it computed first: launches are in order anyway."""
 
 
-Value = Stored | Ruled | Weight | Formed | Summed | Unmultiplied | Logs | Total
+Value = Stored | RuleTensor | Weight | ProductInput | ResidualSum | PendingProduct | EntropyTerm | ZeroedSum

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import parser
 
-from outrider.compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, extent, leading, rows_input
+from outrider.compiler.probes.ops import ProbePart, ProbeTape, as_rows, attributes_of, extent, leading, rows_input
 from outrider.plans.buffers import DType
 from outrider.plans.kv_slots import slot_size
 
@@ -55,7 +55,7 @@ def siblings_function() -> ir.Function:
     return ir.serde.deserialize_function(parser.parse_function(_SIBLINGS))
 
 
-def add_attention(tape: ProbeTape, node: ir.Node, label: str) -> Added:
+def add_attention(tape: ProbeTape, node: ir.Node, label: str) -> ProbePart:
     """Add `outrider.cpu.BranchAttention`, each row seeing itself and the part of the past that its own input names.
 
     A first node appends the past, so that the KV cache is of any type.
@@ -90,7 +90,7 @@ def add_attention(tape: ProbeTape, node: ir.Node, label: str) -> Added:
     }
     outputs = _attend(tape, node, rows, filled[1:3], behind)
     probed = [as_rows(outputs[0], query), *(as_rows(queries, query, rank=2) for queries in outputs[3:])]
-    return Added([*rows, *past, choice], probed)
+    return ProbePart([*rows, *past, choice], probed)
 
 
 def _widths(node: ir.Node) -> tuple[int, int]:

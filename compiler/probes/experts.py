@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from outrider.compiler.probes.ops import Added, ProbeTape, as_rows, attributes_of, leading, rows_input
+from outrider.compiler.probes.ops import ProbePart, ProbeTape, as_rows, attributes_of, leading, rows_input
 from outrider.plugins.panel_layout import panel_shape
 from outrider.plugins.quant_layout import QuantLayout
 from outrider.plugins.schema import CPU_DOMAIN
@@ -35,7 +35,7 @@ def sizes_of(node: ir.Node) -> ExpertSizes | None:
     return ExpertSizes(*(node.attributes[name].as_int() for name in ("experts", "hidden", "size")))
 
 
-def add_route(tape: ProbeTape, node: ir.Node, label: str) -> Added:
+def add_route(tape: ProbeTape, node: ir.Node, label: str) -> ProbePart:
     """Add the router `node`."""
     attributes = attributes_of(node)
     router = node.inputs[1]
@@ -43,10 +43,10 @@ def add_route(tape: ProbeTape, node: ir.Node, label: str) -> Added:
     assert router.const_value is not None
     rows = rows_input(f"{label}.x", router.const_value.shape.numpy()[2])
     made = tape.op("Route", [rows, *(leading(tape, v) for v in node.inputs[1:])], attributes, domain=node.domain)
-    return Added([rows], [as_rows(made, attributes["experts"])])
+    return ProbePart([rows], [as_rows(made, attributes["experts"])])
 
 
-def add_experts(tape: ProbeTape, node: ir.Node, label: str) -> Added:
+def add_experts(tape: ProbeTape, node: ir.Node, label: str) -> ProbePart:
     """Add the first experts of `node`. A row chooses those whose random weight is positive, about half of them."""
     sizes = sizes_of(node)
     assert sizes is not None
@@ -63,7 +63,7 @@ def add_experts(tape: ProbeTape, node: ir.Node, label: str) -> Added:
     ]
     inputs: Sequence[ir.Value | None] = [rows, tape.op("Relu", [chosen]), *weights, *biases]
     made = tape.op(node.op_type, inputs, attributes_of(node) | {"experts": count}, domain=node.domain)
-    return Added([rows, chosen], [as_rows(made, sizes.hidden)])
+    return ProbePart([rows, chosen], [as_rows(made, sizes.hidden)])
 
 
 def _stored_shape(node: ir.Node, count: int, inputs: int, outputs: int) -> list[int]:

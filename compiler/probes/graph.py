@@ -10,7 +10,7 @@ import onnx_ir as ir
 from outrider.compiler.probes.attention import add_attention, siblings_function
 from outrider.compiler.probes.choice import ProbedOp, probed_ops, widest
 from outrider.compiler.probes.experts import add_experts, add_route, sizes_of
-from outrider.compiler.probes.ops import Added, ProbeTape, add_product, add_row_op, weight_of
+from outrider.compiler.probes.ops import ProbePart, ProbeTape, add_product, add_row_op, weight_of
 from outrider.plans.manifest import Probe
 from outrider.plugins.onnx_ops import OPSET
 from outrider.plugins.schema import CPU_DOMAIN
@@ -54,7 +54,7 @@ def probe_graph(ops: Sequence[ProbedOp], most: int | None = None) -> tuple[ir.Mo
     return ir.Model(graph, ir_version=10, functions=[siblings_function()]), probed
 
 
-def _add(tape: ProbeTape, op: ProbedOp, label: str, most: int | None) -> Added:
+def _add(tape: ProbeTape, op: ProbedOp, label: str, most: int | None) -> ProbePart:
     if weight_of(op.node) is not None:
         return add_product(tape, op.node, label, most)
     if op.node.op_type == "BranchAttention":

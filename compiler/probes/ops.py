@@ -29,7 +29,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Added:
+class ProbePart:
     """What an op has of its own in a probe: inputs and outputs of the graph."""
 
     inputs: list[ir.Value]
@@ -59,7 +59,7 @@ def weight_of(node: ir.Node) -> Weight | None:
     return Weight(shape[1 - axis], shape[axis], axis)
 
 
-def add_product(tape: ProbeTape, node: ir.Node, label: str, most: int | None) -> Added:
+def add_product(tape: ProbeTape, node: ir.Node, label: str, most: int | None) -> ProbePart:
     """Add the product `node`, with at most about `most` of its weights: with fewer columns, all where that is None."""
     weight = weight_of(node)
     assert weight is not None
@@ -79,10 +79,10 @@ def add_product(tape: ProbeTape, node: ir.Node, label: str, most: int | None) ->
     rows = rows_input(f"{label}.x", weight.inputs, rank)
     constants = [leading(tape, node.inputs[1], shape), *(leading(tape, value, [columns]) for value in node.inputs[2:])]
     made = tape.op(node.op_type, [rows, *constants], attributes, domain=node.domain)
-    return Added([rows], [as_rows(made, columns, rank)])
+    return ProbePart([rows], [as_rows(made, columns, rank)])
 
 
-def add_row_op(tape: ProbeTape, node: ir.Node, label: str, width: int) -> Added:
+def add_row_op(tape: ProbeTape, node: ir.Node, label: str, width: int) -> ProbePart:
     """Add `node` with its constants, and rows of `width` in place of its other inputs. Its first output is probed."""
     inputs: list[ir.Value | None] = []
     rows = []
@@ -95,7 +95,7 @@ def add_row_op(tape: ProbeTape, node: ir.Node, label: str, width: int) -> Added:
     made = tape.op_multi_out(
         node.op_type, inputs, attributes_of(node), num_outputs=len(node.outputs), domain=node.domain
     )
-    return Added(rows, [as_rows(made[0], width // 2 if node.op_type == "GatedUnit" else width)])
+    return ProbePart(rows, [as_rows(made[0], width // 2 if node.op_type == "GatedUnit" else width)])
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:

@@ -21,17 +21,17 @@ from outrider.plugins.reference.race_noise import race_noise
 from outrider.plugins.reference.route import route
 from outrider.plugins.reference.sample import SamplingSlots, sample
 from outrider.plugins.reference.tree_accept import Accepted, tree_accept
-from outrider.plugins.reference.tree_expand import DraftSettings, Expanded, tree_expand
-from outrider.plugins.reference.tree_rerank import Reranked, tree_rerank
+from outrider.plugins.reference.tree_expand import DraftSettings, Expansion, tree_expand
+from outrider.plugins.reference.tree_rerank import Reranking, tree_rerank
 from outrider.plugins.reference.window_bias import window_bias
 
 __all__ = [
     "Accepted",
     "DraftSettings",
-    "Expanded",
+    "Expansion",
     "Expert",
     "RaceKey",
-    "Reranked",
+    "Reranking",
     "SamplingSlots",
     "attend",
     "bim_mask",

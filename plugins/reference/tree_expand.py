@@ -23,7 +23,7 @@ class DraftSettings:
 
 
 @dataclass(frozen=True)
-class Expanded:
+class Expansion:
     """The candidates of one level: `token` int64 and `score` `[B, F * top_k]`, node by node, a node's best child first.
 
     `frontier` int64 `[B, top_k]` holds the indices of the candidates to expand next, best first.
@@ -79,7 +79,7 @@ def chosen_log_probs(
 
 def tree_expand(
     logits: NDArray[np.float32], score: NDArray[np.float32], settings: DraftSettings, top_k: int, doubt: float
-) -> Expanded:
+) -> Expansion:
     """Expand the frontier of each tree, as the schema of TreeExpand says, with sums in float64.
 
     `top_k` counts the children of a node.
@@ -99,4 +99,4 @@ def tree_expand(
             token[tree, place] = children
             summed[tree, place] = score[tree, node] + log_probs[children]
         frontier[tree] = best(summed[tree], top_k)
-    return Expanded(token, summed, frontier)
+    return Expansion(token, summed, frontier)

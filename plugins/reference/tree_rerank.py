@@ -11,7 +11,7 @@ from outrider.plugins.reference.tree_expand import best
 
 
 @dataclass(frozen=True)
-class Reranked:
+class Reranking:
     """Trees behind their roots, arrays `[B, nodes - 1]`; `candidate` indexes candidates, `parent` nodes (0: root)."""
 
     candidate: NDArray[np.int64]
@@ -27,7 +27,7 @@ def tree_rerank(
     candidate_parent: NDArray[np.int64],
     candidate_depth: NDArray[np.int64],
     nodes: int,
-) -> Reranked:
+) -> Reranking:
     """Choose the nodes of each tree among the candidates; shapes as in the schema of TreeRerank."""
     trees = len(candidate_score)
     parent = np.zeros((trees, nodes - 1), np.int64)
@@ -35,7 +35,7 @@ def tree_rerank(
     for tree in range(trees):
         node_of = {-1: 0} | {int(candidate): node for node, candidate in enumerate(chosen[tree], start=1)}
         parent[tree] = [node_of[int(candidate_parent[tree, candidate])] for candidate in chosen[tree]]
-    return Reranked(
+    return Reranking(
         chosen,
         np.take_along_axis(candidate_token, chosen, axis=1),
         parent,

@@ -97,28 +97,28 @@ def device_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class BackendChoice:
     """The backend to run, and why each better one of the plan was passed over."""
 
     backend: str
     passed_over: dict[str, str]
 
 
-def choose_backend(available: Mapping[str, BackendPlan], wanted: str | None) -> Chosen:
+def choose_backend(available: Mapping[str, BackendPlan], wanted: str | None) -> BackendChoice:
     """The wanted one, or the best that the plan has and this machine can run. Raises `PlanError` for none."""
     if wanted is not None:
         if wanted not in available:
             raise PlanError(f"the plan has no backend {wanted!r}; it holds {', '.join(available)}")
         if reason := reason_against(wanted, available[wanted]):
             raise PlanError(f"the backend {wanted!r} cannot run here: {reason}")
-        return Chosen(wanted, {})
+        return BackendChoice(wanted, {})
     if not available:
         raise PlanError("the plan holds no backend; build it again")
     order = [*(name for name in BACKENDS if name in available), *(name for name in available if name not in BACKENDS)]
     passed_over: dict[str, str] = {}
     for name in order:
         if (reason := reason_against(name, available[name])) is None:
-            return Chosen(name, passed_over)
+            return BackendChoice(name, passed_over)
         passed_over[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
     raise PlanError(f"no backend of the plan can run here: {told}")

@@ -194,10 +194,10 @@ class CudaDevice:
             finally:
                 self._lock.release()
 
-    def pinned(self, size: int) -> Pinned:
+    def pinned(self, size: int) -> PinnedMemory:
         """Zeros on the host, which the device copies from and to by itself."""
         with self.lock():
-            return Pinned(int(call("cuMemHostAlloc", max(size, 1), 0)), size, self._unpin)
+            return PinnedMemory(int(call("cuMemHostAlloc", max(size, 1), 0)), size, self._unpin)
 
     def _unpin(self, address: int) -> None:
         self._drop("cuMemFreeHost", address)
@@ -350,7 +350,7 @@ def _close(
     call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", ordinal))
 
 
-class Pinned:
+class PinnedMemory:
     """Bytes of the host at a fixed address, and arrays in them; `release` gets it when the last of them is gone."""
 
     def __init__(self, address: int, size: int, release: Callable[[int], None]) -> None:

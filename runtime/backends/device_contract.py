@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from outrider.runtime.backends.cuda_driver import Box, Pinned
+from outrider.runtime.backends.cuda_driver import Box, PinnedMemory
 
 
 class Device(Protocol):
@@ -25,7 +25,7 @@ class Device(Protocol):
 
     def free(self, address: int) -> None: ...
 
-    def pinned(self, size: int) -> Pinned: ...
+    def pinned(self, size: int) -> PinnedMemory: ...
 
     def to_device(self, address: int, source: int, size: int) -> None: ...
 

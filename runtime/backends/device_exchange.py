@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plans.errors import OpError, PlanError
 from outrider.plugins.cuda.launches import FAULTS
-from outrider.runtime.backends.cuda_driver import Pinned
+from outrider.runtime.backends.cuda_driver import PinnedMemory
 from outrider.runtime.backends.device_contract import Device
 from outrider.runtime.backends.device_layout import Layout
 from outrider.runtime.backends.recorder import Recorder
@@ -51,7 +51,7 @@ class DeviceExchange:
         self,
         device: Device,
         recorder: Recorder | None,
-        twin: Pinned,
+        twin: PinnedMemory,
         block: int,
         layout: Layout,
         told: Sequence[NDArray[np.int64]],

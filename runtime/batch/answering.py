@@ -18,17 +18,17 @@ from outrider.runtime.generation import FinishReason, Generation
 from outrider.runtime.handle import Handle
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.server.answers import Answer
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.errors import ApiError, as_api_error
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.stamps import DerivedStamps
-from outrider.runtime.server.submitting import Submitted, Submitter
+from outrider.runtime.server.submitting import Submission, Submitter
 
 MOST_CHOICES = 1024
 """Most choices of one request: prompts times n."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class BatchAnswer:
     """A result line of OpenAI's shape, as a dictionary, and what it took: tokens of its prompts and its choices.
 
     `number` is the request's place among those that were asked, from 0.
@@ -46,11 +46,11 @@ class Answered:
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _RunningRequest:
     number: int
     request: BatchRequest
-    asked: CompletionAsked | ChatAsked
-    submitted: Submitted
+    asked: CompletionRequest | ChatRequest
+    submitted: Submission
     stamps: DerivedStamps
     left: int  # choices that have not ended
 
@@ -75,20 +75,20 @@ class Answering:
         # While as many run as can, as many wait: no place stays empty until this thread has looked.
         self._width = 2 * (runtime.scheduler_config.max_running or manifest.target.branches)
 
-    def answer(self, requests: Iterable[BatchRequest]) -> Generator[Answered, None, None]:
+    def answer(self, requests: Iterable[BatchRequest]) -> Generator[BatchAnswer, None, None]:
         """Answers as they come, not in the order of the requests. Closed before its end, it cancels what runs.
 
         A request that fails while it runs is repeated alone after all others; if it fails again, that is its result.
         Raises PlanError, naming the request, if the runtime then fails at a request of one token too.
         """
         ended: SimpleQueue[int] = SimpleQueue()
-        waiting, under_way, choices = enumerate(requests), dict[int, _UnderWay](), 0
-        failed: list[_UnderWay] = []
+        waiting, under_way, choices = enumerate(requests), dict[int, _RunningRequest](), 0
+        failed: list[_RunningRequest] = []
         try:
             while True:
                 while choices < self._width and (following := next(waiting, None)) is not None:
                     begun = self._begin(*following)
-                    if isinstance(begun, Answered):
+                    if isinstance(begun, BatchAnswer):
                         yield begun
                         continue
                     under_way[begun.number] = begun
@@ -109,7 +109,7 @@ class Answering:
                     yield self._end(over)
             for each in failed:
                 repeated = self._begin(each.number, each.request)
-                if isinstance(repeated, _UnderWay):
+                if isinstance(repeated, _RunningRequest):
                     under_way[repeated.number] = repeated
                     fault = next(filter(_is_fault, map(_wait_for_error, repeated.submitted.handles)), None)
                     if fault is not None and not self._works():
@@ -125,16 +125,18 @@ class Answering:
         """Whether the runtime generates a token."""
         return _wait_for_error(self.runtime.submit([0], max_new_tokens=1, drafter="none", remember=False)) is None
 
-    def _begin(self, number: int, request: BatchRequest) -> _UnderWay | Answered:
+    def _begin(self, number: int, request: BatchRequest) -> _RunningRequest | BatchAnswer:
         stamps = DerivedStamps(request.custom_id, self._created)
         try:
             asked = self._settled(asked_of(request.text, self.model), stamps)
             submitted = self._submitter.submit(asked)
         except Exception as error:  # of any class: other requests must not fail with this one
             return self._refused(number, request, stamps, error)
-        return _UnderWay(number, request, asked, submitted, stamps, len(submitted.handles))
+        return _RunningRequest(number, request, asked, submitted, stamps, len(submitted.handles))
 
-    def _settled(self, asked: CompletionAsked | ChatAsked, stamps: DerivedStamps) -> CompletionAsked | ChatAsked:
+    def _settled(
+        self, asked: CompletionRequest | ChatRequest, stamps: DerivedStamps
+    ) -> CompletionRequest | ChatRequest:
         """The same with what it leaves open. Raises RequestError for what no batch can keep to."""
         if asked.drafter in self._rejecting:
             raise RequestError(
@@ -154,14 +156,14 @@ class Answering:
             settled["partial_kv"] = "off"
         return asked.model_copy(update=settled)
 
-    def _refused(self, number: int, request: BatchRequest, stamps: DerivedStamps, error: Exception) -> Answered:
+    def _refused(self, number: int, request: BatchRequest, stamps: DerivedStamps, error: Exception) -> BatchAnswer:
         """The result of a failed request. Raises PlanError if the runtime takes no more requests."""
         if isinstance(error, BusyError | ClosedError | UnavailableError):
             raise PlanError(f"The request {request.custom_id!r} cannot be answered: {error}") from None
         found = error if isinstance(error, ApiError) else as_api_error(error)
-        return Answered(number, request, _result(request, stamps, found.status, found.body))
+        return BatchAnswer(number, request, _result(request, stamps, found.status, found.body))
 
-    def _end(self, ended: _UnderWay) -> Answered:
+    def _end(self, ended: _RunningRequest) -> BatchAnswer:
         request, asked, submitted, stamps = ended.request, ended.asked, ended.submitted, ended.stamps
         try:
             found = [handle.result() for handle in submitted.handles]
@@ -169,13 +171,13 @@ class Answering:
             return self._refused(ended.number, request, stamps, error)
         if any(each.finish_reason is FinishReason.CANCELLED for each in found):
             raise PlanError(f"The request {request.custom_id!r} was cut off: the runtime was closed meanwhile.")
-        name, kind = ("chatcmpl", "chat.completion") if isinstance(asked, ChatAsked) else ("cmpl", "text_completion")
-        chat = isinstance(asked, ChatAsked)
+        name, kind = ("chatcmpl", "chat.completion") if isinstance(asked, ChatRequest) else ("cmpl", "text_completion")
+        chat = isinstance(asked, ChatRequest)
         answer = Answer(name, kind, kind, self.model, self.runtime, chat=chat, stamps=stamps, costs=False)
         answer.describe(submitted, asked.drafter)
         body = answer.whole(found, submitted.prompts, submitted.logprobs)
         prompts = found[:: len(found) // submitted.prompts]
-        return Answered(
+        return BatchAnswer(
             ended.number,
             request,
             _result(request, stamps, 200, body),

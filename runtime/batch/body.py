@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from outrider.plans.errors import RequestError
 from outrider.runtime.batch.requests import parse
 from outrider.runtime.options.options import Doors, offered
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.refusals import refusal, shown
 
-_KINDS: dict[str, type[ChatAsked] | type[CompletionAsked]] = {
-    "/v1/completions": CompletionAsked,
-    "/v1/chat/completions": ChatAsked,
+_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
 }
 _OF_A_LINE = ("custom_id", "method", "url", "body")
 _PROMPTS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
@@ -45,7 +45,7 @@ def check_columns(columns: Iterable[str], source: str) -> None:
         raise RequestError(f"{source} has a column {unknown[0]!r}, which no request has; leave it out.")
 
 
-def asked_of(text: str, model: str) -> CompletionAsked | ChatAsked:
+def asked_of(text: str, model: str) -> CompletionRequest | ChatRequest:
     """What a request asks for; one that names no model asks for `model`. Raises ApiError, status 400.
 
     `stream` is refused, as a batch has no streams, and so is `deadline`: the answer would depend on the clock.
@@ -64,7 +64,7 @@ def asked_of(text: str, model: str) -> CompletionAsked | ChatAsked:
     return asked
 
 
-def _of_line(row: Mapping[str, Any]) -> tuple[Any, type[ChatAsked] | type[CompletionAsked]]:
+def _of_line(row: Mapping[str, Any]) -> tuple[Any, type[ChatRequest] | type[CompletionRequest]]:
     if unknown := next((key for key in row if key not in _OF_A_LINE), None):
         raise _wrong(f"{unknown} is no key of a batch line, which has {', '.join(_OF_A_LINE)}; leave it out.")
     if row.get("method") != "POST":
@@ -75,7 +75,7 @@ def _of_line(row: Mapping[str, Any]) -> tuple[Any, type[ChatAsked] | type[Comple
     return _unpacked(row["body"], "body"), _KINDS[url]
 
 
-def _of_fields(row: Mapping[str, Any], model: str) -> tuple[Any, type[ChatAsked] | type[CompletionAsked]]:
+def _of_fields(row: Mapping[str, Any], model: str) -> tuple[Any, type[ChatRequest] | type[CompletionRequest]]:
     given = [column for column in _PROMPTS if column in row]
     if len(given) != 1:
         found = "prompt and messages are both given; leave one of them out" if given else "body is missing; pass one"

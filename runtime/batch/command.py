@@ -22,7 +22,7 @@ from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of
 if TYPE_CHECKING:
     from outrider.runtime.batch.folder import BatchFolder, BatchState, Totals
     from outrider.runtime.batch.loading import LoadOptions
-    from outrider.runtime.batch.local import Done
+    from outrider.runtime.batch.local import FinishedRequests
     from outrider.runtime.batch.requests import BatchRequest
 
     Blocks = Mapping[int, Sequence[BatchRequest]]
@@ -112,7 +112,7 @@ class _Work:
     began: float = inf  # of the first request, by `time.time()`; the plan is loaded then
     seconds: float = 0.0  # since then
 
-    def add(self, done: Done) -> None:
+    def add(self, done: FinishedRequests) -> None:
         self.computed += done.requests
         self.new_tokens += done.new_tokens
         self.began = min(self.began, done.began)
@@ -179,10 +179,10 @@ def _created() -> int:
 
 def _in_process(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
-) -> Generator[Done, None, None]:
+) -> Generator[FinishedRequests, None, None]:
     from outrider.runtime.batch.answering import Answering
     from outrider.runtime.batch.loading import load_for_batches
-    from outrider.runtime.batch.local import Done, run_blocks
+    from outrider.runtime.batch.local import FinishedRequests, run_blocks
     from outrider.runtime.batch.processors import check_loaded
 
     options = _load_options(arguments, arguments.backend, arguments.threads)
@@ -195,14 +195,14 @@ def _in_process(
         answering, began = Answering(runtime, state.model, state.created), time()
         with closing(run_blocks(answering, folder, blocks)) as answers:
             for answered in answers:
-                yield Done(1, answered.new_tokens, began)
+                yield FinishedRequests(1, answered.new_tokens, began)
     finally:
         runtime.close(drain=False)
 
 
 def _on_ray(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
-) -> Generator[Done, None, None]:
+) -> Generator[FinishedRequests, None, None]:
     from outrider.runtime.backends import on_processor
 
     if not on_processor(state.backend):

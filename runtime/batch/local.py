@@ -6,13 +6,13 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from outrider.runtime.batch.answering import Answered, Answering
+from outrider.runtime.batch.answering import Answering, BatchAnswer
 from outrider.runtime.batch.folder import BatchFolder
 from outrider.runtime.batch.requests import BatchRequest
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedRequests:
     """Finished requests, their new tokens, and when work on them began (`time.time()`)."""
 
     requests: int
@@ -22,7 +22,7 @@ class Done:
 
 def run_blocks(
     answering: Answering, folder: BatchFolder, blocks: Mapping[int, Sequence[BatchRequest]]
-) -> Generator[Answered, None, None]:
+) -> Generator[BatchAnswer, None, None]:
     """Answer blocks by their numbers, and write each to the folder once it is whole; yields answers as they come.
 
     Raises OSError where the folder cannot be written, and what `Answering.answer` raises.

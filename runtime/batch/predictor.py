@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans.errors import RequestError
-from outrider.runtime.batch.answering import Answered, Answering
+from outrider.runtime.batch.answering import Answering, BatchAnswer
 from outrider.runtime.batch.body import check_columns
 from outrider.runtime.batch.loading import LoadOptions, load_for_batches
 from outrider.runtime.batch.nodes import check_visible
@@ -121,21 +121,21 @@ def _array(values: list[Any]) -> NDArray[Any]:
     return np.array(values, np.int64) if values and isinstance(values[0], int) else np.array(values, object)
 
 
-def _first(answered: Answered) -> Mapping[str, Any]:
+def _first(answered: BatchAnswer) -> Mapping[str, Any]:
     choices = answered.result["response"]["body"].get("choices")
     return choices[0] if choices else {}
 
 
-def _text(answered: Answered) -> str:
+def _text(answered: BatchAnswer) -> str:
     choice = _first(answered)
     return str(choice.get("text") or choice.get("message", {}).get("content") or "")
 
 
-def _error(answered: Answered) -> str:
+def _error(answered: BatchAnswer) -> str:
     return str(answered.result["response"]["body"].get("error", {}).get("message", ""))
 
 
-_COLUMNS: dict[str, Callable[[Answered], Any]] = {
+_COLUMNS: dict[str, Callable[[BatchAnswer], Any]] = {
     "status_code": lambda each: each.result["response"]["status_code"],
     "text": _text,
     "finish_reason": lambda each: _first(each).get("finish_reason", ""),

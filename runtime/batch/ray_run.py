@@ -19,7 +19,7 @@ from outrider.plans.errors import OutriderError, PlanError, RequestError
 from outrider.runtime.batch.answering import Answering
 from outrider.runtime.batch.folder import KEPT, BatchFolder, BatchState
 from outrider.runtime.batch.loading import LoadOptions, load_for_batches
-from outrider.runtime.batch.local import Done
+from outrider.runtime.batch.local import FinishedRequests
 from outrider.runtime.batch.nodes import check_visible
 from outrider.runtime.batch.processors import check_loaded
 from outrider.runtime.batch.requests import BatchRequest
@@ -55,7 +55,7 @@ def run_on_ray(
     count: int,
     cpus: int,
     load: LoadOptions,
-) -> Generator[Done, None, None]:
+) -> Generator[FinishedRequests, None, None]:
     """Have `count` actors of `cpus` CPUs answer the blocks; yields each as it is written.
 
     Raises RequestError and PlanError as actors found them, and PlanError where a block's actor dies again and again.
@@ -93,7 +93,7 @@ def run_on_ray(
         for row in written.iter_rows():
             if row["error"]:
                 raise (RequestError if row["request"] else PlanError)(row["error"])
-            yield Done(row["requests"], row["new_tokens"], row["began"])
+            yield FinishedRequests(row["requests"], row["new_tokens"], row["began"])
     except RayError as error:
         raise PlanError(f"Ray gave up a block: {str(error).strip().splitlines()[-1].rstrip('.')}. {KEPT}") from None
 

@@ -10,7 +10,7 @@ from outrider.commands.console import print_json, stderr, stdout
 from outrider.runtime.branch_request import MODES
 from outrider.runtime.cli.arguments import add_shared, generation_json, load, read_options
 from outrider.runtime.cli.side_by_side import SideBySide
-from outrider.runtime.skeleton.skeleton import Answer, Said, Skeleton, titles
+from outrider.runtime.skeleton.skeleton import Answer, Skeleton, SkeletonSpan, titles
 
 
 def add_skeleton(commands: Any) -> None:
@@ -77,7 +77,7 @@ class _Screen:
         self._titles: list[str] = []
         self._points: SideBySide | None = None
 
-    def take(self, said: Said) -> None:
+    def take(self, said: SkeletonSpan) -> None:
         if said.point is None:
             self._titles = [] if said.outline is None else list(titles(said.outline.points))
             stdout.print(said.text, end="", markup=False, highlight=False)

@@ -23,15 +23,15 @@ from outrider.runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
 from outrider.runtime.drafters.engine import LEAST_CHANCE, EngineDrafter, chain_rounds, tree_shape
 from outrider.runtime.drafters.kept_features import KeptFeatures
 from outrider.runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
-from outrider.runtime.execution.assembly import Assembly, Loaded
-from outrider.runtime.execution.layout import Placed
+from outrider.runtime.execution.assembly import Assembly, LoadedPlan
+from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.step import TargetStep
 from outrider.runtime.options.request import Request
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import Stopwatch
 
 
-class Allowed(NamedTuple):
+class DraftBudget(NamedTuple):
     """What a sequence may draft in a pass: at most `nodes`.
 
     Its engine drafter may only where `by_engine`: it needs the KV of all tokens before the tip.
@@ -52,7 +52,7 @@ class HostTime:
 class Drafting:
     """The drafters of an engine by name. A round: `propose`, the pass, `commit` for each sequence."""
 
-    def __init__(self, loaded: Loaded, parts: Assembly, watch: Stopwatch) -> None:
+    def __init__(self, loaded: LoadedPlan, parts: Assembly, watch: Stopwatch) -> None:
         manifest = loaded.manifest
         self._settings = {drafter.name: drafter for drafter in manifest.drafters}
         self._memories = loaded.memories
@@ -185,7 +185,7 @@ class Drafting:
                 return True
         return False
 
-    def propose(self, live: Mapping[int, Allowed], following: List[Sequence], nodes: int) -> dict[int, Draft]:
+    def propose(self, live: Mapping[int, DraftBudget], following: List[Sequence], nodes: int) -> dict[int, Draft]:
         """Drafts by number for the sequences of a pass, `nodes` in all; `live` says what each may use.
 
         `following` are all whose drafters are enabled: heads take in what those have committed.
@@ -219,7 +219,7 @@ class Drafting:
                 drafts |= {number: _limited(draft, live[number].sequence) for number, draft in drafted.items()}
         return self._divide(live, chains, forced, drafts, nodes)
 
-    def propose_one(self, allowed: Allowed, past: int) -> Draft | TreeInPlace | None:
+    def propose_one(self, allowed: DraftBudget, past: int) -> Draft | TreeInPlace | None:
         """Propose for one sequence that is alone, behind `past` slots of the cache that is read."""
         sequence, limit, by_engine = allowed
         host, engine = sequence.host_drafter, sequence.engine_drafter
@@ -256,7 +256,7 @@ class Drafting:
 
     def _divide(
         self,
-        live: Mapping[int, Allowed],
+        live: Mapping[int, DraftBudget],
         chains: Mapping[int, tuple[Sequence, int]],
         forced: Mapping[int, List[int]],
         drafts: dict[int, Draft],
@@ -290,7 +290,7 @@ class Drafting:
         return found | {number: _part(trees[number], sorted(places)) for number, places in chosen.items()}
 
     def _worth_verifying(
-        self, live: Mapping[int, Allowed], trees: Mapping[int, Draft], others: int
+        self, live: Mapping[int, DraftBudget], trees: Mapping[int, Draft], others: int
     ) -> dict[int, Draft]:
         """Cut trees to what is worth verifying in a pass that verifies so many `others` nodes too; return those that
         the rule serves, of sequences with a `verify_length`."""
@@ -320,7 +320,7 @@ class Drafting:
         self.host_times[host.name].nanoseconds[0] += perf_counter_ns() - began
         return draft
 
-    def commit(self, placed: Placed, count: int, draft: Draft | TreeInPlace | None, passes: int) -> None:
+    def commit(self, placed: Placement, count: int, draft: Draft | TreeInPlace | None, passes: int) -> None:
         """Tell the drafters that a pass gave KV to `count` tokens of a sequence; it verified the nodes of `draft`."""
         sequence = placed.sequence
         if isinstance(draft, Draft) and draft.by_host and draft:
@@ -332,7 +332,7 @@ class Drafting:
             kept = None if placed.kept is None else placed.kept[:count]
             sequence.engine_drafter.commit(sequence, placed.start, count, kept, passes)
 
-    def _note_verified(self, length: VerifyLength, placed: Placed, draft: Draft | TreeInPlace) -> None:
+    def _note_verified(self, length: VerifyLength, placed: Placement, draft: Draft | TreeInPlace) -> None:
         """Tell which of a draft's verified nodes the target has come to."""
         first, count = placed.root + 1, placed.drafted
         assert placed.kept is not None, "a draft is accepted by tokens that are listed"
@@ -357,7 +357,7 @@ class Drafting:
                 yield from self.engine_drafters[settings.otherwise].extensions(length, 1 + step.max_nodes)
 
 
-def _kept_features(loaded: Loaded, parts: Assembly) -> KeptFeatures | None:
+def _kept_features(loaded: LoadedPlan, parts: Assembly) -> KeptFeatures | None:
     """The rows of the target's features behind those of a step, but for the last one, which is a prefix's."""
     if not loaded.manifest.target.feature_size:
         return None

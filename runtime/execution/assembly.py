@@ -19,7 +19,7 @@ from outrider.runtime.text.grammars import Grammars
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPlan:
     """A plan in memory for one backend: what all that runs it shares.
 
     `memories` hold what generations have put out, by the drafter that they asked. `prices` are those of the target's
@@ -47,7 +47,7 @@ class Assembly:
     programs: dict[str, Program]
 
 
-def assemble(loaded: Loaded) -> Assembly:
+def assemble(loaded: LoadedPlan) -> Assembly:
     """Allocate and resolve everything. Raises `PlanError`."""
     manifest, plan = loaded.manifest, loaded.plan
     buffers = loaded.backend.buffers(plan)

@@ -16,7 +16,7 @@ from outrider.runtime.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Placed:
+class Placement:
     """The place of a sequence in the step: `fed` tokens from `start` of the sequence on, then `drafted` nodes.
 
     `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
@@ -42,24 +42,24 @@ class Placed:
 
 def lay_out_one(
     step: TargetStep, cache: KvCache, sequence: Sequence, start: int, chunk: int, draft: Draft | TreeInPlace | None
-) -> Placed:
+) -> Placement:
     """Lay out the step of a sequence that has row 0 to itself: at most `chunk` tokens from `start` on, and a draft."""
     fed = sequence.length - start
     cache.tidy(min(fed, chunk) + (len(draft) if draft is not None else 0))
     if fed > chunk:
         cache.begin_alone(sequence.part(start, chunk), start, sequence.number)
-        return Placed(sequence, start, chunk)
+        return Placement(sequence, start, chunk)
     cache.begin_alone(sequence.part(start, fed), start, sequence.number)
     root = fed - 1
     step.append_tip(root)
     if draft is None:
-        return Placed(sequence, start, fed, root)
+        return Placement(sequence, start, fed, root)
     if isinstance(draft, TreeInPlace):
         step.expect_tree(draft.nodes)
     elif len(draft):
         _hang(step, draft, root, len(draft))
         step.fill_bucket()
-    return Placed(sequence, start, fed, root, 0, 0, step.drafted, draft)
+    return Placement(sequence, start, fed, root, 0, 0, step.drafted, draft)
 
 
 def lay_out(
@@ -68,7 +68,7 @@ def lay_out(
     starts: Mapping[Sequence, int],
     drafts: Mapping[int, Draft],
     chunk: int,
-) -> list[Placed]:
+) -> list[Placement]:
     """Lay out the step of several sequences, each from its start on, with their drafts by sequence number.
 
     The step has at most `chunk` tokens of prompts, and at least one token of each sequence; earlier sequences go first.
@@ -93,13 +93,13 @@ def lay_out(
         size = step.batch_of(len(chains) if cache.pooled else 1 + max(map(cache.row_of, chains)))
         batch = size if cache.holds_batch(size) else 0
     cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()}, batch)
-    placed: list[Placed] = []
+    placed: list[Placement] = []
     trees = first = 0
     for number, count in chains.items():
         sequence = by_number[number]
         start = starts[sequence]
         last = cache.append(sequence.part(start, count), start, number)
-        here = Placed(sequence, start, count)
+        here = Placement(sequence, start, count)
         if number in nodes:
             here.root, here.tree, here.first = last, trees, first
             here.drafted, here.draft = nodes[number], drafts.get(number)

@@ -20,7 +20,7 @@ from outrider.plans.errors import RequestError
 from outrider.plugins import native
 from outrider.plugins.schemas import SCHEMAS
 from outrider.runtime.execution.buffers import Buffers
-from outrider.runtime.execution.layout import Placed
+from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.step import TargetStep
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.text.rules import failing_alone
@@ -48,10 +48,10 @@ class RuledWalk:
         }
         self._choices: dict[int, native.BoundOp] = {}  # by row of logits
 
-    def run(self, placed: List[Placed]) -> None:
+    def run(self, placed: List[Placement]) -> None:
         """Apply the rules of the sequences to the rows of logits that the accept stage will choose from.
 
-        Where a rule allows no token, its row stays, and `Placed.stuck` tells.
+        Where a rule allows no token, its row stays, and `Placement.stuck` tells.
         """
         began = perf_counter_ns()
         for each in placed:
@@ -61,7 +61,7 @@ class RuledWalk:
                 self._walk(each)
         self.nanoseconds[0] += perf_counter_ns() - began
 
-    def _walk(self, placed: Placed) -> None:
+    def _walk(self, placed: Placement) -> None:
         sequence, root = placed.sequence, placed.root
         children = self._children(placed)
         path, node = sequence.generated, 0
@@ -75,7 +75,7 @@ class RuledWalk:
                 break
             node = child
 
-    def _apply_along(self, placed: Placed) -> None:
+    def _apply_along(self, placed: Placement) -> None:
         """Apply the rules along a chain, as far as the rules allow its tokens: acceptance by rejection reads the row of
         each node that it may come to."""
         path = placed.sequence.generated
@@ -94,7 +94,7 @@ class RuledWalk:
         """Whether the generation is over behind `path`."""
         return path[-1] in sequence.request.eos_token_ids or sequence.prompted + len(path) >= sequence.end
 
-    def _children(self, placed: Placed) -> dict[int, dict[int, int]]:
+    def _children(self, placed: Placement) -> dict[int, dict[int, int]]:
         """Children of each node by token, of equal ones the first; nodes count from the tip, node 0."""
         root, end = placed.root, placed.root + placed.drafted + 1
         children: dict[int, dict[int, int]] = {}
@@ -104,7 +104,7 @@ class RuledWalk:
             children.setdefault(parent - root, {}).setdefault(token, node)
         return children
 
-    def _apply(self, placed: Placed, node: int, path: list[int]) -> NDArray[np.float32] | None:
+    def _apply(self, placed: Placement, node: int, path: list[int]) -> NDArray[np.float32] | None:
         """Apply the sequence's rules to the row of a node; return the row, None where no token may follow."""
         sequence, at = placed.sequence, placed.first + node
         row: NDArray[np.float32] = self._buffers.rows(names.TARGET, names.LOGITS_OUT, at, at + 1)[0]
@@ -134,7 +134,7 @@ class RuledWalk:
         if not isfinite(highest) and isfinite(float(self._raw.max())):
             raise RequestError(f"The rules of the request make logits that are no numbers: their maximum is {highest}.")
 
-    def choose_again(self, placed: Placed) -> int:
+    def choose_again(self, placed: Placement) -> int:
         """Apply the rules behind an accept stage that cannot be preceded, and choose the token behind the tip again."""
         row = self._buffers.rows(names.TARGET, names.LOGITS_OUT, placed.first, placed.first + 1)[0]
         self._change(placed.sequence, row, placed.sequence.generated)

@@ -13,7 +13,7 @@ from typing import Protocol
 from outrider.plans.errors import BusyError, OutriderError, RequestError, UnavailableError
 from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.handle import Handle
-from outrider.runtime.ray_serve.sent import Sent, Taken
+from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.stats import Stats
 
@@ -28,7 +28,7 @@ class LostError(Exception):
     """The replica that served a request is gone, or cannot be reached."""
 
 
-Message = Taken | list[Span]
+Message = Acknowledgement | list[Span]
 """What comes from a replica: first that it has taken the request, then its spans."""
 
 
@@ -43,7 +43,7 @@ class ReplicaStream(Protocol):
         """End the request on the replica at once; nothing where it is over."""
 
 
-Send = Callable[[Sent], ReplicaStream]
+Send = Callable[[ReplicaRequest], ReplicaStream]
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Failover:
             raise RequestError(f"patience is {self.patience!r}; pass a number of seconds above 0.")
 
 
-class Followed:
+class FollowedRequest:
     """A request, and what it has given: by whichever replica."""
 
-    def __init__(self, sent: Sent, handle: Handle, *, stays: str | None = None) -> None:
+    def __init__(self, sent: ReplicaRequest, handle: Handle, *, stays: str | None = None) -> None:
         """`stays` says why the request cannot go on elsewhere once it has given tokens; None where it can."""
         self.handle = handle
         self.client = sent.client
@@ -123,7 +123,7 @@ class Followed:
     def _fail(self, message: str) -> None:
         self.handle.end(None, UnavailableError(f"{message} Send the request again."))
 
-    def _note_taken(self, taken: Taken) -> None:
+    def _note_taken(self, taken: Acknowledgement) -> None:
         """A replica has taken the request."""
         self._takers += 1
         self._kernels = taken.kernels
@@ -141,7 +141,7 @@ class Followed:
         try:
             async with asyncio.timeout_at(_loop_time(min(patience, self._until or inf))) as waiting:
                 async for message in stream:
-                    if isinstance(message, Taken):
+                    if isinstance(message, Acknowledgement):
                         self._note_taken(message)
                         waiting.reschedule(None if self._until is None else _loop_time(self._until + _LATE))
                         continue

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from outrider.plans.plan import open_plan
 from outrider.runtime.exactness import foreign_kernels
 from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
-from outrider.runtime.ray_serve.replica import About
+from outrider.runtime.ray_serve.replica import ReplicaInfo
 from outrider.runtime.ray_serve.settings import Settings
 from outrider.runtime.ray_serve.streams import sender
 from outrider.runtime.scheduler import SchedulerConfig
@@ -75,14 +75,14 @@ class Ingress:
         )
         return make_app(self.served, config, readiness=self._readiness, tracing=self._tracing)
 
-    async def replicas(self) -> list[About]:
+    async def replicas(self) -> list[ReplicaInfo]:
         """The replicas that answer."""
         response = self._replicas.broadcast("about")
         try:
             found = await response.results_async(timeout_s=_ANSWERS, return_exceptions=True)
         except DeploymentUnavailableError:  # there is none now
             return []
-        return [each for each in found if isinstance(each, About)]
+        return [each for each in found if isinstance(each, ReplicaInfo)]
 
     async def drain(self, seconds: float) -> bool:
         """Take no more requests; cut off those that have not ended in so many seconds. Returns whether all ended."""
@@ -107,7 +107,7 @@ class Ingress:
             self._readiness.reach(Phase.READY if found else Phase.NO_REPLICA)
 
 
-def _differences(found: Sequence[About]) -> str | None:
+def _differences(found: Sequence[ReplicaInfo]) -> str | None:
     """A sentence where the same seed may have other tokens at one replica than at another."""
     for each in found[1:]:
         if foreign := foreign_kernels(each.kernels, found[0].kernels):

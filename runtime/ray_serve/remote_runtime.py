@@ -21,8 +21,8 @@ from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import Request
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.ray_serve.counts import Counts
-from outrider.runtime.ray_serve.following import Failover, Followed, Send
-from outrider.runtime.ray_serve.sent import Sent
+from outrider.runtime.ray_serve.following import Failover, FollowedRequest, Send
+from outrider.runtime.ray_serve.replica_request import ReplicaRequest
 from outrider.runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.text.grammars import Grammars
@@ -59,7 +59,7 @@ class RemoteRuntime:
         self._caller = caller
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
-        self._followed: dict[Followed, asyncio.Task[None] | None] = {}
+        self._followed: dict[FollowedRequest, asyncio.Task[None] | None] = {}
         self._refused = 0
         self._closed = False
 
@@ -102,13 +102,17 @@ class RemoteRuntime:
 
     def _made(
         self, prompt: str | Sequence[int], options: Options, priority: int, deadline: float | None, client: str | None
-    ) -> Followed:
+    ) -> FollowedRequest:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
         shared = self._config.shares_rows(self.manifest.target)
         checked = check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
         options = Options(**{**options, "seed": checked.request.sampling.seed})  # the same wherever it continues
-        sent = Sent(checked.token_ids, options, self.manifest.identity, priority, deadline, client, self._caller)
-        followed = Followed(sent, Handle(lambda: self._cancel(followed)), stays=self._why_it_stays(checked.request))
+        sent = ReplicaRequest(
+            checked.token_ids, options, self.manifest.identity, priority, deadline, client, self._caller
+        )
+        followed = FollowedRequest(
+            sent, Handle(lambda: self._cancel(followed)), stays=self._why_it_stays(checked.request)
+        )
         return followed
 
     def _why_it_stays(self, request: Request) -> str | None:
@@ -129,12 +133,12 @@ class RemoteRuntime:
         own = sum(each.client == client for each in waiting)
         return Queue(self._config, len(waiting), own, free, places, client)
 
-    def _start(self, followed: Followed) -> None:
+    def _start(self, followed: FollowedRequest) -> None:
         task = self._loop.create_task(followed.run(self._send, self._failover))
         self._followed[followed] = task
         task.add_done_callback(lambda _: self._forget(followed))
 
-    def _forget(self, followed: Followed) -> None:
+    def _forget(self, followed: FollowedRequest) -> None:
         task = self._followed[followed]
         assert task is not None
         if not task.cancelled() and (error := task.exception()) is not None:  # a fault of ours: nobody waits for ever
@@ -145,12 +149,12 @@ class RemoteRuntime:
             del self._followed[followed]
             self._changed.notify_all()
 
-    def _cancel(self, followed: Followed) -> None:
+    def _cancel(self, followed: FollowedRequest) -> None:
         """Cancel a request, from any thread."""
         if not followed.handle.done:
             self._loop.call_soon_threadsafe(self._cancel_task, followed)
 
-    def _cancel_task(self, followed: Followed) -> None:
+    def _cancel_task(self, followed: FollowedRequest) -> None:
         task = self._followed.get(followed)
         if task is not None:
             task.cancel()

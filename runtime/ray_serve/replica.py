@@ -22,7 +22,7 @@ from outrider.runtime.handle import Handle
 from outrider.runtime.ray_serve.callers import Callers
 from outrider.runtime.ray_serve.following import Message
 from outrider.runtime.ray_serve.prefixes import BLOCKS, KERNELS, PrefixIndex
-from outrider.runtime.ray_serve.sent import Sent, Taken
+from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
 from outrider.runtime.ray_serve.settings import Settings
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.scheduler_stats import SchedulerStats
@@ -35,7 +35,7 @@ _STUCK = 120.0  # seconds without a pass, while requests run, behind which a rep
 
 
 @dataclass(frozen=True)
-class About:
+class ReplicaInfo:
     """Which process a replica is, and what it does.
 
     `host` is its machine, `node` that machine's number in Ray; its tokens may depend on `kernels`.
@@ -80,7 +80,7 @@ class Replica:
         self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
 
-    async def generate(self, sent: Sent) -> AsyncIterator[Message]:
+    async def generate(self, sent: ReplicaRequest) -> AsyncIterator[Message]:
         """That the request is taken, and spans as they come; the last has the result.
 
         Raises the error that ended the request, and ClosedError for requests of another plan, and for those that have
@@ -93,14 +93,14 @@ class Replica:
         handle = await self._submit(sent)
         try:
             with self._callers.serving(sent.caller, handle):
-                yield Taken(self._kernels)
+                yield Acknowledgement(self._kernels)
                 async for spans in _messages(handle):
                     yield spans
             self._note([*sent.token_ids, *handle.result().token_ids], sent.owner)
         finally:
             handle.cancel()
 
-    async def _submit(self, sent: Sent) -> Handle:
+    async def _submit(self, sent: ReplicaRequest) -> Handle:
         """Submit, in a thread, as a grammar may have to be compiled."""
         submitting = asyncio.ensure_future(asyncio.to_thread(self._submit_now, sent))
         try:
@@ -109,7 +109,7 @@ class Replica:
             submitting.add_done_callback(_cancel_what_came_of)
             raise
 
-    def _submit_now(self, sent: Sent) -> Handle:
+    def _submit_now(self, sent: ReplicaRequest) -> Handle:
         return self._runtime.submit(
             sent.token_ids, priority=sent.priority, deadline=sent.deadline, client=sent.client, **sent.options
         )
@@ -124,10 +124,10 @@ class Replica:
         told: dict[str, Any] = {KERNELS: self._kernels}
         return told if self._held is None else told | {BLOCKS: self._held.blocks}
 
-    async def about(self) -> About:
+    async def about(self) -> ReplicaInfo:
         """Which process this is, and its counts."""
         name, node = serve.get_replica_context().replica_id.unique_id, ray.get_runtime_context().get_node_id()
-        return About(name, os.getpid(), socket.gethostname(), node, self._runtime.scheduler_stats, self._kernels)
+        return ReplicaInfo(name, os.getpid(), socket.gethostname(), node, self._runtime.scheduler_stats, self._kernels)
 
     def check_health(self) -> None:
         """Called by Ray's controller, which replaces a replica that raises: as where its plan was written over."""

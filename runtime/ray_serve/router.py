@@ -14,7 +14,7 @@ from ray.serve.request_router import (
 )
 
 from outrider.runtime.ray_serve.prefixes import BLOCK, BLOCKS, KERNELS, Balance, PrefixIndex, choose
-from outrider.runtime.ray_serve.sent import Sent
+from outrider.runtime.ray_serve.replica_request import ReplicaRequest
 
 _MOST_CHOSEN = 256
 
@@ -86,12 +86,12 @@ class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
         return [[replica] for replica in [*ordered[first:], *ordered[:first]]]
 
 
-def _sent(pending: PendingRequest | None) -> Sent | None:
+def _sent(pending: PendingRequest | None) -> ReplicaRequest | None:
     given = pending.args[0] if pending is not None and pending.args else None
-    return given if isinstance(given, Sent) else None
+    return given if isinstance(given, ReplicaRequest) else None
 
 
-def _may_go_on(replica: RunningReplica, sent: Sent | None) -> bool:
+def _may_go_on(replica: RunningReplica, sent: ReplicaRequest | None) -> bool:
     """Whether a replica would take a request, as far as is known: not one that has tokens of other kernels."""
     here = replica.routing_stats.get(KERNELS)
     return sent is None or not sent.kernels or not here or dict(sent.kernels) == here

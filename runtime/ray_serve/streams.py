@@ -12,14 +12,14 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from outrider.plans.errors import OutriderError
 from outrider.runtime.ray_serve.following import LostError, Message, Send
-from outrider.runtime.ray_serve.sent import Sent
+from outrider.runtime.ray_serve.replica_request import ReplicaRequest
 
 
 def sender(replicas: DeploymentHandle[Any]) -> Send:
     """Send requests to the replicas of a deployment, as its router chooses."""
     generate = replicas.options(stream=True).generate
 
-    def send(sent: Sent) -> RayStream:
+    def send(sent: ReplicaRequest) -> RayStream:
         return RayStream(cast("DeploymentResponseGenerator[Message]", generate.remote(sent)))
 
     return send

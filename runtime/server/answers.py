@@ -7,10 +7,10 @@ from typing import Any
 
 from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.sampling import TokenLogprob
-from outrider.runtime.server.served import Served
+from outrider.runtime.server.served import ServedRuntime
 from outrider.runtime.server.speculation import longest_path, speculation
 from outrider.runtime.server.stamps import FreshStamps, Stamps
-from outrider.runtime.server.submitting import Submitted
+from outrider.runtime.server.submitting import Submission
 from outrider.runtime.server.tool_calling import CallReader, Read, ToolCalling, joined
 from outrider.runtime.text.token_texts import TokenTexts
 
@@ -78,7 +78,7 @@ class Answer:
         whole: str,
         chunk: str,
         model: str,
-        runtime: Served,
+        runtime: ServedRuntime,
         *,
         chat: bool,
         stamps: Stamps | None = None,
@@ -101,7 +101,7 @@ class Answer:
             "system_fingerprint": runtime.manifest.identity[:12],
         }
 
-    def describe(self, submitted: Submitted, drafter: str | None) -> None:
+    def describe(self, submitted: Submission, drafter: str | None) -> None:
         """Say what is answered, with a request's drafter: before anything of the answer."""
         self.calling, self.drafter, self._contexts = submitted.calling, drafter, submitted.contexts
         self._common["seed"] = submitted.seed

@@ -34,16 +34,16 @@ from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.handle import Handle
 from outrider.runtime.server.answers import Answer
 from outrider.runtime.server.api_keys import check_shares
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.errors import ApiError, as_api_error, client_gone, shutting_down
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.metrics import Metrics
 from outrider.runtime.server.observer import Endings, Listener, Observer
 from outrider.runtime.server.readiness import Phase, Readiness
 from outrider.runtime.server.record import Record, path_of, record_of
 from outrider.runtime.server.refusals import refusal
 from outrider.runtime.server.request_log import log_fault, log_request
-from outrider.runtime.server.served import Served, drain
-from outrider.runtime.server.submitting import Submitted, Submitter
+from outrider.runtime.server.served import ServedRuntime, drain
+from outrider.runtime.server.submitting import Submission, Submitter
 from outrider.runtime.server.token_budgets import TokenBudgets
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class ServerConfig:
 
 
 def make_app(
-    runtime: Served, config: ServerConfig, *, readiness: Readiness | None = None, tracing: Tracing | None = None
+    runtime: ServedRuntime, config: ServerConfig, *, readiness: Readiness | None = None, tracing: Tracing | None = None
 ) -> FastAPI:
     """The application, for any ASGI server. When it shuts down, requests are finished for some seconds, then cancelled.
 
@@ -170,7 +170,7 @@ def make_app(
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        model = CompletionAsked if path_of(request.scope) == _COMPLETIONS else ChatAsked
+        model = CompletionRequest if path_of(request.scope) == _COMPLETIONS else ChatRequest
         return _refused(request, ApiError(400, refusal(error.errors(), error.body, model), "invalid_request_error"))
 
     app.add_middleware(_Guard, config=config, readiness=readiness)
@@ -212,12 +212,12 @@ def make_app(
         return about
 
     @app.post(_COMPLETIONS)
-    async def completions(asked: CompletionAsked, request: Request) -> Response:
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
         answer = Answer("cmpl", "text_completion", "text_completion", config.model, runtime, chat=False)
         return await serving.answer(request, answer, asked)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatAsked, request: Request) -> Response:
+    async def chat(asked: ChatRequest, request: Request) -> Response:
         answer = Answer("chatcmpl", "chat.completion", "chat.completion.chunk", config.model, runtime, chat=True)
         return await serving.answer(request, answer, asked)
 
@@ -372,7 +372,7 @@ class _Serving:
         self._preparing = asyncio.Semaphore(_PREPARING)
         self._of_client: dict[str | None, asyncio.Semaphore] = {}  # of clients with a key, who are known
 
-    async def answer(self, request: Request, answer: Answer, asked: CompletionAsked | ChatAsked) -> Response:
+    async def answer(self, request: Request, answer: Answer, asked: CompletionRequest | ChatRequest) -> Response:
         record = record_of(request)
         if asked.model is None:
             asked.model = self._submitter.model
@@ -387,7 +387,7 @@ class _Serving:
         found = await self._whole(request, submitted.handles)
         return JSONResponse(answer.whole(found, submitted.prompts, submitted.logprobs))
 
-    async def _prepared(self, request: Request, record: Record, asked: CompletionAsked | ChatAsked) -> Submitted:
+    async def _prepared(self, request: Request, record: Record, asked: CompletionRequest | ChatRequest) -> Submission:
         """Have a thread submit what is asked, once there is one for the client; no longer than the client is there.
 
         A thread that has begun goes on, as it cannot be ended, and others wait for its end.
@@ -395,7 +395,7 @@ class _Serving:
         most = _PREPARING if record.client is None else _PREPARING_OF_A_KEY
         own, begun = self._of_client.setdefault(record.client, asyncio.Semaphore(most)), False
 
-        async def prepare() -> Submitted:
+        async def prepare() -> Submission:
             nonlocal begun
             async with own, self._preparing:
                 begun = True
@@ -409,7 +409,7 @@ class _Serving:
                 record.preparing.cancel()
             raise
 
-    def _submit(self, record: Record, asked: CompletionAsked | ChatAsked) -> Submitted:
+    def _submit(self, record: Record, asked: CompletionRequest | ChatRequest) -> Submission:
         """Submit what is asked, within the budget of the client's key; in a thread."""
         record.submitted = self._submitter.submit(asked, record.client, self._admit(record), record.owner)
         return record.submitted
@@ -439,7 +439,7 @@ class _Serving:
             raise cut
         return list(found)
 
-    async def _events(self, record: Record, answer: Answer, submitted: Submitted) -> AsyncIterator[str]:
+    async def _events(self, record: Record, answer: Answer, submitted: Submission) -> AsyncIterator[str]:
         """Server-sent events of all choices as they come. Left unfinished, it cancels them."""
         handles = submitted.handles
         queue: asyncio.Queue[tuple[int, Span | None]] = asyncio.Queue()

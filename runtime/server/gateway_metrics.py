@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from outrider.runtime.generation import FinishReason
 from outrider.runtime.prefix_cache.page_pool import PAGE
 from outrider.runtime.server.record import Record
-from outrider.runtime.server.served import Served
+from outrider.runtime.server.served import ServedRuntime
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # vLLM numbers a server's engines; this one has one queue
@@ -81,7 +81,7 @@ class GatewayHistograms:
 class GatewayCounts(Collector):
     """What the scheduler and the prefix cache count anyway."""
 
-    def __init__(self, served: Served, model: str) -> None:
+    def __init__(self, served: ServedRuntime, model: str) -> None:
         self._served, self._labels = served, (model, _ENGINE)
 
     def collect(self) -> Iterator[Metric]:

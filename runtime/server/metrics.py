@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from outrider.runtime.generation import FinishReason
 from outrider.runtime.server.gateway_metrics import GatewayCounts, GatewayHistograms
 from outrider.runtime.server.record import Record
-from outrider.runtime.server.served import Served
+from outrider.runtime.server.served import ServedRuntime
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -19,7 +19,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 class Metrics(Collector):
     """A registry of its own, so that several servers in one process do not meet; all it tells has the `labels`."""
 
-    def __init__(self, runtime: Served, model: str, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, runtime: ServedRuntime, model: str, labels: Mapping[str, str] | None = None) -> None:
         self._labels = labels or {}
         self.registry = CollectorRegistry()
         self.registry.register(_Counts(runtime))
@@ -55,7 +55,7 @@ class Metrics(Collector):
 
 
 class _Counts(Collector):
-    def __init__(self, runtime: Served) -> None:
+    def __init__(self, runtime: ServedRuntime) -> None:
         self._runtime = runtime
 
     def collect(self) -> Iterator[Metric]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from outrider.runtime.options.options import Options
-from outrider.runtime.server.served import Served
+from outrider.runtime.server.served import ServedRuntime
 
 _TOKENS = 4  # of a warm-up: those behind the prompt are drafted and verified
 
@@ -46,7 +46,7 @@ class Readiness:
         return 503, {"status": phase.name.lower(), "reason": phase.value}
 
 
-def warm_up(served: Served) -> None:
+def warm_up(served: ServedRuntime) -> None:
     """Serve one short request from prompt to text, as clients' are: no later one is the first. It is counted as they.
 
     Raises the error that it ends with.

@@ -13,9 +13,9 @@ from starlette.types import Scope
 
 from outrider.runtime.generation import FinishReason, Generation
 from outrider.runtime.handle import Handle
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.errors import ApiError
-from outrider.runtime.server.submitting import Submitted
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
+from outrider.runtime.server.submitting import Submission
 from outrider.runtime.server.token_budgets import Reservation
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class Record:
     began_ns: int = field(default_factory=time_ns)  # of the same moment, by the time of day
     owner: str = ""  # requests of one owner share cached prefixes and memories
     client: str | None = None
-    asked: ChatAsked | CompletionAsked | None = None
+    asked: ChatRequest | CompletionRequest | None = None
     drafter: str | None = None
     answer_id: str | None = None
-    preparing: asyncio.Future[Submitted] | None = None  # goes on, though the answer's task is cancelled
-    submitted: Submitted | None = None
+    preparing: asyncio.Future[Submission] | None = None  # goes on, though the answer's task is cancelled
+    submitted: Submission | None = None
     reservation: Reservation | None = None
     headers: dict[str, str] = field(default_factory=dict)  # that the answer gets, whatever it is
     status: int = 0

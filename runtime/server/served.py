@@ -18,7 +18,7 @@ CUTTING_SECONDS = 5.0
 """For requests to hear that they are cut off, at the end of their pass."""
 
 
-class Served(Protocol):
+class ServedRuntime(Protocol):
     """The part of `runtime.Runtime` that the server uses. `ray_serve.RemoteRuntime` offers the same without weights."""
 
     tokenizer: Tokenizer
@@ -45,7 +45,7 @@ class Served(Protocol):
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool: ...
 
 
-def drain(served: Served, seconds: float) -> bool:
+def drain(served: ServedRuntime, seconds: float) -> bool:
     """Finish requests for at most `seconds`, then cancel those that still run. Returns whether all were finished."""
     if served.close(timeout=seconds):
         return True

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from outrider.plans.errors import RequestError
 from outrider.runtime.handle import Handle
 from outrider.runtime.options.options import Options
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
 from outrider.runtime.server.errors import ApiError
-from outrider.runtime.server.served import Served
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
+from outrider.runtime.server.served import ServedRuntime
 from outrider.runtime.server.tool_calling import ToolCalling
 from outrider.runtime.server.tool_formats import format_of
 from outrider.runtime.text.prompt import chat_prompt, encode_prompt
@@ -22,7 +22,7 @@ Admit = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
-class Submitted:
+class Submission:
     """A handle of every choice of every prompt, those of a prompt together, and the tools that they may call.
 
     `contexts` are the token ids that each choice continues; `prompt_tokens` those of all prompts, each counted once;
@@ -41,7 +41,7 @@ class Submitted:
 class Submitter:
     """Submits bodies that ask for the model of that name, of at most `max_choices` choices each."""
 
-    def __init__(self, served: Served, model: str, max_choices: int) -> None:
+    def __init__(self, served: ServedRuntime, model: str, max_choices: int) -> None:
         self._served, self.model, self._max_choices = served, model, max_choices
 
     def check_model(self, name: str | None) -> None:
@@ -52,11 +52,11 @@ class Submitter:
 
     def submit(
         self,
-        asked: CompletionAsked | ChatAsked,
+        asked: CompletionRequest | ChatRequest,
         client: str | None = None,
         admit: Admit | None = None,
         owner: str = "",
-    ) -> Submitted:
+    ) -> Submission:
         """Submit every choice of every prompt, all or none. Raises ApiError, and OutriderError as `submit_all`.
 
         Requests of one `owner` share cached prefixes and memories.
@@ -66,13 +66,13 @@ class Submitter:
         """
         self.check_model(asked.model)
         asked.check()
-        prompts, most = 1 if isinstance(asked, ChatAsked) else len(asked.prompts), self._max_choices
+        prompts, most = 1 if isinstance(asked, ChatRequest) else len(asked.prompts), self._max_choices
         if prompts * asked.n > most:
             raise RequestError(
                 f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); at most "
                 f"{most} are taken in a request. Send fewer prompts at a time, or a smaller n."
             )
-        calling = self._calling(asked) if isinstance(asked, ChatAsked) else None
+        calling = self._calling(asked) if isinstance(asked, ChatRequest) else None
         by_prompt = list(self._wanted(asked, calling, owner))
         prompt_tokens = sum(len(ids) for ids, _ in by_prompt)
         if admit is not None:
@@ -80,14 +80,14 @@ class Submitter:
         wanted = [(ids, own) for ids, options in by_prompt for own in options]
         handles = self._served.submit_all(wanted, priority=asked.priority, deadline=asked.deadline, client=client)
         logprobs, seed = asked.logprobs is not None and asked.logprobs is not False, wanted[0][1]["seed"] or 0
-        return Submitted(
+        return Submission(
             handles, [ids for ids, _ in wanted], len(handles) // asked.n, prompt_tokens, seed, calling, logprobs
         )
 
     def _most_new(self, ids: list[int], options: Options) -> int:
         return max(0, min(options["max_new_tokens"] or 0, self._served.manifest.target.context - len(ids)))
 
-    def _calling(self, asked: ChatAsked) -> ToolCalling | None:
+    def _calling(self, asked: ChatRequest) -> ToolCalling | None:
         """The tools that an answer may call. Raises RequestError for schemas, or a template, that cannot be served."""
         grammars, asked_form = self._served.grammars, asked.response_format
         schema = None if asked_form is None else asked_form.schema_of_text
@@ -113,11 +113,11 @@ class Submitter:
         return calling
 
     def _wanted(
-        self, asked: CompletionAsked | ChatAsked, calling: ToolCalling | None, owner: str
+        self, asked: CompletionRequest | ChatRequest, calling: ToolCalling | None, owner: str
     ) -> Iterator[tuple[list[int], list[Options]]]:
         """Token ids of each prompt, and the options of its choices."""
         tokenizer, geometry = self._served.tokenizer, self._served.manifest.target
-        if isinstance(asked, ChatAsked):
+        if isinstance(asked, ChatRequest):
             variables = dict(asked.chat_template_kwargs or {})
             if asked.reasoning_effort is not None and "reasoning_effort" in tokenizer.check_chat().names:
                 variables.setdefault("reasoning_effort", asked.reasoning_effort)

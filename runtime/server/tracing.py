@@ -20,7 +20,7 @@ from starlette.requests import Request
 from outrider.plans.errors import RequestError
 from outrider.runtime.generation import Generation
 from outrider.runtime.options.options import OPTIONS
-from outrider.runtime.server.asked import ChatAsked
+from outrider.runtime.server.generation_request import ChatRequest
 from outrider.runtime.server.record import Record
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
@@ -122,7 +122,7 @@ def _attributes(record: Record) -> Iterator[tuple[str, str | int | float | bool 
         yield "gen_ai.request.temperature", asked.temperature
         yield "gen_ai.request.top_p", asked.top_p
         yield "gen_ai.request.stream", asked.stream
-        limit = asked.limit if isinstance(asked, ChatAsked) else asked.max_tokens
+        limit = asked.limit if isinstance(asked, ChatRequest) else asked.max_tokens
         for key, value, default in (
             ("gen_ai.request.max_tokens", limit, None),
             *((f"gen_ai.request.{name}", getattr(asked, name), OPTIONS[name].default) for name in _TRACED),

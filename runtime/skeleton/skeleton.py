@@ -27,7 +27,7 @@ from outrider.runtime.text.prompt import chat_prompt
 
 
 @dataclass(frozen=True)
-class Said:
+class SkeletonSpan:
     """A piece of text, as it is certain: of the outline where `point` is None, else of the point at that place.
 
     With the outline's last piece comes what it says.
@@ -105,7 +105,7 @@ class Skeleton:
         max_parallel: int | None = None,
         mode: Mode = "in-one-sequence",
         **options: Unpack[Options],
-    ) -> Generator[Said, None, Answer]:
+    ) -> Generator[SkeletonSpan, None, Answer]:
         """Outline and points as they are written; the generator returns the answer.
 
         `max_new_tokens` is that of a point. Raises RequestError, and OutlineError for an outline without sense.
@@ -132,7 +132,7 @@ class Skeleton:
         )
         for each in planning:
             outline = None if each.result is None else _outline_of(each.result)
-            yield Said(None, each.text, outline is not None, outline)
+            yield SkeletonSpan(None, each.text, outline is not None, outline)
         (planned,) = planning.results
         answer = Answer(_outline_of(planned), planned, outline_stats=planning.stats)
         points = answer.outline.points
@@ -150,7 +150,7 @@ class Skeleton:
         ]
         writing = runtime.stream_branches(prefix[:-1], branches, mode=mode, max_parallel=max_parallel, **ended)
         for each in writing:
-            yield Said(each.sequence, each.text, each.result is not None)
+            yield SkeletonSpan(each.sequence, each.text, each.result is not None)
         answer.points, answer.stats = writing.results, writing.stats
         answer.found = [beginnings.found(place) for place in range(len(points))]
         return answer

@@ -22,7 +22,7 @@ CONTEXT_TOKENS = 64
 
 
 @dataclass(slots=True)
-class Pushed:
+class StreamedText:
     """Text that a span of tokens brought.
 
     `text` may be shown now and stays. `consumed` tokens of the span count: all of them, or, where `stop` names the
@@ -63,13 +63,13 @@ class TextStream:
         """The stop string that ended the text, if one did."""
         return self._stops.found
 
-    def push(self, token_ids: TokenIds) -> Pushed:
+    def push(self, token_ids: TokenIds) -> StreamedText:
         """Take newly committed tokens, in order. Raises RuntimeError once a stop string has been found."""
         if self.stopped is not None:
             raise RuntimeError(f"The text has ended with the stop string {self.stopped!r}; start a new TextStream.")
         ids = token_ids if type(token_ids) is list else as_ids(token_ids)  # the session's spans are lists
         if not self._stops.wanted:
-            return Pushed(self._detokenizer.push(ids), len(ids), None)
+            return StreamedText(self._detokenizer.push(ids), len(ids), None)
         shown = []
         for place, token_id in enumerate(ids):
             text = self._detokenizer.push([token_id])
@@ -77,8 +77,8 @@ class TextStream:
             if text:
                 shown.append(self._stops.push(text, ends=self._taken > self.least))
                 if self.stopped is not None:
-                    return Pushed("".join(shown), place + 1, self.stopped)
-        return Pushed("".join(shown), len(ids), None)
+                    return StreamedText("".join(shown), place + 1, self.stopped)
+        return StreamedText("".join(shown), len(ids), None)
 
     def finish(self) -> str:
         """The text still held back, when no more tokens come: bytes of an unfinished character become U+FFFD.

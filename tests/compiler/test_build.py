@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 import outrider.compiler.build
 from outrider import Runtime
-from outrider.compiler.build import Built, build
+from outrider.compiler.build import BuildResult, build
 from outrider.compiler.design import design_plan
 from outrider.compiler.drafters import source_hashes
 from outrider.compiler.identity import tool_versions
@@ -58,7 +58,7 @@ def workplace(light: Path, tmp_path: Path) -> Path:
     return shutil.copytree(light, tmp_path / "work")
 
 
-def rebuild(workplace: Path, *overrides: str, out: str = "plan") -> tuple[Built, list[str]]:
+def rebuild(workplace: Path, *overrides: str, out: str = "plan") -> tuple[BuildResult, list[str]]:
     recipe = workplace / "model.yaml"
     said: list[str] = []
     built = build(load_recipe(recipe, overrides), recipe, workplace / out, lambda done, total, text: said.append(text))
@@ -69,7 +69,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def hashes(built: Built) -> dict[str, str]:
+def hashes(built: BuildResult) -> dict[str, str]:
     return {entry.path: entry.sha256 for entry in built.plan.manifest.files}
 
 

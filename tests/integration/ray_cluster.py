@@ -19,7 +19,7 @@ from ray.serve._private import api
 from ray.serve.handle import DeploymentHandle
 
 from outrider.runtime.ray_serve.application import build
-from outrider.runtime.ray_serve.replica import About
+from outrider.runtime.ray_serve.replica import ReplicaInfo
 from outrider.runtime.ray_serve.settings import Settings
 from tests.integration.served import wait_until
 
@@ -82,11 +82,11 @@ class Deployed:
     def __init__(self, address: str, ingress: DeploymentHandle[Any]) -> None:
         self.address, self.ingress = address, ingress
 
-    def replicas(self) -> list[About]:
+    def replicas(self) -> list[ReplicaInfo]:
         until = time.monotonic() + 120
         while True:  # a busy machine's replicas may not answer in Ray's own time
             with suppress(TimeoutError):
-                found: list[About] = self.ingress.replicas.remote().result(timeout_s=60)
+                found: list[ReplicaInfo] = self.ingress.replicas.remote().result(timeout_s=60)
                 return found
             assert time.monotonic() < until
 

@@ -112,7 +112,7 @@ _SLOW_SERVE = """
 import os, sys, time
 from pathlib import Path
 from outrider import Runtime
-from outrider.runtime.engine import Engine
+from outrider.runtime.step_loop import Engine
 from outrider.runtime.__main__ import main
 
 step, load = Engine.step, Runtime.load

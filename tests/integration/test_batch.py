@@ -31,9 +31,9 @@ from outrider.runtime.batch.loading import load_for_batches
 from outrider.runtime.batch.predictor import _request, _rows
 from outrider.runtime.batch.reading import read_requests, rows_of_table
 from outrider.runtime.batch.requests import BatchRequest, id_order, parse, working_order
-from outrider.runtime.engine import Engine
-from outrider.runtime.server.asked import CompletionAsked
+from outrider.runtime.server.generation_request import CompletionRequest
 from outrider.runtime.server.stamps import DerivedStamps
+from outrider.runtime.step_loop import StepLoop
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.served import wait_until
 from tests.integration.test_tools import ASK, HERMES, TOOLS
@@ -263,14 +263,14 @@ def test_a_request_at_which_the_runtime_fails_costs_no_other(
     answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that shared its pass are repeated and answered. If all requests fail, the run ends."""
-    step, failing = Engine.step, answering.runtime.tokenizer.encode("zzz")[0]
+    step, failing = StepLoop.step, answering.runtime.tokenizer.encode("zzz")[0]
 
-    def step_of(self: Engine, sequences: Any, *given: Any) -> Any:
+    def step_of(self: StepLoop, sequences: Any, *given: Any) -> Any:
         if any(each.tokens[0] == failing for each in sequences):
             raise RuntimeError("the test says so")
         return step(self, sequences, *given)
 
-    monkeypatch.setattr(Engine, "step", step_of)
+    monkeypatch.setattr(StepLoop, "step", step_of)
     lines = [line(each, {"prompt": "zzz" if each == "b" else "x", "max_tokens": 8}) for each in "abcd"]
     found = answer(answering, *lines)
     assert [each["response"]["status_code"] for each in found] == [200, 500, 200, 200]
@@ -281,7 +281,7 @@ def test_a_request_at_which_the_runtime_fails_costs_no_other(
     def no_step(*_: Any) -> Any:
         raise RuntimeError("the test says so")
 
-    monkeypatch.setattr(Engine, "step", no_step)
+    monkeypatch.setattr(StepLoop, "step", no_step)
     with pytest.raises(PlanError, match=r"The request 'b' cannot be answered: .*the test says so"):
         answer(answering, lines[1])
 
@@ -521,7 +521,7 @@ def test_missing_and_whole_floats_of_a_table_are_left_out_and_ints(tmp_path: Pat
     floats = {"max_tokens": [2.0, None, 3.0], "temperature": [nan, 1.0, 0.5]}
     pq.write_table(pa.table({"custom_id": ["a", "b", "c"], "prompt": ["x"] * 3} | floats), path)
     asked = [asked_of(each.text, "toy") for each in working_order(read_requests(path))]
-    assert [each.max_tokens for each in asked if isinstance(each, CompletionAsked)] == [2, 16, 3]
+    assert [each.max_tokens for each in asked if isinstance(each, CompletionRequest)] == [2, 16, 3]
     assert [each.temperature for each in asked] == [1.0, 1.0, 0.5]
     pq.write_table(pa.table({"custom_id": ["a"], "prompt": ["x"], "temperature": [float("inf")]}), path)
     with pytest.raises(RequestError, match="row 1 is no JSON"):

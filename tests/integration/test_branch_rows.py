@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from outrider import PrefixCacheConfig, Runtime
 from outrider.plans import names
 from outrider.runtime.branch_request import MODES
-from outrider.runtime.engine import Engine
 from outrider.runtime.execution.program import Program
 from outrider.runtime.kv import cache as cache_module
 from outrider.runtime.kv.cache import KvCache
 from outrider.runtime.kv.slots import EMPTY, SHARED
 from outrider.runtime.stats import Stats
+from outrider.runtime.step_loop import StepLoop
 from tests.integration.test_branches import BRANCH, DRAFTERS, alone
 
 
@@ -85,7 +85,7 @@ def rectangular(branching, monkeypatch):
     runtime = Runtime.load(branching._plan.root, threads=1)
     shapes = set()
 
-    class Rectangular(Engine):
+    class Rectangular(StepLoop):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, padded=True, **options)
             for name in (names.DECODE, names.VERIFY):
@@ -110,7 +110,7 @@ def rectangular(branching, monkeypatch):
 
             monkeypatch.setattr(program, "run", checked)
 
-    monkeypatch.setattr("outrider.runtime.engine_pool.Engine", Rectangular)
+    monkeypatch.setattr("outrider.runtime.step_loop_pool.Engine", Rectangular)
     runtime.engines.idle.clear()
     yield runtime
     assert any(rows > 1 and width > 1 for rows, width in shapes)
@@ -135,10 +135,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
 
     Those are the prefix's, and of all live branches; with `spared`, of the one alone whose tokens begin with these.
     """
-    engines: list[Engine] = []
-    step = Engine.step
+    engines: list[StepLoop] = []
+    step = StepLoop.step
 
-    def noted(self: Engine, *arguments: Any) -> Any:
+    def noted(self: StepLoop, *arguments: Any) -> Any:
         engines[:] = [self]
         return step(self, *arguments)
 
@@ -151,7 +151,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
             kv[:, row][:, :, slots.length :] = -1e30
 
     begin, begin_alone = KvCache.begin, KvCache.begin_alone
-    monkeypatch.setattr(Engine, "step", noted)
+    monkeypatch.setattr(StepLoop, "step", noted)
     monkeypatch.setattr(KvCache, "begin", lambda self, *given: (begin(self, *given), poisoned(self)))
     monkeypatch.setattr(KvCache, "begin_alone", lambda self, *given: (begin_alone(self, *given), poisoned(self)))
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from outrider import Runtime
 from outrider.plans import names
-from outrider.runtime.engine import Engine
 from outrider.runtime.execution.step import NOBODY
 from outrider.runtime.kv.memory import KvMemory
+from outrider.runtime.step_loop import StepLoop
 from tests.integration.test_branches import BRANCH
 
 LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching", False), "padded": ("batching", True)}
@@ -29,7 +29,7 @@ LAYOUTS = {"in-one-sequence": ("in-one-sequence", False), "batching": ("batching
 class Oracle:
     """What each slot of the target's KV cache holds: (whose, place in the sequence), where anything that stays."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StepLoop) -> None:
         self.engine, self.passes, self.compactions = engine, 0, 0
         self.met: list[Any] = []  # branches: no two have one identity
         self.slots: list[list[Any]] = [[] for _ in engine.cache.tables]
@@ -143,7 +143,7 @@ def watched(branch_plan):
     for name, (_, padded) in LAYOUTS.items():
         oracles: list[Oracle] = []
 
-        class Watched(Engine):
+        class Watched(StepLoop):
             def __init__(
                 self, *arguments: Any, padded: bool = padded, oracles: list[Oracle] = oracles, **options: Any
             ) -> None:
@@ -164,7 +164,7 @@ def watched(branch_plan):
 def test_a_query_sees_what_the_definition_says(layout, watched, monkeypatch, prefix, branches, parallel) -> None:
     runtime, runner, oracles = watched[layout]
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.runtime.engine_pool.Engine", runner)
+        patch.setattr("outrider.runtime.step_loop_pool.Engine", runner)
         runtime.engines.idle.clear()
         mode, _ = LAYOUTS[layout]
         found = runtime.generate_branches(prefix, branches, mode=mode, max_parallel=parallel, ignore_eos=True)
@@ -178,7 +178,7 @@ def test_and_still_does_when_rows_are_moved(layout, watched, monkeypatch) -> Non
     options = {"drafter": "bushy", "predicted_tokens": 1}  # they begin in this order, each when another is half through
     branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 100 if i else 50, **options} for i in range(6)]
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.runtime.engine_pool.Engine", runner)
+        patch.setattr("outrider.runtime.step_loop_pool.Engine", runner)
         runtime.engines.idle.clear()
         runtime.generate_branches([5] * 20, branches, mode=LAYOUTS[layout][0], max_parallel=2, ignore_eos=True)
     assert oracles[-1].compactions

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from outrider import Runtime
 from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import MODES
-from outrider.runtime.engine import Engine
 from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.text.grammar_rule import GrammarRule
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "block", "mixed"]
@@ -69,14 +69,14 @@ def test_every_branch_has_the_tokens_that_it_has_alone(branching, prefix, branch
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sixteen_branches_live_at_once(branching, drafter, mode, monkeypatch) -> None:
     most = 0
-    original = Engine.step
+    original = StepLoop.step
 
-    def watched(self: Engine, sequences: Any) -> Any:
+    def watched(self: StepLoop, sequences: Any) -> Any:
         nonlocal most
         most = max(most, len(self.sequences))
         return original(self, sequences)
 
-    monkeypatch.setattr(Engine, "step", watched)
+    monkeypatch.setattr(StepLoop, "step", watched)
     branches = [{"prompt": [20 + i, 7], "temperature": 0.7 * (i % 2), "seed": i} for i in range(18)]
     options = {"max_new_tokens": 7, "drafter": drafter, "ignore_eos": True}
     found = branching.generate_branches([5, 6, 7], branches, mode=mode, **options)

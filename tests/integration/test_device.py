@@ -16,8 +16,8 @@ from outrider.plans.plan import Plan
 from outrider.runtime.backends import BACKENDS, Driver, choose_backend, cuda_driver, onnxruntime_cuda
 from outrider.runtime.backends.cuda_driver import fitting_kernels, kernels_reason
 from outrider.runtime.backends.device_layout import LARGE, lay_out
-from outrider.runtime.engine import Engine
 from outrider.runtime.options.options import Options
+from outrider.runtime.step_loop import StepLoop
 from tests.conftest import TOY_DRAFTERS
 from tests.cpu_session import cpu_session
 from tests.integration.shifting_rule import Shifting
@@ -157,7 +157,7 @@ def test_large_buffers_stay_on_the_device(runtime: Runtime) -> None:
 def test_memory_is_given_back(runtime: Runtime, device: EmulatedDevice) -> None:
     gc.collect()
     before = len(device._memory)
-    engine = Engine(runtime.loaded)
+    engine = StepLoop(runtime.loaded)
     logits = engine.buffers.rows(names.TARGET, names.LOGITS_OUT, 0, 1)
     assert len(device._memory) > before
     del engine
@@ -182,7 +182,7 @@ def test_kv_that_is_not_finite_is_computed_again(runtime: Runtime) -> None:
 
 def test_a_binding_that_onnxruntime_refuses_is_an_error_of_ours(runtime: Runtime, cuda_plan: Plan) -> None:
     engine = cuda_plan.manifest.backends[CUDA].engines["chain"]
-    buffers = Engine(runtime.loaded).buffers
+    buffers = StepLoop(runtime.loaded).buffers
     unknown = engine.inputs[0].model_copy(update={"name": "unknown"})
     bound = {t.name: names.of("chain", names.TOKEN_IDS) for t in (*engine.inputs, *engine.outputs, unknown)}
     device_engine = onnxruntime_cuda.DeviceEngine(

@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from outrider import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime
-from outrider.runtime.engine import Engine
 from outrider.runtime.options.options import Options
+from outrider.runtime.step_loop import StepLoop
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
@@ -223,8 +223,8 @@ def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
     monkeypatch.setattr(
         "outrider.runtime.drafters.adaptive.AdaptiveSpeculation.drafting", property(lambda _: not rests[0])
     )
-    switch = Engine._switch
-    monkeypatch.setattr(Engine, "_switch", lambda self, *asked: (cancel.set(), switch(self, *asked))[1])
+    switch = StepLoop._switch
+    monkeypatch.setattr(StepLoop, "_switch", lambda self, *asked: (cancel.set(), switch(self, *asked))[1])
     session, found = toy.session(), list[int]()
     stream = session.stream(range(1, 9), drafter="head", max_new_tokens=100, ignore_eos=True, cancel=cancel)
     for span in stream:
@@ -258,7 +258,7 @@ def test_a_cancellation_taken_back_during_prefill_still_ends_the_generation(toy:
 def test_streams_that_are_never_read_hold_nothing(toy_plan, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(toy_plan)
     made: list[object] = []
-    monkeypatch.setattr("outrider.runtime.engine_pool.Engine", lambda *parts: made.append(1) or Engine(*parts))
+    monkeypatch.setattr("outrider.runtime.step_loop_pool.Engine", lambda *parts: made.append(1) or StepLoop(*parts))
     for _ in range(3):
         runtime.stream("x").close()
         runtime.stream("x")

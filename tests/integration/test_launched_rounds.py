@@ -23,11 +23,11 @@ from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.plan import Plan
 from outrider.runtime.backends.device import DeviceBuffers
-from outrider.runtime.engine import Engine
 from outrider.runtime.launched_rounds import Launch
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
 from outrider.runtime.sequence import Sequence
+from outrider.runtime.step_loop import StepLoop
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -59,7 +59,7 @@ def four(request: pytest.FixtureRequest, everything_cuda_plan: Path, emulator: E
     yield from emulated(everything_cuda_plan, emulator, request.param, records=False)
 
 
-def launches(engine: Engine) -> bool:
+def launches(engine: StepLoop) -> bool:
     """Whether a round was launched that is not collected yet."""
     return engine._launched.outstanding is not None
 
@@ -232,7 +232,7 @@ def test_sequences_come_and_go(four: Runtime, everything: Runtime, mode: str, se
 
 
 def run(
-    engine: Engine, runtime: Runtime, wanted: list[tuple[list[int], Options]], mode: str, chance: random.Random
+    engine: StepLoop, runtime: Runtime, wanted: list[tuple[list[int], Options]], mode: str, chance: random.Random
 ) -> list[list[int]]:
     """Serve the requests as a scheduler does, each admitted at some step."""
     drafters = {drafter.name for drafter in runtime.manifest.drafters}

@@ -20,8 +20,8 @@ from outrider.runtime.backends.one_thread import OneThread
 from outrider.runtime.backends.recorder import Recorder
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation, AdaptiveSpeculations
 from outrider.runtime.drafters.verify_length import PriceCurve
-from outrider.runtime.engine import Engine
 from outrider.runtime.options.options import Options
+from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
@@ -199,7 +199,7 @@ def test_graphs_and_memory_of_a_session_are_given_back(cuda_plan: Plan, emulator
     device = EmulatedDevice(emulator)
     runtime = loaded(cuda_plan, device, records=True, records_engines=engines)
     before = device.graphs, len(device._memory)
-    engine = Engine(runtime.loaded)
+    engine = StepLoop(runtime.loaded)
     assert device.graphs > before[0]
     assert runtime.generate(PROMPT, max_new_tokens=3).token_ids
     del engine

@@ -12,9 +12,9 @@ from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.place import Place
 from outrider.plans.errors import PlanError
 from outrider.runtime.beam_search import beam_search
-from outrider.runtime.engine_pool import EnginePool
 from outrider.runtime.mapped_files import MappedFiles
 from outrider.runtime.runtime import Plan
+from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.tools.lab.faults.successor import copy_plan, write_over, write_successor
 from tests.integration.served import client_of, get, listening
 from tests.plans.damage import WEIGHTS
@@ -122,7 +122,7 @@ def test_requests_that_wait_end_where_no_engine_can_be_had(branch_plan: Path, mo
         raise MemoryError("no memory for buffers")
 
     with monkeypatch.context() as patch:
-        patch.setattr(EnginePool, "borrow", fails)
+        patch.setattr(StepLoopPool, "borrow", fails)
         handles = [runtime.submit(PROMPT, max_new_tokens=5) for _ in range(3)]
         for handle in handles:
             with pytest.raises(PlanError, match="no memory for buffers"):

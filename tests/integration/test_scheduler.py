@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.errors import BusyError, RequestError
 from outrider.runtime.branch_request import MODES
-from outrider.runtime.engine import Engine
+from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.text.grammar_rule import GrammarRule
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
@@ -226,13 +226,13 @@ def test_a_list_of_prompts(any_serving: Runtime, alone: Runtime) -> None:
 def test_who_matters_more_begins_first(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
     order: list[int] = []
-    admit = Engine.admit
+    admit = StepLoop.admit
 
-    def noted(self: Engine, place: int, tokens: Any, request: Any) -> Any:
+    def noted(self: StepLoop, place: int, tokens: Any, request: Any) -> Any:
         order.append(tokens[0])
         return admit(self, place, tokens, request)
 
-    monkeypatch.setattr(Engine, "admit", noted)
+    monkeypatch.setattr(StepLoop, "admit", noted)
     first = runtime.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)
     next(iter(first))
     handles = [

@@ -12,7 +12,7 @@ import pytest
 from outrider import BusyError, RequestError, Runtime, SchedulerConfig
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
-from outrider.runtime.engine import Engine
+from outrider.runtime.step_loop import StepLoop
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # four chunks
@@ -33,14 +33,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._passes, self.reached = threading.Semaphore(0), threading.Event()
-        step = Engine.step
+        step = StepLoop.step
 
-        def gated(engine: Engine, *arguments: Any) -> Any:
+        def gated(engine: StepLoop, *arguments: Any) -> Any:
             self.reached.set()
             assert self._passes.acquire(timeout=60)
             return step(engine, *arguments)
 
-        monkeypatch.setattr(Engine, "step", gated)
+        monkeypatch.setattr(StepLoop, "step", gated)
 
     def let(self, passes: int) -> None:
         self._passes.release(passes)

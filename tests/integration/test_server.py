@@ -16,7 +16,7 @@ import pytest
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
-from outrider.runtime.engine import Engine
+from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import KEY, client_of, get, listening, settle, wait_until
 
 
@@ -363,13 +363,13 @@ def test_others_are_answered_while_a_prompt_is_encoded(
 @pytest.fixture
 def slow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """150 tokens take 8 s, or longer."""
-    original = Engine.step
+    original = StepLoop.step
 
-    def slowly(self: Engine, *arguments: Any) -> Any:
+    def slowly(self: StepLoop, *arguments: Any) -> Any:
         time.sleep(0.05)
         return original(self, *arguments)
 
-    monkeypatch.setattr(Engine, "step", slowly)
+    monkeypatch.setattr(StepLoop, "step", slowly)
 
 
 LONG: dict[str, Any] = {"max_new_tokens": 150, "drafter": "none", "ignore_eos": True}

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
-from outrider.runtime.engine import Engine
 from outrider.runtime.server.readiness import warm_up
+from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import client_of, get, listening, settle, wait_until
 
 METRICS = Path(__file__).resolve().parents[2] / "runtime" / "server" / "metrics.md"
@@ -40,9 +40,9 @@ def scraped(address: str) -> dict[str, float]:
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Passes wait until they are let through: the function lets so many through."""
-    passes, original = [10**9], Engine.step
+    passes, original = [10**9], StepLoop.step
 
-    def step(self: Engine, *arguments: Any) -> Any:
+    def step(self: StepLoop, *arguments: Any) -> Any:
         until = time.monotonic() + 60
         while not passes[0]:
             assert time.monotonic() < until
@@ -53,7 +53,7 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def let_through(count: int) -> None:
         passes[0] = count
 
-    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(StepLoop, "step", step)
     return let_through
 
 

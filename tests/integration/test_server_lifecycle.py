@@ -24,7 +24,7 @@ from outrider.runtime.__main__ import main
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.server.app import ServerConfig, make_app
 from outrider.runtime.server.readiness import Phase, Readiness
-from outrider.runtime.server.served import Served
+from outrider.runtime.server.served import ServedRuntime
 from tests.integration.served import ServerProcess, client_of, get, server_process, wait_until
 
 LONG: dict[str, Any] = {
@@ -192,7 +192,7 @@ class Elsewhere:
 
 def test_the_application_serves_anything_that_generates_in_any_server(branch_plan: Path) -> None:
     runtime = Runtime.load(branch_plan, threads=1)
-    served: Served = Elsewhere(runtime)
+    served: ServedRuntime = Elsewhere(runtime)
     readiness = Readiness()
     app = make_app(served, ServerConfig("toy", api_key="k", tokens_per_minute=1000), readiness=readiness)
     with TestClient(app) as client:

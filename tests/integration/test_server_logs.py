@@ -14,10 +14,10 @@ import pytest
 
 from outrider import Runtime
 from outrider.plans.errors import PlanError
-from outrider.runtime.engine import Engine
 from outrider.runtime.server import request_log
 from outrider.runtime.server.connections import Limits
 from outrider.runtime.server.submitting import Submitter
+from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import KEY, client_of, connected, get, listening, sent, settle, wait_until
 
 SECRET = "wombat"
@@ -123,13 +123,13 @@ def test_what_is_refused_is_told_by_its_code_alone(address: str, lines: Lines) -
 def test_a_client_that_goes_is_told_with_what_it_had(
     address: str, runtime: Runtime, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Engine.step
+    original = StepLoop.step
 
-    def slowly(self: Engine, *arguments: Any) -> Any:
+    def slowly(self: StepLoop, *arguments: Any) -> Any:
         time.sleep(0.02)
         return original(self, *arguments)
 
-    monkeypatch.setattr(Engine, "step", slowly)
+    monkeypatch.setattr(StepLoop, "step", slowly)
     asked: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140}
     with client_of(address, KEY) as client:
         headers = {"x-request-id": "gone"}
@@ -166,7 +166,7 @@ def test_a_pass_that_fails_is_told_in_each_of_its_requests(
         raise PlanError("The device is lost.")
 
     with listening(Runtime.load(branch_plan, threads=1), log_requests=True) as address, client_of(address) as client:
-        monkeypatch.setattr(Engine, "step", fail)
+        monkeypatch.setattr(StepLoop, "step", fail)
         with pytest.raises(openai.InternalServerError, match="device is lost"):
             client.completions.create(model="toy", prompt="x", extra_headers={"x-request-id": "whole"})
         stream = client.completions.create(model="toy", prompt="x", stream=True, extra_headers={"x-request-id": "part"})

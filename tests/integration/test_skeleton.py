@@ -20,7 +20,7 @@ from outrider.runtime.__main__ import main
 from outrider.runtime.cli import skeleton as skeleton_command
 from outrider.runtime.skeleton import skeleton as skeleton_module
 from outrider.runtime.skeleton.outline import END, outline_grammar, parse_outline
-from outrider.runtime.skeleton.skeleton import Said, Skeleton, titles
+from outrider.runtime.skeleton.skeleton import Skeleton, SkeletonSpan, titles
 
 QUESTION = "a module that reads files"
 BRANCH = "{point}: {outline}"
@@ -155,7 +155,7 @@ def test_tool_error_ends_answer_immediately(runtime: Runtime, monkeypatch: pytes
     def fails(title: str) -> str:
         raise KeyError(title)
 
-    said: deque[Said] = deque()
+    said: deque[SkeletonSpan] = deque()
     with pytest.raises(KeyError, match="b") as raised:
         said.extend(Skeleton(runtime, tools={"find": fails}).stream("x", max_new_tokens=60, ignore_eos=True))
     assert not any(each.point == 0 and each.ended for each in said)

@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 from outrider.plans.manifest import BackendPlan, Engine
 from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
-from outrider.runtime.backends.cuda_driver import Box, Pinned
+from outrider.runtime.backends.cuda_driver import Box, PinnedMemory
 from outrider.runtime.backends.device import DeviceBuffers
 from outrider.runtime.backends.device_kv import DeviceKv
 from outrider.runtime.backends.kernel_engines import KernelEngines
@@ -82,8 +82,8 @@ class EmulatedDevice:
             if not self._runs and self._recorded is None:
                 self._run_until(self._enqueued)
 
-    def pinned(self, size: int) -> Pinned:
-        return Pinned(self.allocate(size), size, self.free)
+    def pinned(self, size: int) -> PinnedMemory:
+        return PinnedMemory(self.allocate(size), size, self.free)
 
     def to_device(self, address: int, source: int, size: int) -> None:
         self.enqueue(lambda: self._count_and_move("up", address, source, size))

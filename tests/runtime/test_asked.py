@@ -13,30 +13,30 @@ from outrider.plans.chat_template import ChatTemplate
 from outrider.plans.errors import RequestError
 from outrider.runtime.options.options import check_options
 from outrider.runtime.scheduler import check_place_in_queue
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
 
-def chat(**own: Any) -> ChatAsked:
-    asked = ChatAsked.model_validate({"model": "toy", "messages": HI, **own})
+def chat(**own: Any) -> ChatRequest:
+    asked = ChatRequest.model_validate({"model": "toy", "messages": HI, **own})
     asked.check()
     return asked
 
 
-@pytest.mark.parametrize("key", sorted({*ChatAsked.model_fields} - {"messages"}))
+@pytest.mark.parametrize("key", sorted({*ChatRequest.model_fields} - {"messages"}))
 def test_null_is_left_out(key: str) -> None:
     assert chat(**{key: None}) == chat() if key != "model" else chat(model=None).model is None
-    if key in CompletionAsked.model_fields:
-        CompletionAsked.model_validate({"prompt": "a", key: None})
+    if key in CompletionRequest.model_fields:
+        CompletionRequest.model_validate({"prompt": "a", key: None})
 
 
-@pytest.mark.parametrize("kind", [ChatAsked, CompletionAsked])
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_without_what_is_asked_nothing_is(kind: Any) -> None:
     with pytest.raises(ValidationError):
         kind.model_validate({"model": "toy"})
     with pytest.raises((ValidationError, RequestError)):
-        _ = kind.model_validate({"model": "toy", "messages": None} if kind is ChatAsked else {"prompt": None}).prompts
+        _ = kind.model_validate({"model": "toy", "messages": None} if kind is ChatRequest else {"prompt": None}).prompts
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_template_that_names_the_developer_gets_its_messages() -> None:
     assert template.render([{"role": "developer", "content": "a"}], False, {}) == "[developer   a]"
 
 
-NUMBERS = [key for key, field in ChatAsked.model_fields.items() if "number" in (field.description or "")]
+NUMBERS = [key for key, field in ChatRequest.model_fields.items() if "number" in (field.description or "")]
 HUGE = {"400 digits": 10**400, "400 digits below 0": -(10**400), "5000 digits": 10**5000, "inf": inf, "nan": nan}
 
 

@@ -17,7 +17,7 @@ from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.plans.plan import open_plan
 from outrider.runtime import exactness
-from outrider.runtime.exactness import EVERY, ROWS, SHORT, Probed, differing
+from outrider.runtime.exactness import EVERY, ROWS, SHORT, ProbeResult, differing
 from tests.inexact import make_probe_inexact, probe_of_a_product
 from tests.plans.damage import BACKEND, list_again, refused
 
@@ -36,7 +36,7 @@ def plan(toy_plan: Path, tmp_path: Path) -> Path:
     return shutil.copytree(toy_plan, tmp_path / "plan")
 
 
-def load(plan: Path, threads: int = 1) -> Probed:
+def load(plan: Path, threads: int = 1) -> ProbeResult:
     probed = Runtime.load(plan, threads=threads).probed
     assert probed is not None
     return probed

@@ -22,7 +22,7 @@ from outrider.runtime.ray_serve.callers import Callers
 from outrider.runtime.ray_serve.following import Failover, LostError, Message
 from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
 from outrider.runtime.ray_serve.replica import _messages, joined
-from outrider.runtime.ray_serve.sent import Sent, Taken
+from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
 from outrider.runtime.scheduler_stats import SchedulerStats
 
 PROMPT = "def main(x): return"
@@ -39,17 +39,17 @@ class Replicas:
 
     def __init__(self, runtime: Runtime, ends: Sequence[tuple[int, Exception | None]]) -> None:
         self.runtime, self.ends = runtime, list(ends)
-        self.sent: list[Sent] = []
+        self.sent: list[ReplicaRequest] = []
         self.cancelled = 0
         self.kernels: dict[str, str] = {}
 
-    def __call__(self, sent: Sent) -> Stream:
+    def __call__(self, sent: ReplicaRequest) -> Stream:
         self.sent.append(sent)
         return (self.kind or Stream)(self, sent, *(self.ends.pop(0) if self.ends else (10**6, None)))
 
 
 class Stream:
-    def __init__(self, replicas: Replicas, sent: Sent, after: int, error: Exception | None) -> None:
+    def __init__(self, replicas: Replicas, sent: ReplicaRequest, after: int, error: Exception | None) -> None:
         self._replicas, self._sent, self._after, self._error = replicas, sent, after, error
 
     async def __aiter__(self) -> AsyncIterator[Message]:
@@ -59,7 +59,7 @@ class Stream:
             else:
                 raise self._error
         handle = self._replicas.runtime.submit(self._sent.token_ids, deadline=self._sent.deadline, **self._sent.options)
-        yield Taken(self._replicas.kernels)
+        yield Acknowledgement(self._replicas.kernels)
         place = 0
         async for span in handle:
             if place == self._after:
@@ -136,7 +136,7 @@ class Slow(Stream):
     async def __aiter__(self) -> AsyncIterator[Message]:
         first = len(self._replicas.sent) == 1
         await asyncio.sleep(0.1)
-        yield Taken(self._replicas.kernels)
+        yield Acknowledgement(self._replicas.kernels)
         place = 0
         async for span in self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options):
             if first and place == 15:
@@ -272,7 +272,7 @@ class Late(Stream):
     async def __aiter__(self) -> AsyncIterator[Message]:
         await asyncio.sleep(0.4)
         handle = self._replicas.runtime.submit(self._sent.token_ids, deadline=self._sent.deadline, **self._sent.options)
-        yield Taken(self._replicas.kernels)
+        yield Acknowledgement(self._replicas.kernels)
         async for span in handle:
             yield [span]
             await asyncio.sleep(0.1)
@@ -302,7 +302,7 @@ class Stopped(Stream):
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         handle = self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options)
-        yield Taken(self._replicas.kernels)
+        yield Acknowledgement(self._replicas.kernels)
         async for span in handle:
             yield [span]
             break

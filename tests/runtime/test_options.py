@@ -15,7 +15,7 @@ from outrider.runtime.cli.arguments import add_shared, flag_of, read_options
 from outrider.runtime.embed.options import OFFERED
 from outrider.runtime.options.kinds import Biases, Choice, Real, Switch, Texts, TokenIds, Whole
 from outrider.runtime.options.options import OPTIONS, Doors, Options, check_options, offered
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 
@@ -169,8 +169,8 @@ def test_the_command_line_refuses_before_anything_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("name", offered(Doors.SERVER))
-@pytest.mark.parametrize("kind", [ChatAsked, CompletionAsked])
-def test_the_server_has_a_field_for_each(name: str, kind: type[ChatAsked]) -> None:
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_the_server_has_a_field_for_each(name: str, kind: type[ChatRequest]) -> None:
     field = kind.model_fields[name]
     if name not in ("temperature", "top_p", "seed", "cache_salt"):  # OpenAI's limits, and two halves of a salt
         assert field.description == OPTIONS[name].kind.what

@@ -14,8 +14,8 @@ from outrider.plans.errors import ClosedError, PlanError
 from outrider.plans.plan import open_plan
 from outrider.runtime.ray_serve.prefixes import KERNELS
 from outrider.runtime.ray_serve.replica import Replica
+from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
 from outrider.runtime.ray_serve.router import _may_go_on
-from outrider.runtime.ray_serve.sent import Sent, Taken
 from outrider.runtime.ray_serve.settings import Settings
 
 
@@ -37,13 +37,13 @@ def test_a_replica_is_warm_and_ends_where_its_plan_is_written_over(branch_plan: 
 def test_a_replica_goes_on_with_tokens_of_its_own_kind_alone(branch_plan: Path) -> None:
     identity = open_plan(branch_plan, verify=False).manifest.identity
     replica = Replica(Settings(plan=branch_plan, threads=1), identity)
-    sent = Sent([5, 6, 7], {"max_new_tokens": 4, "ignore_eos": True}, identity)
+    sent = ReplicaRequest([5, 6, 7], {"max_new_tokens": 4, "ignore_eos": True}, identity)
 
-    async def answer(sent: Sent) -> list[Any]:
+    async def answer(sent: ReplicaRequest) -> list[Any]:
         return [message async for message in replica.generate(sent)]
 
     taken, *spans = asyncio.run(answer(sent))
-    assert isinstance(taken, Taken)
+    assert isinstance(taken, Acknowledgement)
     kernels = dict(taken.kernels)
     assert kernels["backend"] == "onnxruntime-cpu"
     assert "processor" in kernels  # its weights are floats

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.runtime.ray_serve import ingress
 from outrider.runtime.ray_serve.counts import Counts
-from outrider.runtime.ray_serve.replica import About
+from outrider.runtime.ray_serve.replica import ReplicaInfo
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.server.readiness import Readiness
 
@@ -47,7 +47,7 @@ def test_of_replicas_that_are_gone_their_sum_is_kept() -> None:
 
 def test_replicas_of_several_kinds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     kinds = [{"backend": "onnxruntime-cpu", "processor": kind} for kind in ("A", "A", "B")]
-    found = [About(str(place), place, f"host {place}", "n", counted(1), kind) for place, kind in enumerate(kinds)]
+    found = [ReplicaInfo(str(place), place, f"host {place}", "n", counted(1), kind) for place, kind in enumerate(kinds)]
     assert ingress._differences(found[:2]) is None
     assert ingress._differences([]) is None
     assert "host 2 has processor 'B' instead of 'A' as host 0 has" in str(ingress._differences(found))
@@ -57,8 +57,15 @@ def test_an_ingress_is_ready_while_a_replica_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever comes of a question to the replicas, the next one is asked."""
-    one = [About("a", 1, "host", "node", counted(10, running=1))]
-    answers: list[list[About] | Exception] = [one, TimeoutError(), [], ValueError("of the test"), TimeoutError(), one]
+    one = [ReplicaInfo("a", 1, "host", "node", counted(10, running=1))]
+    answers: list[list[ReplicaInfo] | Exception] = [
+        one,
+        TimeoutError(),
+        [],
+        ValueError("of the test"),
+        TimeoutError(),
+        one,
+    ]
     seen: list[tuple[int, str, int]] = []
     asked = SimpleNamespace(_readiness=Readiness(), served=SimpleNamespace(counts=Counts()))
 
@@ -66,7 +73,7 @@ def test_an_ingress_is_ready_while_a_replica_answers(
         status, body = asked._readiness.response
         seen.append((status, body["status"], asked.served.counts.total.running))
 
-    async def replicas() -> list[About]:
+    async def replicas() -> list[ReplicaInfo]:
         note()
         if not answers:
             raise asyncio.CancelledError

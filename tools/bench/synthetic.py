@@ -19,8 +19,8 @@ from outrider import Runtime, Session
 from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
-from outrider.runtime.engine_pool import EnginePool
 from outrider.runtime.execution.buffers import Buffers
+from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.tools.identity import CPU
 
 _CERTAIN = np.float32(1e30)  # beside it, nothing else has any weight, at any temperature
@@ -42,7 +42,7 @@ def forced_session(runtime: Runtime, length: int) -> Session:
     check_can_force(runtime.backend)
     engines = runtime.loaded.engines
     forced = {**engines, names.TARGET: _ForcedEngine(engines[names.TARGET], length)}
-    return Session(EnginePool(replace(runtime.loaded, engines=forced)))
+    return Session(StepLoopPool(replace(runtime.loaded, engines=forced)))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from outrider.runtime.handle import Handle
 from outrider.runtime.options.options import Options
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.server.answers import Answer as Written
-from outrider.runtime.server.asked import ChatAsked, CompletionAsked
+from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.submitting import Submitter
 from outrider.tools.bench.prompts import choose_prompts
 from outrider.tools.lab.faults.answers import Answer
@@ -81,7 +81,7 @@ class Oracle:
     def answer(self, body: dict[str, Any]) -> Answer:
         """What a server must answer. Raises OutriderError for a body that none can."""
         chat = "messages" in body
-        kind: TypeAdapter[ChatAsked | CompletionAsked] = TypeAdapter(ChatAsked if chat else CompletionAsked)
+        kind: TypeAdapter[ChatRequest | CompletionRequest] = TypeAdapter(ChatRequest if chat else CompletionRequest)
         submitted = self._submitter.submit(kind.validate_python({**body, "drafter": "none"}))
         written = Written("", "", "", MODEL, self.runtime, chat=chat)
         written.describe(submitted, None)

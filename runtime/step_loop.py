@@ -24,10 +24,10 @@ from outrider.plans.manifest import Manifest, longest_draft, rejects
 from outrider.runtime.branch_request import Mode
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
 from outrider.runtime.drafters.base import Draft, TreeInPlace, within
-from outrider.runtime.drafters.drafting import Allowed, Drafting
+from outrider.runtime.drafters.drafting import DraftBudget, Drafting
 from outrider.runtime.drafters.engine import Choose
-from outrider.runtime.execution.assembly import Loaded, assemble
-from outrider.runtime.execution.layout import Placed, lay_out, lay_out_one
+from outrider.runtime.execution.assembly import LoadedPlan, assemble
+from outrider.runtime.execution.layout import Placement, lay_out, lay_out_one
 from outrider.runtime.execution.program import Program
 from outrider.runtime.execution.ruled_walk import RuledWalk
 from outrider.runtime.execution.warmup import warm_up
@@ -40,7 +40,7 @@ from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.prefix_cache.client import CacheClient
 from outrider.runtime.round_costs import note_round
 from outrider.runtime.sampling import SamplingParams, likeliest, logprobs
-from outrider.runtime.sequence import Committed, Sequence
+from outrider.runtime.sequence import CommittedTokens, Sequence
 from outrider.runtime.stats import StageClock, Stats, Stopwatch
 from outrider.runtime.text.rules import failing_alone
 from outrider.runtime.text.stream import TextStream
@@ -49,13 +49,13 @@ from outrider.runtime.trace import read_round
 _LOG = logging.getLogger("outrider")
 
 
-class Engine:
+class StepLoop:
     """Buffers, programs, KV caches and drafters for up to as many sequences as the plan has branches.
 
     Not safe under threads: whoever has borrowed it drives it. `show` alone may run beside the next step.
     """
 
-    def __init__(self, loaded: Loaded, cache: PrefixCache | None = None, *, padded: bool = False) -> None:
+    def __init__(self, loaded: LoadedPlan, cache: PrefixCache | None = None, *, padded: bool = False) -> None:
         """`padded`: rows of a batch are laid out as a rectangle, for engines of the target that need one.
 
         With `cache`, sequences find what was computed of earlier ones. Raises `PlanError` where the plan's programs
@@ -359,7 +359,7 @@ class Engine:
 
     # A step.
 
-    def step(self, sequences: List[Sequence], chunk: int | None = None) -> list[Committed]:
+    def step(self, sequences: List[Sequence], chunk: int | None = None) -> list[CommittedTokens]:
         """One round of all: propose, lay out, verify, accept, commit. Returns the tokens that each sequence gets.
 
         A pass takes at most `chunk` tokens of prompts (default: all that it has room for). Sequences that are over are
@@ -374,8 +374,8 @@ class Engine:
         self._loaded.files.check()
         return found
 
-    def _step(self, sequences: List[Sequence], chunk: int) -> list[Committed]:
-        found: list[Committed] = []
+    def _step(self, sequences: List[Sequence], chunk: int) -> list[CommittedTokens]:
+        found: list[CommittedTokens] = []
         full: list[Sequence] = []
         partial_room: dict[Sequence, int] = {}
         for each in sequences:
@@ -383,12 +383,12 @@ class Engine:
                 continue
             if each.stuck is not None:
                 each.error = each.stuck
-                found.append(Committed(each, [], error=each.error))
+                found.append(CommittedTokens(each, [], error=each.error))
                 continue
             if each.request.cancelled:
                 self._launched.drop(each)
                 each.reason = FinishReason.CANCELLED
-                found.append(Committed(each, [], reason=each.reason))
+                found.append(CommittedTokens(each, [], reason=each.reason))
                 continue
             if each.adaptive is not None and each.disabled != each.adaptive.disabled and not each.tentative:
                 self._switch(each)
@@ -411,7 +411,7 @@ class Engine:
                 found += self._retry_each(full, chunk)
         return found
 
-    def _retry_each(self, live: List[Sequence], chunk: int) -> list[Committed]:
+    def _retry_each(self, live: List[Sequence], chunk: int) -> list[CommittedTokens]:
         """Retry a pass that an op has refused, one sequence at a time: a sequence's tokens depend on no other.
 
         KV of a prompt that is not finite may come from another sequence of the same pass, so every such prompt is
@@ -422,7 +422,7 @@ class Engine:
             self._roll_back(each, each.shared if lost else each.computed)
         return [committed for each in live for committed in self._retry_alone(each, chunk)]
 
-    def _retry_alone(self, sequence: Sequence, chunk: int) -> list[Committed]:
+    def _retry_alone(self, sequence: Sequence, chunk: int) -> list[CommittedTokens]:
         """Retry a pass for one sequence; a prompt that starts over runs up to its first token.
 
         A sequence that is refused again loses its drafter, because a faulty draft must change no token. A sequence that
@@ -445,7 +445,7 @@ class Engine:
                 if sequence.disabled or not drafts:
                     self._roll_back(sequence, sequence.shared)
                     sequence.error = error
-                    return [Committed(sequence, [], error=error)]
+                    return [CommittedTokens(sequence, [], error=error)]
                 self._roll_back(sequence, sequence.shared if self._prompt_damaged(sequence) else sequence.computed)
                 _LOG.warning("sequence %d continues without its drafter: %s", sequence.id, error)
                 self._adaptive.give_back(sequence.request, sequence.adaptive)
@@ -477,7 +477,7 @@ class Engine:
         for cache in caches:
             cache.erase(sequence.number)
 
-    def _step_behind(self, sequences: List[Sequence], chunk: int) -> list[Committed]:
+    def _step_behind(self, sequences: List[Sequence], chunk: int) -> list[CommittedTokens]:
         """Commit a round that is outstanding, or is launched here, once the one behind it is launched too."""
         rounds = self._launched
         present, following = rounds.outstanding, None
@@ -507,9 +507,9 @@ class Engine:
             raise
         return self._commit_launch(present)
 
-    def _commit_launch(self, launch: Launch) -> list[Committed]:
+    def _commit_launch(self, launch: Launch) -> list[CommittedTokens]:
         """Commit the tokens of a launched round, whose KV was committed when it was launched."""
-        found: list[Committed] = []
+        found: list[CommittedTokens] = []
         for each in launch.placed:
             if each.root < 0:  # a part of its prompt was fed
                 each.sequence.generation.stats.prefill_passes += 1
@@ -535,7 +535,7 @@ class Engine:
 
     def _pass(
         self, live: List[Sequence], chunk: int, partial_room: Mapping[Sequence, int] | None = None
-    ) -> list[Committed]:
+    ) -> list[CommittedTokens]:
         """Run a pass over the full cache, or over the partial one, where each may add `partial_room` tokens."""
         step, began, alone = self.target_step, perf_counter(), self.cache.alone
         partial = self._partial
@@ -550,7 +550,7 @@ class Engine:
             placed = [lay_out_one(step, cache, each, start, chunk, draft)]
         else:
             starts: dict[Sequence, int] = {}
-            limits: dict[int, Allowed] = {}
+            limits: dict[int, DraftBudget] = {}
             for each in live:
                 starts[each], limits[each.number] = self._begin_pass(each, partial_room, confirming, chunk)
             following = [each for each in self._live.values() if not each.disabled]
@@ -579,7 +579,7 @@ class Engine:
         partial_room: Mapping[Sequence, int] | None,
         confirming: dict[Sequence, Draft],
         chunk: int,
-    ) -> tuple[int, Allowed]:
+    ) -> tuple[int, DraftBudget]:
         """The first token that the pass feeds, and what may be drafted behind the tip.
 
         Tentative tokens that a pass over the full cache is to confirm are put into `confirming`.
@@ -588,20 +588,22 @@ class Engine:
             if sequence.ahead is not None and sequence.tentative:
                 assert self._partial is not None
                 confirming[sequence] = self._partial.to_confirm(sequence)
-                return sequence.computed, Allowed(sequence, 0)
+                return sequence.computed, DraftBudget(sequence, 0)
             start, room = sequence.computed, sequence.end - len(sequence.tokens)
         else:
             assert self._partial is not None
             start, room = self._partial.begin_pass(sequence), partial_room[sequence]
         pending = len(sequence.tokens) - start
         if not sequence.drafting or pending > (chunk if partial_room is None else 1):
-            return start, Allowed(sequence, 0)
+            return start, DraftBudget(sequence, 0)
         if self._rejecting and sequence.rounds == 0 and sequence.request.drafter in self._rejecting:
-            return start, Allowed(sequence, 0)  # whether a prompt was computed, or its KV known, must not change tokens
+            return start, DraftBudget(
+                sequence, 0
+            )  # whether a prompt was computed, or its KV known, must not change tokens
         nodes, most = min(self.target_step.max_nodes, room - 1), sequence.request.limits.tokens
-        return start, Allowed(sequence, nodes if most is None else min(nodes, most), pending == 1)
+        return start, DraftBudget(sequence, nodes if most is None else min(nodes, most), pending == 1)
 
-    def _choose(self, placed: List[Placed], *, partial: bool) -> Program:
+    def _choose(self, placed: List[Placement], *, partial: bool) -> Program:
         """The program of the step that is laid out."""
         drafted, tips = 0, False
         for each in placed:
@@ -614,7 +616,7 @@ class Engine:
             name = tree.program
         return self.programs[names.partial(name) if partial else name]
 
-    def _run(self, program: Program, placed: List[Placed]) -> float | None:
+    def _run(self, program: Program, placed: List[Placement]) -> float | None:
         """Run a pass. Before it verifies, cut a tree that was drafted in place to its request's limits, and to what is
         worth verifying; before it accepts, apply the rules of its sequences.
 
@@ -645,14 +647,14 @@ class Engine:
         program.run(cut if cuts else None, (lambda: self._ruled_walk.run(ruled)) if ruled else None)
         return cut_at
 
-    def _cut(self, placed: Placed, choose: Choose) -> None:
+    def _cut(self, placed: Placement, choose: Choose) -> None:
         engine = placed.sequence.engine_drafter
         assert engine is not None, "it has drafted in place"
         assert isinstance(placed.draft, TreeInPlace)
         engine.cut_in_place(self.target_step, placed.draft, choose)
         placed.drafted = self.target_step.drafted
 
-    def _lay_out_probs(self, placed: List[Placed]) -> None:
+    def _lay_out_probs(self, placed: List[Placement]) -> None:
         """Put the distributions that chains were drawn from where acceptance by rejection reads them."""
         for each in placed:
             draft = each.draft
@@ -663,20 +665,20 @@ class Engine:
 
     def _commit(
         self,
-        placed: List[Placed],
+        placed: List[Placement],
         confirming: Mapping[Sequence, Draft],
         program: Program,
         cache: KvCache,
         partial_room: Mapping[Sequence, int] | None,
         *,
         alone: bool,
-    ) -> list[Committed]:
+    ) -> list[CommittedTokens]:
         """Commit what the pass has accepted: tokens to their sequences, KV to the caches; tell the drafters.
 
         A sequence alone commits the KV of the tokens that stay; of several, all accepted KV stays until `settle`
         releases the sequences that are over.
         """
-        found: list[Committed] = []
+        found: list[CommittedTokens] = []
         kept = program.kept
         if not alone and kept is not None:
             kept = kept[: int(self.buffers.of(names.TARGET, names.KEPT_COUNT)[0])].copy()
@@ -710,7 +712,7 @@ class Engine:
             self._partial.note_step(placed, self.passes, over_partial=partial_room is not None)
         return found
 
-    def _insert_beginnings(self, placed: List[Placed]) -> None:
+    def _insert_beginnings(self, placed: List[Placement]) -> None:
         """Keep the KV of prompts, as others may begin alike; their drafters have taken them in by the second round."""
         assert self.prefix_cache is not None
         for each in placed:
@@ -729,11 +731,11 @@ class Engine:
 
     def _commit_tokens(
         self,
-        placed: Placed,
+        placed: Placement,
         program: Program,
         count: int,
         partial_room: Mapping[Sequence, int] | None,
-    ) -> Committed:
+    ) -> CommittedTokens:
         """Add the tokens that the target chose behind one tip to the sequence, up to one that ends it."""
         sequence, tokens = placed.sequence, program.tokens
         assert tokens is not None, "a program of the target that commits tokens"
@@ -745,7 +747,7 @@ class Engine:
             chosen = [int(tokens[placed.first])]
         else:
             chosen = tokens[placed.first : placed.first + min(count, room)].tolist()
-        committed = Committed(sequence, [], drafted=placed.drafted, accepted=count - 1, tentative=tentative)
+        committed = CommittedTokens(sequence, [], drafted=placed.drafted, accepted=count - 1, tentative=tentative)
         if placed.draft is not None:
             sequence.generation.stats.left_out += placed.draft.left_out
         if tentative:
@@ -788,7 +790,9 @@ class Engine:
         sequence.rounds += 1
         return committed
 
-    def _by_rules(self, placed: Placed, program: Program, chosen: list[int], committed: Committed) -> list[int]:
+    def _by_rules(
+        self, placed: Placement, program: Program, chosen: list[int], committed: CommittedTokens
+    ) -> list[int]:
         """Return the tokens of a pass that the sequence's rules allow, up to where no token may follow: an error of
         this sequence alone."""
         try:
@@ -837,7 +841,7 @@ class Engine:
         sequence.computed = stop
         self._loaded.files.check()
 
-    def _compute_again(self, sequence: Sequence, chosen_by: Placed) -> None:
+    def _compute_again(self, sequence: Sequence, chosen_by: Placement) -> None:
         """Compute the logits again that a launched round has overwritten."""
         self._launched.drop(sequence)
         chosen = chosen_by.start + chosen_by.fed  # the place of the token
@@ -897,7 +901,7 @@ class Engine:
 
     # What was committed, as text.
 
-    def show(self, committed: Committed) -> Span:
+    def show(self, committed: CommittedTokens) -> Span:
         """The text of what was committed, pass by pass; may run beside the next step.
 
         A stop string in it ends the sequence (`Sequence.stopped`): what a pass has committed since is nothing.
@@ -938,7 +942,7 @@ class Engine:
         return Span(token_ids, text, logprobs, sequence=sequence.id, result=result)
 
 
-def _logits_index(placed: Placed, index: int) -> int:
+def _logits_index(placed: Placement, index: int) -> int:
     """Return the logits index that the `index`-th token of a round was chosen by."""
     node = 0 if placed.kept is None else int(placed.kept[placed.fed - 1 + index]) - placed.root
     return placed.first + node

@@ -9,7 +9,7 @@ from outrider.runtime.options.options import Options
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class ReplicaRequest:
     """Token ids of a prompt, and options that were checked where it came in.
 
     `deadline` is in seconds from the moment of sending. `identity` is that of the plan whose tokenizer and limits the
@@ -27,7 +27,7 @@ class Sent:
     caller: str | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
 
-    def again(self, generated: Sequence[int], deadline: float | None, kernels: Mapping[str, str]) -> Sent:
+    def again(self, generated: Sequence[int], deadline: float | None, kernels: Mapping[str, str]) -> ReplicaRequest:
         """The same request, behind tokens that it has given by those `kernels`, with `deadline` seconds left."""
         if not generated:
             return replace(self, deadline=deadline)
@@ -46,7 +46,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Acknowledgement:
     """A replica's first message: it has taken the request, whose tokens come of these `kernels`."""
 
     kernels: Mapping[str, str] = field(default_factory=dict)

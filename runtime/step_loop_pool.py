@@ -7,33 +7,33 @@ import weakref
 from collections import deque
 from collections.abc import Sequence as List
 
-from outrider.runtime.engine import Engine
-from outrider.runtime.execution.assembly import Loaded
+from outrider.runtime.execution.assembly import LoadedPlan
 from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.text.common_length import common_length
 
 MAX_IDLE = 1  # idle engines that are kept; each holds its buffers
 # Where rounds are recorded, all are: a recording takes seconds, and not every library gives its memory back.
 
 
-class EnginePool:
+class StepLoopPool:
     """Lends engines. Safe to use from several threads, and in finalisers: no lock is waited for."""
 
-    def __init__(self, loaded: Loaded, cache: PrefixCache | None = None) -> None:
+    def __init__(self, loaded: LoadedPlan, cache: PrefixCache | None = None) -> None:
         """Make the first engine, which resolves every program: a wrong plan is found here, before any prompt."""
         self.loaded, self.cache = loaded, cache
-        self._all: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._all: weakref.WeakSet[StepLoop] = weakref.WeakSet()
         self._counting = threading.Lock()
         first = self._make()
         self.idle = deque([first], maxlen=None if first.records else MAX_IDLE)
 
-    def _make(self) -> Engine:
-        engine = Engine(self.loaded, self.cache)
+    def _make(self) -> StepLoop:
+        engine = StepLoop(self.loaded, self.cache)
         with self._counting:
             self._all.add(engine)
         return engine
 
-    def borrow(self, tokens: List[int] = ()) -> Engine:
+    def borrow(self, tokens: List[int] = ()) -> StepLoop:
         """Return an idle engine, or a new one.
 
         With a prefix cache an engine may still have a sequence; the idle engine whose sequence shares most with
@@ -51,12 +51,12 @@ class EnginePool:
             return engine
         return self._make()
 
-    def give_back(self, engine: Engine) -> None:
+    def give_back(self, engine: StepLoop) -> None:
         """Make the engine idle; where too many are, the oldest is dropped, unless it has recorded rounds."""
         self.idle.append(engine)
 
     @property
-    def engines(self) -> List[Engine]:
+    def engines(self) -> List[StepLoop]:
         """All engines, lent or idle."""
         with self._counting:
             return list(self._all)

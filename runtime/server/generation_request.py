@@ -52,7 +52,7 @@ else:
     )
 
 
-class _Asked(_Options):
+class _GenerationRequest(_Options):
     """Fields of both kinds of request: those of OpenAI here; the options that the server has, which are named as vLLM
     names them where it has them; and `priority` and `deadline`, which are ours.
 
@@ -103,7 +103,7 @@ class _Asked(_Options):
         return [cast(Options, given | {"stream_id": place}) for place in range(self.n)]
 
 
-class CompletionAsked(_Asked):
+class CompletionRequest(_GenerationRequest):
     """`POST /v1/completions`."""
 
     prompt: Any = Field(description="text, token ids, or a list of either")  # which `prompts` checks
@@ -140,7 +140,7 @@ class CompletionAsked(_Asked):
         return list(found)
 
 
-class ChatAsked(_Asked):
+class ChatRequest(_GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], FIRST_FAULT] = Field(
