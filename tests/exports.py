@@ -60,14 +60,14 @@ class SharedExports:
         return model
 
 
-class _TracedLater(tracing.Traced):
+class _TracedLater(tracing.TracedProgram):
     """The program, which few need, is exported when it is asked for."""
 
     def __init__(self, export: Callable[[], ir.Model], outputs: tuple[str, ...]) -> None:
         self._export, self.inputs, self.outputs = export, (), outputs
 
     @cached_property
-    def _traced(self) -> tracing.Traced:
+    def _traced(self) -> tracing.TracedProgram:
         return tracing.traced_of(self._export())
 
     @property

@@ -29,7 +29,7 @@ from outrider.runtime.text.grammars import Grammars
 
 
 class RemoteRuntime:
-    """A `server.served.Served`. Requests are checked here, and followed from replica to replica to their ends.
+    """A `server.served.ServedRuntime`. Requests are checked here, and followed from replica to replica to their ends.
 
     `submit_all` may be called in any thread; what it starts runs in the event loop that the object was made in. Safe
     to use from several threads.

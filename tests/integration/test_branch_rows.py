@@ -110,7 +110,7 @@ def rectangular(branching, monkeypatch):
 
             monkeypatch.setattr(program, "run", checked)
 
-    monkeypatch.setattr("outrider.runtime.step_loop_pool.Engine", Rectangular)
+    monkeypatch.setattr("outrider.runtime.step_loop_pool.StepLoop", Rectangular)
     runtime.engines.idle.clear()
     yield runtime
     assert any(rows > 1 and width > 1 for rows, width in shapes)

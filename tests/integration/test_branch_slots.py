@@ -164,7 +164,7 @@ def watched(branch_plan):
 def test_a_query_sees_what_the_definition_says(layout, watched, monkeypatch, prefix, branches, parallel) -> None:
     runtime, runner, oracles = watched[layout]
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.runtime.step_loop_pool.Engine", runner)
+        patch.setattr("outrider.runtime.step_loop_pool.StepLoop", runner)
         runtime.engines.idle.clear()
         mode, _ = LAYOUTS[layout]
         found = runtime.generate_branches(prefix, branches, mode=mode, max_parallel=parallel, ignore_eos=True)
@@ -178,7 +178,7 @@ def test_and_still_does_when_rows_are_moved(layout, watched, monkeypatch) -> Non
     options = {"drafter": "bushy", "predicted_tokens": 1}  # they begin in this order, each when another is half through
     branches = [{"prompt": [7 + i] * 5, "max_new_tokens": 100 if i else 50, **options} for i in range(6)]
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.runtime.step_loop_pool.Engine", runner)
+        patch.setattr("outrider.runtime.step_loop_pool.StepLoop", runner)
         runtime.engines.idle.clear()
         runtime.generate_branches([5] * 20, branches, mode=LAYOUTS[layout][0], max_parallel=2, ignore_eos=True)
     assert oracles[-1].compactions

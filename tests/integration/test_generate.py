@@ -258,7 +258,7 @@ def test_a_cancellation_taken_back_during_prefill_still_ends_the_generation(toy:
 def test_streams_that_are_never_read_hold_nothing(toy_plan, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(toy_plan)
     made: list[object] = []
-    monkeypatch.setattr("outrider.runtime.step_loop_pool.Engine", lambda *parts: made.append(1) or StepLoop(*parts))
+    monkeypatch.setattr("outrider.runtime.step_loop_pool.StepLoop", lambda *parts: made.append(1) or StepLoop(*parts))
     for _ in range(3):
         runtime.stream("x").close()
         runtime.stream("x")
