@@ -210,8 +210,8 @@ def test_a_bundle_that_lacks_something_says_what(torn: EmptyRoot, missing: Path,
 
 def test_a_module_that_is_missed_late_is_a_sentence(torn: EmptyRoot) -> None:
     shutil.rmtree(torn.bundle / MODULES / "llguidance")
-    torn.compile(HERE / "sessions.c")
-    done = torn.run("/programs/sessions", "/plans/toy")
+    torn.compile(HERE / "requests.c")
+    done = torn.run("/programs/requests", "/plans/branches", "/scratch")
     assert done.returncode == 1
     assert "Outrider's environment is incomplete (No module named 'llguidance'); copy or install it" in done.stderr
 
