@@ -271,7 +271,7 @@ def test_times_leave_out_what_the_caller_does_between_spans(toy: Runtime, monkey
     options = Options(max_new_tokens=5, drafter="none", ignore_eos=True)
     last = toy.generate(PROMPT, **options).text[-1]
     now = [0.0]
-    for module in ("session", "engine"):
+    for module in ("session", "step_loop"):
         monkeypatch.setattr(f"outrider.runtime.{module}.perf_counter", lambda: now[0])
     stream = toy.session().stream(PROMPT, stop=[f"{last} and more"], **options)
     for _ in stream:
