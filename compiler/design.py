@@ -160,7 +160,7 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
 
 
 def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None = None) -> dict[str, int]:
-    """Return the largest value of each symbol of the target: a full prefill chunk with the longest draft behind it.
+    """Return the largest value of each symbol of the target: a full prefill chunk with the longest draft after it.
 
     With partial KV, tentative tokens may be longer than any draft. A step of beam search needs the logits of every
     beam, so there is room for some even without drafts.

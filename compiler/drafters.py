@@ -56,7 +56,7 @@ class GraphSource:
     head: OpenHead[Any, Any] | None
     tree: Tree
     sink: int = 0
-    window: int = 0  # last tokens whose KV the drafter's cache keeps, behind the sink's; 0: all
+    window: int = 0  # last tokens whose KV the drafter's cache keeps, after the sink's; 0: all
 
     @property
     def drafter(self) -> GraphDrafter:
@@ -140,7 +140,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
         if isinstance(config, BlockConfig) and tree.depth >= config.drafted:
             raise recipe.error(
                 ("drafters", index, "gamma") if section.tree is None else ("drafters", index, "tree", "depth"),
-                f"asks for {tree.depth + 1} tokens one behind another, and a block of the head has {config.drafted}; "
+                f"asks for {tree.depth + 1} tokens one after another, and a block of the head has {config.drafted}; "
                 "lower it",
             )
         if tree.top_k > size:

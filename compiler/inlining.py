@@ -30,7 +30,7 @@ def inline_stages(
     memory: Mapping[str, Tensor],
     free: Mapping[str, str],
 ) -> tuple[str, ...]:
-    """Inline ops into the graph of a model with one row; `before` ops make its inputs, `behind` ops read its outputs.
+    """Inline ops into the graph of a model with one row; `before` ops make its inputs, `after` ops read its outputs.
 
     `memory` has every buffer by name. `free` maps inputs that the host may write in place of an op to the flag input
     that is not 0 when the host has written them. Returns the names of the ops.
@@ -77,7 +77,7 @@ class _Inliner:
         self._graph.insert_before(self._first, nodes)
 
     def put_behind(self, stage: Stage) -> None:
-        """Append the op, which reads outputs and inputs of the graph, and add its outputs behind the graph's own."""
+        """Append the op, which reads outputs and inputs of the graph, and add its outputs after the graph's own."""
         node, nodes = self._node(stage)
         for output, spec in zip(node.outputs, node_outputs(stage.run), strict=True):
             buffer = self._memory[stage.outputs.get(spec.name, names.of(stage.model, spec.name))]

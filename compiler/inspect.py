@@ -197,7 +197,7 @@ def print_description(description: dict[str, Any], console: Console) -> None:
 
 def _kernel_table(facts: dict[str, Any]) -> Table:
     """Return the kernels of a step with one new token, by the part of the model that they compute."""
-    keys, title = facts["keys_in_view"], "of one token behind"
+    keys, title = facts["keys_in_view"], "of one token after"
     table = Table(f"{title} {keys} keys", "kernels", "blocks", "MB moved", "Mflop", box=None, pad_edge=False)
     for part in facts["parts"]:
         kernels, blocks = (", ".join(map(str, part[name])) for name in ("kernels", "blocks"))

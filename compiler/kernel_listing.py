@@ -15,7 +15,7 @@ _ONE = dict.fromkeys(names.SYMBOLS, 1) | {names.ROW_EDGES: 2}
 
 
 def describe_kernels(path: Path, limits: Mapping[str, int]) -> dict[str, Any]:
-    """Return the launches of a step with one new token behind as many keys as are ever in view, by part."""
+    """Return the launches of a step with one new token after as many keys as are ever in view, by part."""
     engine = KernelEngine.model_validate_json(path.read_bytes())
     sizes = _ONE | {names.VIEW: limits[names.VIEW], names.CAPACITY: limits[names.VIEW]}
     costs = launch_costs(engine, sizes)

@@ -1,7 +1,7 @@
 """Our ops as nodes of a graph: domain `outrider`, the op's own name.
 
-A node takes the op's inputs and, behind them, one int64 tensor for each size of the op that no input has; only the
-length of such a tensor counts. The node gives the op's outputs and, behind them, `status` where the op can find a fault
+A node takes the op's inputs and, after them, one int64 tensor for each size of the op that no input has; only the
+length of such a tensor counts. The node gives the op's outputs and, after them, `status` where the op can find a fault
 (`plugins.cuda.launches.FAULTS`). Tensors at the end that a graph lacks may be left out.
 """
 

@@ -1,7 +1,7 @@
 """The folder of a plan, the workplace beside it, and the renames that put a finished plan into its folder.
 
 The workplace is `.NAME.building-HOST-PID`; an old plan is moved to `.NAME.previous-HOST-PID` for a moment. A killed
-process leaves these folders behind: the next build restores a plan that was moved away and never replaced, and removes
+process leaves these folders after: the next build restores a plan that was moved away and never replaced, and removes
 folders of dead processes of this host. A build replaces only a plan, and only one that holds no foreign files.
 """
 

@@ -114,7 +114,7 @@ class SkeletonSection(Section):
     outline_tokens: int = Field(384, ge=1, le=2**23, description="tokens of the longest outline")
     branch: str = Field(
         "{outline}\n{point}\n",
-        description="what a point's branch begins with behind the question: {outline}, and {point}, its line",
+        description="what a point's branch begins with after the question: {outline}, and {point}, its line",
     )
 
     @field_validator("branch")
@@ -145,7 +145,7 @@ class Recipe(Section):
         description="backends to build engines for: names, or {kind: NAME, ...} with options",
     )
     partial_kv: PartialKvSection = Field(
-        default_factory=lambda: PartialKvSection(), description="verifying in a partial KV cache behind long contexts"
+        default_factory=lambda: PartialKvSection(), description="verifying in a partial KV cache after long contexts"
     )
     skeleton: SkeletonSection | None = Field(None, description="how answers are outlined; without it, by the defaults")
     held_out: WrittenPath | None = Field(

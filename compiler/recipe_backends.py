@@ -103,7 +103,7 @@ class TensorRtSection(Section):
     frontend: Frontend = Field("onnx", description=_FRONTEND)
     timing_cache: WrittenPath | None = Field(
         None,
-        description="file, relative to the recipe, of how long kernels took: read before a build, written behind it",
+        description="file, relative to the recipe, of how long kernels took: read before a build, written after it",
     )
     version_compatible: bool = Field(
         False, description="later versions of TensorRT with the same first number may load the engines; may cost speed"

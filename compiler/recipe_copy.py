@@ -115,14 +115,14 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
 
 
 def _end(node: yaml.Node) -> int:
-    """Return where a value ends; PyYAML ends a block where the next token begins, behind comments and empty lines."""
+    """Return where a value ends; PyYAML ends a block where the next token begins, after comments and empty lines."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
         return _end(node.value[-1][1])
     return int(node.end_mark.index)
 
 
 def _span(node: yaml.Node, new: str) -> _Edit:
-    """Return the edit that puts `new` in the place of a value; an empty value stands right behind its colon."""
+    """Return the edit that puts `new` in the place of a value; an empty value stands right after its colon."""
     start, stop = node.start_mark.index, _end(node)
     return start, stop, new if stop > start else f" {new}"
 

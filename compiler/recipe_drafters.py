@@ -81,7 +81,7 @@ class TreeSection(Section):
     """A draft tree's shape. On a CPU small trees pay; `outrider tune` measures which."""
 
     top_k: int = Field(ge=1, le=32, description="children of a node, and nodes that each level expands")
-    depth: int = Field(ge=0, le=32, description="levels behind the root's children")
+    depth: int = Field(ge=0, le=32, description="levels after the root's children")
     nodes: int = Field(ge=2, le=256, description="nodes that the target verifies, the root included")
 
     @model_validator(mode="after")

@@ -53,7 +53,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def recipe_keys() -> list[Mapped]:
-    """Return every mapping of a recipe, the recipe itself first, each behind the mapping that holds it."""
+    """Return every mapping of a recipe, the recipe itself first, each after the mapping that holds it."""
     return list(_Walk(recipe_schema()).found.values())
 
 

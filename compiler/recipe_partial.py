@@ -29,7 +29,7 @@ class PartialKvSection(Section):
         128,
         ge=2,
         le=255,
-        description="tokens behind the window: those of steps since the KV cache was filled, and drafts; one pass over "
+        description="tokens after the window: those of steps since the KV cache was filled, and drafts; one pass over "
         "the full KV cache takes them all, with logits",
     )
     partial_threshold: int = Field(

@@ -223,7 +223,7 @@ class _MessagesRefusedError(TemplateError):
 class _GenerationBlock(Extension):
     """`{% generation %}` marks what training learns from; in a prompt its content stands there.
 
-    What is set within it is not known behind it, as in transformers.
+    What is set within it is not known after it, as in transformers.
     """
 
     tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)

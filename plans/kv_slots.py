@@ -18,7 +18,7 @@ KvType = Literal["float32", "float16", "int8"]
 """The types that a recipe can ask for."""
 
 SCALE_BYTES = 4
-"""Bytes behind the integers of an int8 slot: their scale, a float32 in the machine's byte order."""
+"""Bytes after the integers of an int8 slot: their scale, a float32 in the machine's byte order."""
 
 
 def slot_size(dtype: DType, head_dim: int) -> int:

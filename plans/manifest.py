@@ -126,7 +126,7 @@ class GraphDrafter(Strict):
     sequences share a pass without prices.
 
     `eagle3`: slot i pairs the target's feature of token i with token i + 1. `block`: slot i is made of that feature
-    alone, and a draft runs a `block` of slots behind them. `model`: slot i is token i. With `entropy`, the engine
+    alone, and a draft runs a `block` of slots after them. `model`: slot i is token i. With `entropy`, the engine
     drafts one token (a tree of two nodes), and runs as often as the chain has tokens.
     """
 
@@ -146,17 +146,17 @@ class GraphDrafter(Strict):
 
     @property
     def longest(self) -> int:
-        """Most nodes behind a tip."""
+        """Most nodes after a tip."""
         return self.tree.nodes - 1 if self.entropy is None else self.entropy.gamma_max
 
     @property
     def longest_path(self) -> int:
-        """Most nodes that lie one behind another."""
+        """Most nodes that lie one after another."""
         return min(self.tree.depth + 1, self.tree.nodes - 1) if self.entropy is None else self.entropy.gamma_max
 
     @property
     def grown(self) -> int:
-        """Most slots that drafting fills of its KV cache behind the tip's."""
+        """Most slots that drafting fills of its KV cache after the tip's."""
         if self.block is not None:
             return self.block
         return self.tree.depth * self.tree.top_k if self.entropy is None else self.entropy.gamma_max - 1
@@ -172,7 +172,7 @@ Drafter = Annotated[NgramDrafter | GraphDrafter, Field(discriminator="kind")]
 
 
 def longest_draft(drafters: Iterable[Drafter]) -> int:
-    """Most nodes that any of them hangs behind a tip."""
+    """Most nodes that any of them hangs after a tip."""
     return max((d.max_draft if isinstance(d, NgramDrafter) else d.longest for d in drafters), default=0)
 
 
@@ -257,7 +257,7 @@ class Engine(Strict):
     gpu: str | None = Field(None, description="Name of the one kind of GPU that may run it.")
     rectangular: bool = Field(
         False,
-        description="Whether rows are computed as a rectangle: slots behind a row's new ones get KV of no token, up to "
+        description="Whether rows are computed as a rectangle: slots after a row's new ones get KV of no token, up to "
         "as many as the longest row of the step adds.",
     )
     holds: tuple[str, ...] = Field((), description="Our ops that it runs itself, in a program's place.")

@@ -53,7 +53,7 @@ SUMMARISED = "summarised"  # int64 [1], blocks that have a summary
 KEY_MAX = "key_max"  # f32 [R, layers, kv_heads, head_dim, blocks]
 KEY_MIN = "key_min"
 BUDGET = "budget"  # int64 [1], blocks to retrieve
-SELECTED = "selected"  # int64 [layers, kv_heads, retrieval], blocks chosen, ascending; -1 behind the last
+SELECTED = "selected"  # int64 [layers, kv_heads, retrieval], blocks chosen, ascending; -1 after the last
 RESIDENT = "resident"  # int64 [R, layers, kv_heads, retrieval], those that lie in the KV cache
 
 # Results of a model's step.
@@ -67,7 +67,7 @@ KEPT_INDICES = (
     "kept_indices"  # int64 [N], new tokens that stay, ascending; a drafter's: [grown], nodes of its last tree
 )
 KEPT_COUNT = "kept_count"  # int64 [1]
-MOVE_TO = "move_to"  # int64 [R], where KV that is moved together goes, where not behind the committed slots
+MOVE_TO = "move_to"  # int64 [R], where KV that is moved together goes, where not after the committed slots
 STATUS = "status"  # int64 [1], of an engine that accepts: 0, or the number of a fault that the walk came to
 UNREAD_STATUS = "unread_status"  # int64 [1], likewise, in programs that do not go by what the engine accepts
 TRIALS = "trials"  # f64 [M, 2], by rejection: r and p / q of each drafted node that was weighed, NaN elsewhere
@@ -77,14 +77,14 @@ FEATURE_INDICES = "feature_indices"  # int64 [N], tokens of the target's step wh
 TIP_POSITION = "tip_position"  # int64 [branches], the tip's in the target
 TIP_INDICES = "tip_indices"  # int64 [R, B], new tokens that trees grow from; of plans of several branches
 TIP_BRANCH = "tip_branch"  # int64 [R, B], the branch of each
-NOISE = "noise"  # f32 [branches, depth + 1, vocab], of the races behind the tip: the target's own but for rejection
+NOISE = "noise"  # f32 [branches, depth + 1, vocab], of the races after the tip: the target's own but for rejection
 DRAFT_SAMPLING = "draft_sampling"  # f32 [branches, SETTINGS], what a drafter reads of `sampling`
-# One tree has `nodes` of them. Of several, one lies behind another, [D] in all: [branches * nodes] is room for them.
+# One tree has `nodes` of them. Of several, one lies after another, [D] in all: [branches * nodes] is room for them.
 TREE_TOKEN_IDS = "tree_token_ids"  # int64 [nodes]; node 0, the root, is the tip
 TREE_POSITIONS = "tree_positions"  # int64 [nodes], in the target
 TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
 TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
-TREE_SLOTS = "tree_slots"  # int64 [nodes], slot behind the tip's that a level gave the node; -1: none, the root
+TREE_SLOTS = "tree_slots"  # int64 [nodes], slot after the tip's that a level gave the node; -1: none, the root
 DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node was drawn from, by rejection; [D, vocab], a drafter's
 DRAFT_ENTROPY = "draft_entropy"  # f32 [1] or, of several tips, [R, B]: of the distribution at the tip, over ln V
 TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
@@ -111,7 +111,7 @@ SKIP_SAMPLE_ADJUSTMENT = "skip_sample_adjustment"  # int64 [branches], 1: reject
 # Programs.
 PREFILL = "prefill"
 DECODE = "decode"
-VERIFY = "verify"  # what hangs behind the tips of any number of branches
+VERIFY = "verify"  # what hangs after the tips of any number of branches
 BEAM = "beam"  # the target's engine alone, under an `attn_bias` that the host writes
 REFRESH = "refresh"  # fills the partial KV cache from the full one
 
@@ -128,12 +128,12 @@ def partial(program: str) -> str:
 
 
 def draft(drafter: str) -> str:
-    """The program that drafts behind the tips of several sequences, or one token of a chain."""
+    """The program that drafts after the tips of several sequences, or one token of a chain."""
     return f"draft.{drafter}"
 
 
 def compact(model: str) -> str:
-    """The program that moves slots of a model's KV cache together: accepted nodes of a drafter's last tree behind the
+    """The program that moves slots of a model's KV cache together: accepted nodes of a drafter's last tree after the
     tip's, or live slots over dead ones."""
     return f"compact.{model}"
 
@@ -144,7 +144,7 @@ def extend(drafter: str) -> str:
 
 
 def k_cache(layer: int) -> str:
-    """KV cache tensor of a layer's keys, `[R, kv_heads, capacity, slot_size]`; the graph's output has `_out` behind."""
+    """KV cache tensor of a layer's keys, `[R, kv_heads, capacity, slot_size]`; the graph's output has `_out` after."""
     return f"k_cache.{layer}"
 
 

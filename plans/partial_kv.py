@@ -18,9 +18,9 @@ PARTIAL_MODES: tuple[PartialMode, ...] = get_args(PartialMode)
 
 
 class PartialKv(Strict):
-    """A partial KV cache, sink | retrieval | window | buffer, read behind a long context instead of the full one.
+    """A partial KV cache, sink | retrieval | window | buffer, read after a long context instead of the full one.
 
-    The buffer has room for `n_spec_tokens_buf` tokens behind the window; the KV cache is used where more than
+    The buffer has room for `n_spec_tokens_buf` tokens after the window; the KV cache is used where more than
     `partial_threshold` tokens have KV, and filled anew after at most `full_refresh_interval` steps. `mode` and
     `budget`, blocks that are retrieved (None: as many as there is room for), are those of requests that do not say
     theirs.

@@ -23,14 +23,14 @@ _ADVICE = "`outrider tune PLAN --prices` writes it anew"
 
 
 class Price(Strict):
-    """Median `ms` of a pass over `rows` tokens of one sequence: the tip and what hangs behind it."""
+    """Median `ms` of a pass over `rows` tokens of one sequence: the tip and what hangs after it."""
 
     rows: int = Field(ge=1)
     ms: float = Field(gt=0)
 
 
 class PassPrices(Strict):
-    """Prices of passes of the plan `identity` behind `context` tokens, ascending by rows from 1 on.
+    """Prices of passes of the plan `identity` after `context` tokens, ascending by rows from 1 on.
 
     They hold for the `backend`, the `device` that ran it (the processor, or the GPU) and so many `threads` of the
     processor.

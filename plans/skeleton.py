@@ -19,8 +19,8 @@ SKELETON_FILE = "skeleton.json"
 class Skeleton(Strict):
     """How an answer is outlined and its points written as branches.
 
-    `branch` is what a point's branch begins with, behind system and question: `{outline}`, and `{point}`, its line,
-    which stands behind the points that it waits for and what its tool has found.
+    `branch` is what a point's branch begins with, after system and question: `{outline}`, and `{point}`, its line,
+    which stands after the points that it waits for and what its tool has found.
     """
 
     system: str | None = None

@@ -245,7 +245,7 @@ class Tokenizer:
         return known
 
     def continuation(self, token_ids: list[int]) -> str:
-        """Text that tokens add behind a text that has begun. Not for byte-level tokenizers.
+        """Text that tokens add after a text that has begun. Not for byte-level tokenizers.
 
         Exact where the list neither starts nor ends inside a run of byte-fallback tokens.
         """
@@ -260,7 +260,7 @@ class Tokenizer:
         return self.decode([self._anchor, *token_ids])[self._anchor_length :]
 
     def _find_anchor(self) -> tuple[int, int]:
-        """A token that prints a plain word: behind it, no token is the first one. Returns its id and its length."""
+        """A token that prints a plain word: after it, no token is the first one. Returns its id and its length."""
         for token_id in sorted(self._tokenizer.get_vocab(with_added_tokens=True).values()):
             if not self.is_skipped(token_id) and not self.fallback_byte(token_id):
                 text = self.decode([token_id])

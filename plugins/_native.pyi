@@ -192,7 +192,7 @@ def accepts(r: int, p: int, q: int) -> bool:
     """Return whether ChainAccept accepts at p and q in units of 2**-50, for the draw r in [0, 2**53)."""
 
 class NgramMemory:
-    """Outputs of earlier generations, at most `tokens` of them, for drafts behind contexts of up to `longest` tokens.
+    """Outputs of earlier generations, at most `tokens` of them, for drafts after contexts of up to `longest` tokens.
 
     See csrc/cpu/ngram_memory.h. Safe to use from several threads. Raises ValueError for sizes, and tokens, that it does
     not take."""
@@ -246,5 +246,5 @@ class Ngrams:
         position: int = 0,
         temperature: float = 0.0,
     ) -> int:
-        """Write a chain of at most `limit` tokens behind node `root`, and return its length. At a temperature above 0
+        """Write a chain of at most `limit` tokens after node `root`, and return its length. At a temperature above 0
         the tokens are those likely to win the target's races from `position` on."""

@@ -37,7 +37,7 @@ MIXTURE_OF_EXPERTS = OpSchema(
 
     Experts whose weight is 0 are left out; the others are added in ascending order.
     ClampedMixtureOfExperts, with attributes alpha and limit, has biases gate_bias, up_bias [experts, inner] and
-    down_bias [experts, hidden] behind the products, and another unit: (up + 1) * gate * sigmoid(alpha * gate), gate at
+    down_bias [experts, hidden] after the products, and another unit: (up + 1) * gate * sigmoid(alpha * gate), gate at
     most limit and up from -limit to limit.
     QuantMixtureOfExperts and ClampedQuantMixtureOfExperts have integers and scales in place of each product's weights,
     the transposed matrices of the experts one under another: [experts * outputs, inputs] and

@@ -30,7 +30,7 @@ KV_GATHER = OpSchema(
     slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
     Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
     where they are cost nothing. A step may have fewer rows than the cache: its first ones.
-    Errors: ValueError for splits, tokens behind the last split, and slots outside the cache, before anything is moved.
+    Errors: ValueError for splits, tokens after the last split, and slots outside the cache, before anything is moved.
     Source: DESIGN section 5.""",
     inputs=(
         _KV,
@@ -62,7 +62,7 @@ BLOCK_SUMMARY = OpSchema(
     every token: those with layer_windows 0. Summaries of the others stay as they are.
 
     Of the covered[0] tokens of row row[0] of a KV cache, the first sink_blocks * block_size are the sink. The window is
-    the last window_blocks whole blocks and what has begun behind them: it starts on the grid of blocks, no token
+    the last window_blocks whole blocks and what has begun after them: it starts on the grid of blocks, no token
     falling between. Blocks between the two, counted from the sink's end, are candidates: block b is of the tokens from
     (sink_blocks + b) * block_size on. Those from summarised[0] on are summarised, the others stay as they are. Planes
     of kv are K and V of each layer in turn; of an int8 cache (`plans.kv_slots`), keys are integers times their scale,
@@ -97,7 +97,7 @@ BLOCK_SELECT = OpSchema(
     max(q . key_max, q . key_min), in float32, summed in the order of a head's elements. Scores of one block become one
     by reduction: 0 the largest, 1 the mean, 2 the mean over the last token's alone. A score that is no number
     counts as float32's lowest. The budget[0] best blocks are selected, of equals the lower one first, and listed
-    ascending; -1 behind them. Queries of a layer lie from its plane's start on, tokens one behind another.
+    ascending; -1 after them. Queries of a layer lie from its plane's start on, tokens one after another.
     Errors: ValueError for numbers out of range, and for a budget that does not reach a layer's window where there are
     more candidates, before anything is written.
     Source: DESIGN section 8; FEATURES row 33; seed 004; arXiv 2512.02337 (equations 1 to 3).""",

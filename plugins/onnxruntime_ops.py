@@ -48,7 +48,7 @@ that a token does not choose. Attributes are `experts`, `top_k` and `normalise`;
 
 `outrider.cpu.MixtureOfExperts(x, weights, gate, up, down, gate_bias, up_bias, down_bias) -> (y)` is
 `plugins.reference.mixture_of_experts` bit for bit on any machine, of float32 weights in panels,
-`outrider.cpu.QuantMixtureOfExperts` of packed ones: an expert's outputs stand behind those of the expert before, and
+`outrider.cpu.QuantMixtureOfExperts` of packed ones: an expert's outputs stand after those of the expert before, and
 the attributes `bits`, `wide` and `minimums` tell the layout. The attributes `experts`, `hidden` and `size` are their
 number, the width of tokens and that of gate and up. The unit is `silu(gate) * up` where `limit` is 0, else the clamped
 one with `alpha` and `limit`. Biases may be left out. A pass reads the weights of an expert once, and those that no

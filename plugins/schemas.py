@@ -61,7 +61,7 @@ _BIM_MASK = OpSchema(
     a committed key j < past_length[r] is visible iff bim[r, j] is -1 or branch[n]; the key of the row's token at place
     j, at past_length[r] + j, is visible iff that token is n or an ancestor of n through parent (parent[n] < n, a token
     of the same row; -1: its parent is committed; a prefill is a chain). All other keys are masked.
-    Places behind a row's tokens fill up the rectangle: they see key 0 alone, so that no softmax is over nothing.
+    Places after a row's tokens fill up the rectangle: they see key 0 alone, so that no softmax is over nothing.
     S >= a row's tokens and T >= past_length[r] + its tokens, for every row.
     Errors: ValueError for extents, splits, past_length, parents or branches out of range, before anything is written.
     Source: DESIGN section 4, "Visibility"; seed 000.""",
@@ -103,7 +103,7 @@ _TREE_ACCEPT = OpSchema(
     else commit x and stop. One draw a visited node.
 
     committed[m + j] is token j of the tree whose root has place m; accepted_count[t] counts the tokens of tree t, the
-    extra one included, and is 0 behind the last tree; kept_indices[:kept_count] are the pending tokens and the visited
+    extra one included, and is 0 after the last tree; kept_indices[:kept_count] are the pending tokens and the visited
     nodes, ascending. Entries of committed[:M] and kept_indices[:N] that say nothing are -1.
     Errors: as Sample, and ValueError for parents out of range, indices not ascending, trees not contiguous or too many.
     An error found before the walk leaves the outputs as they were.
@@ -120,14 +120,14 @@ _CHAIN_ACCEPT = OpSchema(
     doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
 
     Tokens stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
-    logit_indices a drafted node stands right behind its parent. Trees of the others are walked as TreeAccept does.
+    logit_indices a drafted node stands right after its parent. Trees of the others are walked as TreeAccept does.
     The token x of the node at place i was drawn from q = draft_probs[i] (a root's is not read), q summing to
     about 1; p is what Sample draws from at the parent, filters included (greedy: all of it at the argmax). Draws are
-    those of the token behind the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):
+    those of the token after the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):
     x is accepted iff p(x) > 0 and r q(x) <= p(x), and the walk goes on at its node.
     Otherwise a token that wins a race of weights max(0, p - q), with the noise that Sample takes, is committed, and the
     walk stops. It is drawn from p where nothing is left of p - q, or where skip_sample_adjustment[b] is 1 (debugging:
-    the output no longer has the target's distribution). Behind the last node, if accepted: one more token, as Sample
+    the output no longer has the target's distribution). After the last node, if accepted: one more token, as Sample
     draws it.
     p and q are compared in integer units of 2^-50; q above 1 counts as 1. A q that sums to 1 + e moves the output's
     distribution by no more than about e.
@@ -152,7 +152,7 @@ _CHAIN_ACCEPT = OpSchema(
 _RACE_NOISE = OpSchema(
     name="RaceNoise",
     version=2,
-    doc="""What a drafter looks at: the noise of the races behind each tip, and the branch's settings in float32.
+    doc="""What a drafter looks at: the noise of the races after each tip, and the branch's settings in float32.
 
     noise[b, d, i] is that of token i at (seed[b], stream[b], tip_position[b] + 1 + d, purpose), exponentially
     distributed: by the default purpose the target's own, so that the drafter runs the race that the target will.
@@ -292,7 +292,7 @@ _NODES = ("trees", "nodes - 1")
 _TREE_RERANK = OpSchema(
     name="TreeRerank",
     version=2,
-    doc="""The nodes - 1 best candidates of all levels, as the nodes of a draft tree behind its root.
+    doc="""The nodes - 1 best candidates of all levels, as the nodes of a draft tree after its root.
 
     A child scores no more than its parent and comes after it, so whoever is chosen has ancestors that are: of equals,
     the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. candidate holds

@@ -80,7 +80,7 @@ def _parser(called: str) -> Parser:
         "--debug",
         action="store_true",
         help="print each round on standard error: its position, the drafted tokens with the drafter's probability that "
-        "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token behind them; H is "
+        "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token after them; H is "
         "the entropy that chose the length; r and p/q decide by rejection. Lengths chosen and drafting that is stopped "
         "because it does not pay are told as well",
     )

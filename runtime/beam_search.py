@@ -68,7 +68,7 @@ class BeamResult:
 
 
 def beam_search(session: Session, prompt: str | Sequence[int], **options: Unpack[BeamOptions]) -> list[BeamResult]:
-    """Append `prompt` to the session's sequence and search behind it; nothing that is found is appended.
+    """Append `prompt` to the session's sequence and search after it; nothing that is found is appended.
 
     Best first, `num_return` of them. A cancelled search returns what it has, with the live beams as they are. Raises
     RequestError, before anything changes, for a prompt or an option that cannot be served, such as more slots than the
@@ -81,7 +81,7 @@ def beam_search(session: Session, prompt: str | Sequence[int], **options: Unpack
         started = perf_counter()
         most = settings.most_tokens(len(session.token_ids) + len(prepared.ids))
         beams = _Beams(settings, most)
-        visible = np.zeros((settings.beams, settings.beams * (most - 1)), np.bool_)  # by beam: slots behind the prompt
+        visible = np.zeros((settings.beams, settings.beams * (most - 1)), np.bool_)  # by beam: slots after the prompt
         used = 0
         logits = session.read(prepared, request, stats)
         while logits is not None:
@@ -160,7 +160,7 @@ class _Settings:
         needed = prompt_tokens + self.beams * (most - 1)  # the last tokens need no slots
         if needed > self.slots:
             raise RequestError(
-                f"{self.beams} beams of {most} new tokens behind {prompt_tokens} need {needed} KV slots, and "
+                f"{self.beams} beams of {most} new tokens after {prompt_tokens} need {needed} KV slots, and "
                 f"the plan's has {self.slots}. Ask for at most {1 + (self.slots - prompt_tokens) // self.beams} new "
                 "tokens or for fewer beams, or build the plan with a larger capacity.context."
             )
@@ -209,7 +209,7 @@ class _Beams:
     def grow(self, logits: NDArray[np.float32]) -> NDArray[np.int64]:
         """Continue the live beams by the best tokens; int64 [live], which of them each of the new ones continues.
 
-        `logits` f32 [live, vocab]. A candidate that ends counts only if it is among the best `beams`: those behind
+        `logits` f32 [live, vocab]. A candidate that ends counts only if it is among the best `beams`: those after
         are there to replace it.
         """
         settings, ends = self._settings, self._settings.request.eos_token_ids

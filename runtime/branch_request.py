@@ -40,7 +40,7 @@ _NO_OPTIONS = ("prompt", "predicted_tokens")
 
 @dataclass(frozen=True)
 class BranchRequest:
-    """A checked branch: the tokens it begins with behind the prefix, and its options."""
+    """A checked branch: the tokens it begins with after the prefix, and its options."""
 
     token_ids: list[int]
     request: Request
@@ -74,7 +74,7 @@ def check_branches(
     mode: Mode,
     options: Options,
 ) -> tuple[list[int], list[BranchRequest]]:
-    """Check a call; return the shared prefix and the branches behind it. Raises RequestError naming the branch."""
+    """Check a call; return the shared prefix and the branches after it. Raises RequestError naming the branch."""
     geometry = manifest.target
     if geometry.branches < 2:
         raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16 for more.")

@@ -1,4 +1,4 @@
-"""Generate several sequences behind one prefix: how `generate_branches` drives an engine."""
+"""Generate several sequences after one prefix: how `generate_branches` drives an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_branches(
     """Yield the spans of all branches as they are committed; at most `max_parallel` live at once. Fills `stats`.
 
     Branches that are predicted to be longest start first, equal ones in the order given; one whose beginning is not
-    known yet starts as soon as it is. The KV of the prefix stays for a next run behind the same prefix, if that asks
+    known yet starts as soon as it is. The KV of the prefix stays for a next run after the same prefix, if that asks
     drafters of this run or of `keep_for` only.
     """
     with engine.counting(stats):

@@ -41,7 +41,7 @@ class Span:
     """Tokens that one step committed to a sequence. `text` holds whole characters only and may lag behind `token_ids`.
 
     A `tentative` span is not committed, and may never be. Its tokens follow those of earlier tentative spans. Its text
-    is what will be shown behind the text so far if all tentative tokens are confirmed and nothing follows. The next
+    is what will be shown after the text so far if all tentative tokens are confirmed and nothing follows. The next
     span that is not tentative replaces it.
 
     `sequence` is the index of the sequence among those asked for. The last span of a sequence carries its `result`, or
@@ -58,7 +58,7 @@ class Span:
 
 
 Run = Generator[Span | None, None, None]
-"""Generations pass by pass: their spans, or None behind a pass over a part of a prompt alone."""
+"""Generations pass by pass: their spans, or None after a pass over a part of a prompt alone."""
 
 
 class Stream:
@@ -132,7 +132,7 @@ class GrowingGeneration:
         self.finish_reason: FinishReason | None = None
 
     def cut(self, chosen: list[int], last: bool) -> tuple[list[int], FinishReason | None]:
-        """Cut the tokens that the target chose in one round behind an end token.
+        """Cut the tokens that the target chose in one round after an end token.
 
         `last` says that there is no room for more. Returns the tokens that stay, and the finish reason as far as tokens
         tell. Changes nothing.

@@ -18,7 +18,7 @@ class Handle:
     """Iterate it, or `async for` it, for spans; `result()`, or `await` it, for the whole generation.
 
     Every iteration starts with the first span, whatever was read before. An error that ended the request is raised
-    behind the last span.
+    after the last span.
 
     Cancelling a task that awaits or iterates it, or `asyncio.wait_for` on it, ends the request;
     `asyncio.shield` keeps it. Code that leaves an iteration in another way must call `cancel`.
@@ -91,7 +91,7 @@ class Handle:
         return self._error
 
     def read(self, seen: int, timeout: float | None = None) -> tuple[list[Span], bool]:
-        """Return the spans behind the first `seen`, and whether the request is over.
+        """Return the spans after the first `seen`, and whether the request is over.
 
         Waits for a span or the end, at most `timeout` seconds.
         """

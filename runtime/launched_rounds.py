@@ -1,7 +1,7 @@
 """Rounds that the host launches before it has seen the tokens of the round before: it stays one step behind the device.
 
 Such a round gives each sequence one token, whatever the tokens are, so that places in the KV cache are known before
-them: only the tokens stay on the device. What a sequence is given behind its end counts for nothing.
+them: only the tokens stay on the device. What a sequence is given after its end counts for nothing.
 """
 
 from __future__ import annotations

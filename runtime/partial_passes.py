@@ -141,7 +141,7 @@ class PartialPasses:
         return sequence.partial.computed
 
     def to_confirm(self, sequence: Sequence) -> Draft:
-        """Retract the sequence's tentative tokens, and return them as a draft: a chain behind its tip."""
+        """Retract the sequence's tentative tokens, and return them as a draft: a chain after its tip."""
         assert sequence.confirmed is not None
         limit = min(self._most_tentative, sequence.end - sequence.confirmed - 1)
         chain = sequence.tentative[: max(limit, 0)]

@@ -381,7 +381,7 @@ class Runtime:
     ) -> Stream:
         """Continue `prompt` in several branches that share its KV, spans of all of them as they come.
 
-        A branch is a text or token ids behind the prompt, or a mapping of `prompt` and options of its own; those
+        A branch is a text or token ids after the prompt, or a mapping of `prompt` and options of its own; those
         given here hold for all. In place of `branches`, `n` asks for so many samples of the prompt itself. At most
         `max_parallel` branches live at once (default: as many as the plan has); others follow as these end, those
         with the most `predicted_tokens` first (a key of a branch's mapping; default: its `max_new_tokens`).
@@ -389,14 +389,14 @@ class Runtime:
         The `prompt` of a mapping may also be a function, which is called until it knows how the branch begins, with
         the generations that have ended (`branch_request.LatePrompt`).
 
-        A run behind the prompt of the run before it, in the same mode, finds its KV, unless it asks drafters with an
+        A run after the prompt of the run before it, in the same mode, finds its KV, unless it asks drafters with an
         engine that no branch asked before. `keep_for` names such drafters beforehand. A prefix cache finds it whatever
         has run in between.
 
         In mode "in-one-sequence" all share one row of the KV cache, and the prompt's KV is there once. In "batching"
         each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.
 
-        Each branch gets the tokens that it would get alone, behind prompt and beginning, with its `stream_id`: that
+        Each branch gets the tokens that it would get alone, after prompt and beginning, with its `stream_id`: that
         given, plus the branch's place. Raises RequestError, before anything runs.
         """
         self._check_open()

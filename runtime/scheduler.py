@@ -330,7 +330,7 @@ class Scheduler:
         """Run one pass, after dropping requests that expired while waiting and admitting those that fit.
 
         The text of the pass before is handled meanwhile. A sequence whose stop string is found there has taken part in
-        this pass for nothing, and in the one that was launched behind it.
+        this pass for nothing, and in the one that was launched after it.
         """
         self._expire()
         engine.settle(self._running)

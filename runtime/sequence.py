@@ -41,7 +41,7 @@ class Sequence:
     `number` is the branch number of the sequence's slots and of its sampling settings. The first `shared` tokens are
     the prefix, whose KV all sequences of the engine share. In lossless partial KV, tokens from `confirmed` on are
     tentative: passes over the partial cache chose them, and a pass over the full one will confirm or retract them.
-    Behind its tokens there may be `unseen` ones, which a round on the device chooses meanwhile.
+    After its tokens there may be `unseen` ones, which a round on the device chooses meanwhile.
     """
 
     id: int

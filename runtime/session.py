@@ -196,7 +196,7 @@ class Session:
                         if span.error is not None:
                             raise span.error
                         dropped = len(committed.token_ids) - len(span.token_ids)
-                        if dropped:  # behind a stop string
+                        if dropped:  # after a stop string
                             engine.truncate(sequence, len(sequence.tokens) - dropped)
                         if span.result is not None:
                             clock.fill(span.result.stats)
@@ -235,7 +235,7 @@ class Session:
         return text.push(token_ids).text + text.finish()
 
     def time_round(self, chain: List[int], drafter: str | None, *, partial: bool = False) -> float:
-        """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens behind it.
+        """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens after it.
 
         `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain; None verifies the
         chain, if there is one, whoever has drafted it. With `partial` it reads the partial cache. Nothing is committed.
@@ -255,7 +255,7 @@ class Session:
 
     @contextmanager
     def exploring(self, prompt: str | List[int], request: Request, stats: Stats) -> Iterator[Prompt]:
-        """Hold the session for `read` and `look_ahead` behind `prompt`, which has not been appended yet.
+        """Hold the session for `read` and `look_ahead` after `prompt`, which has not been appended yet.
 
         At the end the sequence is what it was, with the prompt if it was read, and `stats` has the times of the stages.
         Raises RequestError as `stream` does.
@@ -267,7 +267,7 @@ class Session:
             clock.fill(stats)
 
     def read(self, prompt: Prompt, request: Request, stats: Stats) -> NDArray[np.float32] | None:
-        """Append `prompt` and give all of it KV; logits f32 `[1, vocab]` behind it, None if it was cancelled."""
+        """Append `prompt` and give all of it KV; logits f32 `[1, vocab]` after it, None if it was cancelled."""
         self._changes += 1
         engine, sequence = self._take()
         sequence.tokens += prompt.ids
@@ -276,8 +276,8 @@ class Session:
     def look_ahead(self, tokens: list[int], distance: int, visible: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Logits f32 `[tokens, vocab]`, a view until the next pass, of tokens that do not belong to the sequence.
 
-        They stand `distance` positions behind it and take the next slots in order. `visible` bool `[tokens, slots]`
-        says which of the slots behind the sequence each one sees, those of these tokens included.
+        They stand `distance` positions after it and take the next slots in order. `visible` bool `[tokens, slots]`
+        says which of the slots after the sequence each one sees, those of these tokens included.
         """
         engine, sequence = self._take()
         return engine.look_ahead(sequence, tokens, distance, visible)

@@ -17,7 +17,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
-    resumed_tokens: int = 0  # that the request had given before, and went on behind
+    resumed_tokens: int = 0  # that the request had given before, and went on after
     queued_ms: float = 0.0  # from the submission of a request to the first work on it
     reused_tokens: int = 0  # of the sequence so far, not computed again
     cached_tokens: int = 0  # of those, copied from the prefix cache
@@ -28,7 +28,7 @@ class Stats:
     drafted: int = 0  # tokens proposed and evaluated by the target
     left_out: int = 0  # tokens proposed, and not evaluated: not worth what verifying them costs
     accepted: int = 0
-    partial_mode: str = "off"  # how steps behind a long context were verified: off, lossless, lossy
+    partial_mode: str = "off"  # how steps after a long context were verified: off, lossless, lossy
     partial_rounds: int = 0  # passes over the partial KV cache
     partial_ms: float = 0.0  # of those passes, and the drafts for them
     refreshes: int = 0  # times that it was filled from the full one

@@ -218,7 +218,7 @@ class StepLoop:
     # Sequences.
 
     def fits(self, tokens: int, request: Request) -> bool:
-        """Whether there is room for one more sequence of so many tokens behind the prefix, whatever others come to.
+        """Whether there is room for one more sequence of so many tokens after the prefix, whatever others come to.
 
         Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left, but for
         those by rejection, which tokens depend on.
@@ -235,7 +235,7 @@ class StepLoop:
         return min(self._geometry.context, tokens + request.max_new_tokens)
 
     def open(self, tokens: List[int] = (), *, number: int | None = None, id: int = 0) -> Sequence:
-        """A sequence of `tokens` behind the prefix; it gets `number`, one that is free, or the lowest."""
+        """A sequence of `tokens` after the prefix; it gets `number`, one that is free, or the lowest."""
         number = self._free[-1] if number is None else number
         self._free.remove(number)
         shared = len(self.prefix)
@@ -257,7 +257,7 @@ class StepLoop:
         return sequence
 
     def start(self, sequence: Sequence, request: Request, text: TextStream) -> None:
-        """Generate behind the sequence's tokens from now on; what it is generated for ends with `finish`.
+        """Generate after the sequence's tokens from now on; what it is generated for ends with `finish`.
 
         Tokens that the request has given before follow those at once.
         """
@@ -478,7 +478,7 @@ class StepLoop:
             cache.erase(sequence.number)
 
     def _step_behind(self, sequences: List[Sequence], chunk: int) -> list[CommittedTokens]:
-        """Commit a round that is outstanding, or is launched here, once the one behind it is launched too."""
+        """Commit a round that is outstanding, or is launched here, once the one after it is launched too."""
         rounds = self._launched
         present, following = rounds.outstanding, None
         try:
@@ -580,7 +580,7 @@ class StepLoop:
         confirming: dict[Sequence, Draft],
         chunk: int,
     ) -> tuple[int, DraftBudget]:
-        """The first token that the pass feeds, and what may be drafted behind the tip.
+        """The first token that the pass feeds, and what may be drafted after the tip.
 
         Tentative tokens that a pass over the full cache is to confirm are put into `confirming`.
         """
@@ -736,7 +736,7 @@ class StepLoop:
         count: int,
         partial_room: Mapping[Sequence, int] | None,
     ) -> CommittedTokens:
-        """Add the tokens that the target chose behind one tip to the sequence, up to one that ends it."""
+        """Add the tokens that the target chose after one tip to the sequence, up to one that ends it."""
         sequence, tokens = placed.sequence, program.tokens
         assert tokens is not None, "a program of the target that commits tokens"
         request = sequence.request
@@ -830,7 +830,7 @@ class StepLoop:
     # Passes of their own, of a sequence that is alone.
 
     def _feed(self, sequence: Sequence, stop: int, *, tip: bool) -> None:
-        """Compute the KV of the sequence's tokens up to `stop`; with `tip`, the logits behind the last of them too."""
+        """Compute the KV of the sequence's tokens up to `stop`; with `tip`, the logits after the last of them too."""
         part = sequence.tokens[sequence.computed : stop]
         self.cache.begin_alone(part, sequence.computed, sequence.number)
         if tip:
@@ -850,7 +850,7 @@ class StepLoop:
         chosen_by.first, chosen_by.overtaken, sequence.watched = 0, False, True
 
     def read(self, sequence: Sequence, request: Request, stats: Stats) -> NDArray[np.float32] | None:
-        """Give all of the sequence's tokens KV; logits f32 `[1, vocab]` behind them, None if it was cancelled."""
+        """Give all of the sequence's tokens KV; logits f32 `[1, vocab]` after them, None if it was cancelled."""
         chunk, tokens = self._geometry.prefill_chunk, sequence.tokens
         self._truncate_caches(sequence, min(sequence.computed, len(tokens) - 1))
         stats.prompt_tokens, stats.reused_tokens = len(tokens), sequence.computed

@@ -17,7 +17,7 @@ from outrider.runtime.execution.step import TargetStep
 class Node:
     """A drafted token. `parent` counts nodes, 0 is the tip.
 
-    `probability` is the drafter's that the target chooses it behind its parent, None where it has none: greedy, and by
+    `probability` is the drafter's that the target chooses it after its parent, None where it has none: greedy, and by
     rejection, its own probability of the token; else what TreeExpand makes of that with the target's noise. By
     rejection, a node that the target came to was accepted where `draw` <= `ratio`, r and p / q of the rule; else they
     are None.
@@ -37,7 +37,7 @@ class Round:
     """`position` is that of the first token committed. `entropy` is the drafter's, where that decides the length.
     `left_out` nodes more were drafted, and were not worth what verifying them costs.
 
-    `committed` are the accepted tokens and the correction (the bonus, behind a draft accepted whole), which is missing
+    `committed` are the accepted tokens and the correction (the bonus, after a draft accepted whole), which is missing
     where the generation ended before it.
     """
 
@@ -69,7 +69,7 @@ def read_round(
     trials: NDArray[np.float64] | None,
 ) -> Round:
     """The round of one sequence that has just run: the tip is token `root` of the step, with logits index `first`, and
-    `drafted` nodes stand behind it.
+    `drafted` nodes stand after it.
 
     `accepted` lists those of the step's tokens that were accepted; `trials` are those of ChainAccept, by logits index.
     """

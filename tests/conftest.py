@@ -436,7 +436,7 @@ EVERYTHING = [
 
 @pytest.fixture(scope="session")
 def long_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of the toy with partial KV, in force behind 30 tokens, and drafters that keep 20 to 40."""
+    """A plan of the toy with partial KV, in force after 30 tokens, and drafters that keep 20 to 40."""
     recipe = load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}"])
     return made_once(tmp_path_factory, "long-plan", lambda out: build(recipe, toy_recipe, out))
 

@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT for RTX behind one interface; both build engines, with differences in configuration."""
+"""TensorRT and TensorRT for RTX after one interface; both build engines, with differences in configuration."""
 
 from __future__ import annotations
 

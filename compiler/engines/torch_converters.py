@@ -18,7 +18,7 @@ import outrider.compiler.export.ops  # noqa: F401  registers ours
 from outrider.compiler.lowering.builder import LOWEST
 
 BRANCH_ATTENTION = torch.ops.outrider.branch_attention.default
-_CAPS_AND_SINKS = 13  # the arguments of branch_attention behind those that every call has
+_CAPS_AND_SINKS = 13  # the arguments of branch_attention after those that every call has
 _LOWEST = {"HALF": LOWEST[ir.DataType.FLOAT16], "BF16": LOWEST[ir.DataType.BFLOAT16]}
 
 

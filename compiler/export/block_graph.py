@@ -1,7 +1,7 @@
 """Draft graphs of block heads: one pass over a block of the tip and masks gives the logits of every level.
 
 The new tokens bring features alone: each layer appends keys and values made of them, and no query asks. Then the block
-of each tip runs in the slots behind them: it sees the keys that the last token before the tip sees, and itself, all of
+of each tip runs in the slots after them: it sees the keys that the last token before the tip sees, and itself, all of
 it or, where the head is causal, the slots up to the query's. The runtime drops the block's KV by length.
 
 A level's logits are those of its slot, the same for all nodes of the level but for the head's bias by the token before.
@@ -28,7 +28,7 @@ def block_slots(config: BlockConfig, tree: Tree) -> int:
 
 
 class BlockGraph(DraftGraph):
-    """Appends the context's keys and values, and runs one block behind each tip."""
+    """Appends the context's keys and values, and runs one block after each tip."""
 
     masks: Tensor
     hidden_slots: Tensor
@@ -114,7 +114,7 @@ class _Block:
         return F.logsigmoid(head.confidence(self._hidden, torch.cat(self._previous, 1)).float())
 
     def _biased(self, previous: Tensor, level: int) -> Tensor:
-        """Return the logits `[1, n * nodes, Vd]` of a level behind the target tokens `previous` `[n, nodes]`."""
+        """Return the logits `[1, n * nodes, Vd]` of a level after the target tokens `previous` `[n, nodes]`."""
         head, nodes = self._graph.block.head, previous.shape[1]
         self._previous.append(previous)
         here = torch.tensor([level])  # selects [n, 1, ...] in one node of the graph

@@ -53,7 +53,7 @@ def export_draft(
     With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_indices` int64
     `[R, B]`, equally many in each row, with the noise and settings of `tip_branch` int64 `[R, B]`. Outputs hold one
     tree after another, `[D]` in all, but parents count within a tree, and `tree_slots` counts from the first slot
-    behind the row's tokens. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, one value per tip.
+    after the row's tokens. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, one value per tip.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
     heads = drafting.heads

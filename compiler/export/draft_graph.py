@@ -60,11 +60,11 @@ class Growth(Protocol):
     """Logits `[1, n * nodes, Vd]`, f32, level by level, of n trees."""
 
     def first(self) -> Tensor:
-        """Return the logits behind the tips."""
+        """Return the logits after the tips."""
         ...
 
     def behind(self, token: Tensor, level: int) -> Tensor:
-        """Return the logits behind the frontiers' nodes, whose draft tokens are `[n, k]`."""
+        """Return the logits after the frontiers' nodes, whose draft tokens are `[n, k]`."""
         ...
 
     def follow(self, parent: Tensor) -> None:
@@ -79,7 +79,7 @@ class Growth(Protocol):
 
 @dataclass(frozen=True)
 class Tips:
-    """The n tips that trees grow from, and the layout of the slots behind them, `each` of a tip.
+    """The n tips that trees grow from, and the layout of the slots after them, `each` of a tip.
 
     The slots of the first tree come first, then those of the second ...; every row has equally many trees.
     """
@@ -92,9 +92,9 @@ class Tips:
     noise: Tensor  # [branches, depth + 1, V], of the target's tokens
     branch: Tensor | None  # [n], of each tip; None where there is one branch
     sampling: Tensor  # [n, SETTINGS], f32
-    start: Tensor  # [R], first slot behind the row's tokens
-    slots: Tensor  # [n * each, 1], slots of the first pass behind the tips
-    splits: Tensor  # [R + 1], row splits of a pass behind the tips
+    start: Tensor  # [R], first slot after the row's tokens
+    slots: Tensor  # [n * each, 1], slots of the first pass after the tips
+    splits: Tensor  # [R + 1], row splits of a pass after the tips
     width: int  # slots of such a pass in one row
     several: SeveralTips | None
 
@@ -110,7 +110,7 @@ class SeveralTips:
 
 
 class DraftGraph(nn.Module):
-    """Maps committed tokens that the drafter lacks to a tree behind the last one, or to trees behind `tip_indices`.
+    """Maps committed tokens that the drafter lacks to a tree after the last one, or to trees after `tip_indices`.
 
     A subclass says how the model takes in the tokens (`_take_in`) and what gives the levels' logits (`_growth`).
     """
@@ -133,7 +133,7 @@ class DraftGraph(nn.Module):
         slots: bool,
         columns: Sequence[int] | None,
     ) -> None:
-        """`each` is the number of slots that a pass behind the tips takes of each, `columns` those of the features that
+        """`each` is the number of slots that a pass after the tips takes of each, `columns` those of the features that
         the model reads; None for all."""
         super().__init__()
         self.model, self.tree, self.each = model, tree, each
@@ -143,7 +143,7 @@ class DraftGraph(nn.Module):
         self.register_buffer("columns", None if columns is None else torch.tensor(columns))
         k = tree.top_k
         for name, table in {
-            "offsets": torch.arange(each).unsqueeze(1),  # each slot of a pass behind the tip
+            "offsets": torch.arange(each).unsqueeze(1),  # each slot of a pass after the tip
             "parent_of": torch.arange(k * k) // k,  # frontier node of each candidate of a level
             "splits": torch.tensor([0, each]),
             "depths": torch.cat([torch.ones(k), *(torch.full((k * k,), 2 + i) for i in range(tree.depth))]).long(),
@@ -218,7 +218,7 @@ class DraftGraph(nn.Module):
     def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
         """Run the model over the new tokens `[1, N]` and what it reads of the target's features `[1, N, H]`.
 
-        Returns what the growth behind the tips needs of each token, `[1, N, width]`.
+        Returns what the growth after the tips needs of each token, `[1, N, width]`.
         """
         raise NotImplementedError
 
@@ -263,7 +263,7 @@ class DraftGraph(nn.Module):
         )
 
     def _grow(self, tips: Tips, growth: Growth, logits: Tensor) -> list[Tensor]:
-        """Grow the trees behind the tips, whose logits are `[1, n, V]`.
+        """Grow the trees after the tips, whose logits are `[1, n, V]`.
 
         Returns tokens, parents, depths and scores `[n, nodes - 1]`; with `self.slots` also the nodes' slots, flat
         `[n * nodes]`.
@@ -375,7 +375,7 @@ class DraftGraph(nn.Module):
         return GraphExecution(model.heads, self.tables, caches, positions, bias, past, splits, later=later)
 
     def _noise(self, tips: Tips, depth: int) -> Tensor:
-        """Return the noise `[n, Vd]` of the drafter's tokens behind the tips' nodes at `depth`."""
+        """Return the noise `[n, Vd]` of the drafter's tokens after the tips' nodes at `depth`."""
         vocabulary: Tensor | None = self.model.vocabulary  # type: ignore[assignment]
         noise = tips.noise[:, depth]
         if tips.branch is not None:

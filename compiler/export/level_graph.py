@@ -1,6 +1,6 @@
 """Draft graphs of models that run once for every level: an EAGLE3 head, or a small decoder.
 
-Each level runs the frontier's nodes in the slots behind the earlier ones: a node sees the keys that the tip sees, its
+Each level runs the frontier's nodes in the slots after the earlier ones: a node sees the keys that the tip sees, its
 ancestors in the tree, and itself. The runtime drops the KV of levels by length, except that of a draft model's accepted
 nodes, which equals the KV that feeding their tokens would give.
 """

@@ -131,7 +131,7 @@ def _signed(integers: Bytes, zero: int) -> NDArray[np.int8]:
 
 
 def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
-    """Return scales and minimums of the eight parts of a block: 6 bits each, packed in 12 bytes behind two float16."""
+    """Return scales and minimums of the eight parts of a block: 6 bits each, packed in 12 bytes after two float16."""
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=1).astype(np.float32)

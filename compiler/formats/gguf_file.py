@@ -201,7 +201,7 @@ class _Header:
         return GgufFile(self._path, metadata, placed)
 
     def _aligned(self, given: int | None) -> int:
-        """Return where the tensors' bytes begin: behind the header, at the next multiple of the alignment."""
+        """Return where the tensors' bytes begin: after the header, at the next multiple of the alignment."""
         alignment = 32 if given is None else given
         if alignment <= 0:
             raise self._damaged(f"{_ALIGNMENT} is {alignment}")

@@ -57,7 +57,7 @@ class SentencePieceModel:
     dummy_prefix: bool
     single_spaces: bool
     space_behind: bool
-    """Whether pieces have the space behind a word, and not the one before it."""
+    """Whether pieces have the space after a word, and not the one before it."""
     space_escaped: bool
     """Whether a space is the character `SPACE` in pieces."""
 
@@ -94,13 +94,13 @@ def make_tokenizer(
     `settings` are those of `tokenizer_config.json`, whose `add_bos_token`, `add_eos_token`, `add_prefix_space` and
     `legacy` count as in transformers' tokenizers of Llama and Gemma. Without `add_bos_token` a text begins with BOS, as
     in transformers 4 and as these models are trained; transformers 5.23 puts none. `added` are tokens by id, of the
-    model's pieces or behind them. Raises `CheckpointError` for ids with a gap before them.
+    model's pieces or after them. Raises `CheckpointError` for ids with a gap before them.
 
     Where a space is put before a text, symbols that users defined are found before that: a text that begins with one
-    gets no space, text behind one gets a space unless `legacy` is false, and no space of the text is part of one.
+    gets no space, text after one gets a space unless `legacy` is false, and no space of the text is part of one.
     """
     prefix = _flag(settings, "add_prefix_space", model.dummy_prefix)
-    # Before the text alone, not behind each special token; the library cannot do that where spaces are taken away.
+    # Before the text alone, not after each special token; the library cannot do that where spaces are taken away.
     first = prefix and not model.single_spaces and not _flag(settings, "legacy", True)
     tokenizer = Tokenizer(_bpe(model) if model.kind == "bpe" else _unigram(model))
     steps: list[normalizers.Normalizer] = []
@@ -132,7 +132,7 @@ def make_tokenizer(
         if tokenizer.token_to_id(token.content) != number:
             raise CheckpointError(
                 f"the added token {token.content!r} has the id {number}, and would get "
-                f"{tokenizer.token_to_id(token.content)} behind the pieces of tokenizer.model"
+                f"{tokenizer.token_to_id(token.content)} after the pieces of tokenizer.model"
             )
     around = _around(model, settings)
     if around is not None:

@@ -1,6 +1,6 @@
 """Products with weights, look-ups of their rows, and the forms in which they read their inputs.
 
-What norms numbers, or computes them, leaves them in the form that the products behind it read, where nothing else reads
+What norms numbers, or computes them, leaves them in the form that the products after it read, where nothing else reads
 them: float32, halves, or integers of 8 bits.
 """
 
@@ -153,7 +153,7 @@ def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> ProductIn
 
 
 def _with_residual(e: Emitter, output: ir.Value, shape: Shape) -> tuple[Stored, Stored] | None:
-    """Return what the norm behind a product adds it to, and the memory of the sum, which the product then computes.
+    """Return what the norm after a product adds it to, and the memory of the sum, which the product then computes.
 
     None where nothing does, where another reads the product as well, or where the other summand comes later.
     """
@@ -226,7 +226,7 @@ def multiply(e: Emitter, node: ir.Node) -> None:
 
 
 def _multiply_halves(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> None:
-    """Launch a product with weights of halves, and the gated `unit` behind it, which gives `output`."""
+    """Launch a product with weights of halves, and the gated `unit` after it, which gives `output`."""
     weight, turned = _weight_of(e, node)
     of_weight, inputs = weight.shape if turned else weight.shape[::-1]
     stored, element = e.half_weight(weight, turned=turned)
@@ -249,7 +249,7 @@ class _OnTensorCores:
     part: str
     inputs: int
     outputs: int
-    """Those of the weight: with a gated unit behind it, half as many come out."""
+    """Those of the weight: with a gated unit after it, half as many come out."""
     weight_bytes: int
     shared: Callable[[str], str]
     """Bytes of dynamic shared memory of a block, by the rows of a step."""
@@ -264,7 +264,7 @@ def _multiply(
     x: ProductInput,
     given: Mapping[str, str],
 ) -> None:
-    """Launch a product whose rows were `given` in the form that it reads, and the gated `unit` behind it, which gives
+    """Launch a product whose rows were `given` in the form that it reads, and the gated `unit` after it, which gives
     `output`."""
     outputs = of.outputs // 2 if unit else of.outputs
     rows, shape = product(x.shape[:-1]), (*x.shape[:-1], size(outputs))
@@ -315,7 +315,7 @@ def quant_matmul(e: Emitter, node: ir.Node) -> None:
 
 
 def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> None:
-    """Launch a product with quantised weights, and the gated `unit` behind it, which gives `output`."""
+    """Launch a product with quantised weights, and the gated `unit` after it, which gives `output`."""
     layout, packed, part = _layout(node), _packed(e, node), _part_of_product(e, node)
     x = _input(e, node.inputs[0], INTEGERS, part)
     assert x.scales is not None

@@ -67,14 +67,14 @@ class ProductInput:
 
 @dataclass(frozen=True)
 class ResidualSum:
-    """A product that has been added to the residual stream, for the norm behind it: `total` has the sum."""
+    """A product that has been added to the residual stream, for the norm after it: `total` has the sum."""
 
     total: Stored
 
 
 @dataclass(frozen=True)
 class PendingProduct:
-    """A product that waits for the gated unit behind it: one kernel computes both."""
+    """A product that waits for the gated unit after it: one kernel computes both."""
 
     node: ir.Node
 

@@ -42,7 +42,7 @@ class CpuAttention(Rule):
 
 
 class WindowInside(Rule):
-    """onnxruntime-cpu: attention under a WindowBias reads the bias behind it, and takes each query's last keys itself.
+    """onnxruntime-cpu: attention under a WindowBias reads the bias after it, and takes each query's last keys itself.
 
     Keys before a query's window then cost nothing, and layers with and without a window share one bias.
     """

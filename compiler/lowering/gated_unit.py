@@ -19,7 +19,7 @@ class FuseGatedUnit(Rule):
 
     The node is ours, and has the same bits on every processor. One product saves one start of the thread pool and two
     dispatches per layer, which counts in small models; each output column is summed as before. Products of different
-    kinds, or with biases behind them, stay two, whose results are laid side by side.
+    kinds, or with biases after them, stay two, whose results are laid side by side.
     """
 
     def pattern(self, node: ir.Node) -> bool:

@@ -20,7 +20,7 @@ class GroupQueryAttention(Rule):
     """onnxruntime-cuda, one row: `com.microsoft.GroupQueryAttention`, for any number of passes over one KV cache.
 
     Under a bias, standard `Attention` runs kernels for which ONNX Runtime repeats keys and values for every query head,
-    behind a copy of those in view. This op reads the KV cache where it lies. Its bias has a column for each of
+    after a copy of those in view. This op reads the KV cache where it lies. Its bias has a column for each of
     `total_sequence_length` keys, which the op reads on the host: here that is the size of the bias, so that it is fixed
     in a recording, and `seqlens_k`, on the device, says where the new tokens end. The op also hides later slots from
     earlier ones, which the bias hides already: a parent comes before its children.
@@ -35,7 +35,7 @@ class GroupQueryAttention(Rule):
     def check(self, node: ir.Node, lowering: Lowering) -> str | None:
         q, cache = node.inputs[0], node.inputs[3]
         if lowering.rows != 1:
-            return "several rows: GroupQueryAttention takes several tokens behind earlier ones in one row alone"
+            return "several rows: GroupQueryAttention takes several tokens after earlier ones in one row alone"
         if node.attributes.get_int("later", 0):
             return "tokens see later ones of their pass, which GroupQueryAttention hides"
         if q is None or q.dtype not in KERNELS:
@@ -69,7 +69,7 @@ class GroupQueryAttention(Rule):
 
 
 def _last_slot(bias: ir.Value, past: ir.Value, build: Builder) -> ir.Value:
-    """Return the slot of the last new token, int32 `[1]`: behind `past` int64 `[1]`, with S tokens under the bias.
+    """Return the slot of the last new token, int32 `[1]`: after `past` int64 `[1]`, with S tokens under the bias.
 
     Sizes are numbers on the host, and ONNX Runtime would add there too, and read `past` there. Range counts on the
     device.

@@ -14,7 +14,7 @@ class CopiedSizes(Rule):
 
     Shape is a node of the device and its result lies on the CPU; Squeeze is a node of the CPU and its result shares the
     Shape's memory. ONNX Runtime 1.31 plans memory for each of the two apart, and gives the Shape's to the next Shape
-    while the Squeeze's result is still read: sizes of blocks behind several tips came out as those of another tensor.
+    while the Squeeze's result is still read: sizes of blocks after several tips came out as those of another tensor.
     Gather copies.
     """
 

@@ -3,7 +3,7 @@
 The head reads two kinds of tokens. The *context* are the committed tokens before the tip: `fuse` makes one vector of
 each token's features, and every layer makes keys and values of that vector, at the token's position; context has no
 queries and no stream of its own, so its keys and values are kept and never change. The *block* is the tip and the
-masks behind it: `run` maps their embeddings to hidden states, each layer attending over the kept context and the block.
+masks after it: `run` maps their embeddings to hidden states, each layer attending over the kept context and the block.
 The keys of the block are dropped after the pass.
 
 DFlash (arXiv 2602.06036) sees the whole block from each slot. DSpark (DeepSpec) adds a low-rank bias of the logits by

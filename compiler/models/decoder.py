@@ -100,7 +100,7 @@ class RmsNorm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a gated MLP, or a mixture of experts, each with a norm before it, behind it, or both."""
+    """Attention and a gated MLP, or a mixture of experts, each with a norm before it, after it, or both."""
 
     def __init__(self, config: LayerConfig, experts: ExpertsConfig | None = None, sinks: bool = False) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         return self.logits(self.hidden(token_ids, execution)[0])
 
     def hidden(self, token_ids: Tensor, execution: Execution, taps: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Return the residual stream behind the last layer, `[N, hidden]`, and the streams that enter layers in `taps`.
+        """Return the residual stream after the last layer, `[N, hidden]`, and the streams that enter layers in `taps`.
 
         `token_ids` may be `[1, N]`, for `[1, N, hidden]`.
         """
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         return h if scale == 1.0 else h * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[..., vocab]` of a residual stream behind the last layer."""
+        """Return the logits `[..., vocab]` of a residual stream after the last layer."""
         c, h = self.config, self.norm(hidden)
         logits: Tensor = F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
         if c.logit_divisor != 1.0:

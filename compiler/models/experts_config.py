@@ -17,7 +17,7 @@ from outrider.compiler.models.families import Family
 class ClampedUnit:
     """The unit of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate at most `limit`, up from -limit to limit.
 
-    Products before and behind it have biases, and so has the router.
+    Products before and after it have biases, and so has the router.
     """
 
     alpha: float

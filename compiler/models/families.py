@@ -52,7 +52,7 @@ class Family:
     maps a parameter name of `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint.
     `fused` maps a projection of the checkpoint that is several in one, by the last part of its name, to those that it
     holds, one below the other. `stacked` maps a tensor of all experts of a layer, `[experts, in, out]`, to the products
-    that it holds, whose outputs take turns; its biases have `_bias` behind its name. MXFP4 is read of these alone.
+    that it holds, whose outputs take turns; its biases have `_bias` after its name. MXFP4 is read of these alone.
 
     What stands for an absent key: `head_dim` (None: the hidden size divided by the heads), `window` for
     `sliding_window`, `slides` for `layer_types`, `rope_theta`, `rope_scaling`, `rms_norm_eps`, `tie_embeddings`,

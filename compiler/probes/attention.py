@@ -1,4 +1,4 @@
-"""Attention of an engine on random rows, behind a past that all of them have in common."""
+"""Attention of an engine on random rows, after a past that all of them have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAST = 48
 """Slots that are filled before the rows come: more than a vector is wide, and no power of two."""
 
 ROWS = 32
-"""Most rows that there is room for behind them."""
+"""Most rows that there is room for after them."""
 
 _WINDOW = PAST // 4
 """The widest window of a probed node: half of the past is visible, and of that a part must fall out of the window."""

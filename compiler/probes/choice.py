@@ -33,7 +33,7 @@ _PROPOSING = {  # in drafters
 
 _ROW_OPS = {"RmsNorm", "RMSNormalization", "GatedUnit", "Softcap", "Gelu", "Sigmoid", "Tanh"}
 _WIDTH = 1000
-"""Elements of rows that go through an op element by element, where it does not stand behind a product."""
+"""Elements of rows that go through an op element by element, where it does not stand after a product."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Round a matrix block by block, and let the weights behind a block make up for its errors.
+"""Round a matrix block by block, and let the weights after a block make up for its errors.
 
 The errors of a block of inputs can be made up for in part by changing weights of inputs that go along with them; the
 best change is linear in the errors (Frantar et al., GPTQ, arXiv 2210.17323, there for one input at a time). So a block
-is judged by what is left once the weights behind it, in its window of the moments, have made up for its errors: the
+is judged by what is left once the weights after it, in its window of the moments, have made up for its errors: the
 Schur complement of its moments. With U the root of the window (`moments.py`) that is (U_b^T U_b)^-1 for block b, and
-errors e change the weights behind by e U_b^-1 U_b,rest.
+errors e change the weights after by e U_b^-1 U_b,rest.
 """
 
 from __future__ import annotations

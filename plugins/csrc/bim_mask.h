@@ -6,7 +6,7 @@
 namespace outrider {
 
 constexpr i64 kSharedPrefix = -1;  // a bim entry that every branch sees
-constexpr i64 kPaddingKey = 0;     // the one key that a place behind a row's tokens sees: no softmax is over nothing
+constexpr i64 kPaddingKey = 0;     // the one key that a place after a row's tokens sees: no softmax is over nothing
 constexpr float kVisible = 0.0f;
 constexpr float kMasked = -0x1.fffffep+127f;  // the lowest float32: finite, so a fully masked row has no NaN
 

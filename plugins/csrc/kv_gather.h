@@ -12,7 +12,7 @@ struct SlotMove {
   i64 to;
 };
 
-// Of new token `token` of a row whose tokens start at `first`, behind `earlier` tokens of the row that were moved.
+// Of new token `token` of a row whose tokens start at `first`, after `earlier` tokens of the row that were moved.
 OUTRIDER_HD inline SlotMove slot_move(i64 token, i64 first, i64 earlier, i64 source_base, i64 destination) {
   return {source_base + (token - first), destination + earlier};
 }

@@ -1,4 +1,4 @@
-// Where the tokens of a full KV cache stand in a partial one: sink | retrieval | window, in order, the buffer behind them.
+// Where the tokens of a full KV cache stand in a partial one: sink | retrieval | window, in order, the buffer after them.
 // Blocks are counted from the sink's end; the window begins on their grid, so that no token falls between.
 #pragma once
 
@@ -17,7 +17,7 @@ struct PartialLayout {
     return between > 0 ? between : 0;
   }
 
-  // Of the last candidates, those that a query behind the covered tokens may see where it sees `window` >= 1 keys, its
+  // Of the last candidates, those that a query after the covered tokens may see where it sees `window` >= 1 keys, its
   // own the last: the window of the layout has at least window_blocks whole blocks of them.
   OUTRIDER_HD i64 reach(i64 window) const {
     const i64 before = window - 1 - window_blocks * block_size;

@@ -21,7 +21,7 @@ OUTRIDER_HD inline RaceKey race_key(u64 seed, i64 stream, i64 position, u32 purp
   return {position_block(seed, stream, position, purpose)};
 }
 
-// Four ids share a block: those of `quad` are 4 * quad and the three behind it. Seven rounds suffice ("Crush-resistant"
+// Four ids share a block: those of `quad` are 4 * quad and the three after it. Seven rounds suffice ("Crush-resistant"
 // in the paper), and the ten of the key stand before them.
 constexpr i64 kRacers = 4;
 constexpr int kRaceRounds = 7;

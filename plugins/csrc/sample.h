@@ -1,4 +1,4 @@
-// Sampling settings, one slot per branch, and the race and the uniform number that belong to the token behind a row.
+// Sampling settings, one slot per branch, and the race and the uniform number that belong to the token after a row.
 #pragma once
 
 #include "choice.h"

@@ -34,7 +34,7 @@ OUTRIDER_HD inline i64 parent_place(const Trees& trees, i64 place) {
   return parent < 0 ? -1 : place_of(trees, parent);
 }
 
-// The place before `end` of the lowest child of `node` that holds `token`, or -1. Children stand behind their parent.
+// The place before `end` of the lowest child of `node` that holds `token`, or -1. Children stand after their parent.
 OUTRIDER_HD inline i64 child_holding(const Trees& trees, i64 node, i64 end, i64 token) {
   for (i64 place = node + 1; place < end; ++place) {
     const i64 row = trees.logit_indices[place];

@@ -29,7 +29,7 @@ def bim_mask(
 ) -> NDArray[np.float32]:
     """Return the bias f32 `[R, 1, places, view]` of new tokens with `branch` and `parent` `[N]`, split by `row_splits`.
 
-    Row r's tokens stand behind the first `past_length[r]` slots of `bim[r]`.
+    Row r's tokens stand after the first `past_length[r]` slots of `bim[r]`.
     """
     rows = len(past_length)
     lineage = ancestors(parent)

@@ -14,7 +14,7 @@ from outrider.plugins.reference.quantize import Float32, quantize
 def to_slots(x: Float32, dtype: DTypeLike) -> NDArray[Any]:
     """Return the slots `[..., slot_size]` of a cache of `dtype` that keep `x` `[..., head_dim]`.
 
-    int8: the integers of `quantize`, and behind them the bytes of their scale.
+    int8: the integers of `quantize`, and after them the bytes of their scale.
     """
     if np.dtype(dtype) != np.int8:
         return x.astype(dtype)

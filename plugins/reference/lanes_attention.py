@@ -76,7 +76,7 @@ def _sum(weights: Float32) -> Float32:
 
 
 def _in_lanes(x: Float32) -> Float32:
-    """Return `[..., n]` as `[..., n / 16, 16]`, with zeros behind the last number."""
+    """Return `[..., n]` as `[..., n / 16, 16]`, with zeros after the last number."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _LANES)]
     return np.pad(x, padding).reshape(*x.shape[:-1], -1, _LANES)
 

@@ -10,7 +10,7 @@ import numpy as np
 from outrider.plugins.reference.quantize import Float32
 
 Product = Callable[[Float32], Float32]
-"""Rows `[M, K]` to rows `[M, N]`: a product with weights, and the bias behind it if there is one."""
+"""Rows `[M, K]` to rows `[M, N]`: a product with weights, and the bias after it if there is one."""
 
 
 @dataclass(frozen=True)

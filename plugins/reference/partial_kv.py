@@ -19,7 +19,7 @@ def candidate_blocks(covered: int, block_size: int, sink_blocks: int, window_blo
 
 
 def blocks_in_reach(window: int, block_size: int, window_blocks: int) -> int:
-    """Return how many blocks in front of `window_blocks` whole ones the last `window` tokens may lie in, the one behind
+    """Return how many blocks in front of `window_blocks` whole ones the last `window` tokens may lie in, the one after
     them all included."""
     return max(0, -(-(window - 1 - window_blocks * block_size) // block_size))
 

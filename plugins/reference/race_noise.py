@@ -1,4 +1,4 @@
-"""The noise of the races at the positions behind each branch's tip."""
+"""The noise of the races at the positions after each branch's tip."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ class SamplingSlots:
     stream: NDArray[np.int64]
 
     def key(self, branch: int, position: int, purpose: Purpose) -> RaceKey:
-        """Return the race for the token behind `position`: a race is numbered by the token that it draws."""
+        """Return the race for the token after `position`: a race is numbered by the token that it draws."""
         return RaceKey(int(self.seed[branch]), int(self.stream[branch]), position + 1, purpose)
 
     def choose(self, logits: NDArray[np.float32], branch: int, position: int, purpose: Purpose) -> int:
-        """Choose the token behind `position` from `logits`."""
+        """Choose the token after `position` from `logits`."""
         return choice(logits, sampling_of(self.sampling, branch), self.key(branch, position, purpose))
 
 

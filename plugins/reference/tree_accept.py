@@ -16,7 +16,7 @@ from outrider.plugins.schema import Purpose
 class Accepted:
     """The tokens that a step committed, and the new tokens whose KV stays.
 
-    committed int64 `[M]`: token j of a tree stands j behind the place of the tree's root in `logit_indices`; -1
+    committed int64 `[M]`: token j of a tree stands j after the place of the tree's root in `logit_indices`; -1
     elsewhere. accepted_count int64 `[trees]`; kept_indices int64 `[kept]`, ascending.
     """
 
@@ -28,7 +28,7 @@ class Accepted:
 def walk_trees(
     logit_indices: NDArray[np.int64], parent: NDArray[np.int64], step: Callable[[int], tuple[int, int | None]]
 ) -> Accepted:
-    """Walk each tree from its root: `step(node)` returns the token behind the node, and the next node or None."""
+    """Walk each tree from its root: `step(node)` returns the token after the node, and the next node or None."""
     rows = logit_indices.tolist()
     committed = np.full(len(rows), -1, dtype=np.int64)
     counts = []

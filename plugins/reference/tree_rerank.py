@@ -12,7 +12,7 @@ from outrider.plugins.reference.tree_expand import best
 
 @dataclass(frozen=True)
 class Reranking:
-    """Trees behind their roots, arrays `[B, nodes - 1]`; `candidate` indexes candidates, `parent` nodes (0: root)."""
+    """Trees after their roots, arrays `[B, nodes - 1]`; `candidate` indexes candidates, `parent` nodes (0: root)."""
 
     candidate: NDArray[np.int64]
     token: NDArray[np.int64]

@@ -11,7 +11,7 @@ A plugin's kernel gets inputs, outputs and integers, and no memory that outlives
   nodes that the walk does not visit may hold anything. The choices pass a node's fault to the walk in place of the
   node's token.
 - Acceptance in one kernel, whose last block walks, needs a counter in memory that is zero before the first block runs.
-  So acceptance becomes three plugins: behind the shares, one computes what each node would commit, and the last walks,
+  So acceptance becomes three plugins: after the shares, one computes what each node would commit, and the last walks,
   in one block. None keeps state, so an engine may be interrupted, timed or replayed at will. The price is two launches.
   (A single block would take as long as all blocks one after another.) Tree growth is split likewise: the first plugin
   computes the children of each node, the second picks each tree's next frontier.

@@ -221,7 +221,7 @@ class CudaDevice:
         call("cuMemcpy3DAsync", box, self.stream)
 
     def mark(self) -> Any:
-        """An event behind all that is enqueued."""
+        """An event after all that is enqueued."""
         if not self._events:
             self._events.append(call("cuEventCreate", driver().CUevent_flags.CU_EVENT_DISABLE_TIMING))
         event = self._events.pop()

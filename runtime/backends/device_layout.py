@@ -25,7 +25,7 @@ TABLES = (names.BIM, names.SLOT_POSITIONS)
 class Layout:
     """Offsets in bytes of the small buffers in the block: those that stages only read, those that they read and write,
     and what they only write, the status of our ops among the second. The first two are `sent` to the device, from 0 on
-    with the changes of slot tables; the last two are `fetched` from it. Behind them lie those that no stage knows, and
+    with the changes of slot tables; the last two are `fetched` from it. After them lie those that no stage knows, and
     slot tables."""
 
     offsets: dict[str, int]
@@ -36,7 +36,7 @@ class Layout:
 
 
 def lay_out(plan: BackendPlan) -> Layout:
-    """All buffers whose tensors are not LARGE, one behind another; last those that no stage knows, and tables."""
+    """All buffers whose tensors are not LARGE, one after another; last those that no stage knows, and tables."""
     read = {name for stage in _stages(plan) for name in stage.inputs.values()}
     written = {name for stage in _stages(plan) for name in stage.outputs.values()}
     small = [buffer for buffer in plan.buffers if buffer.name.rpartition(".")[2] not in LARGE]

@@ -43,7 +43,7 @@ class OnnxRuntimeCpu:
     Every engine has worker threads of its own, which spin for a while when it has run: between two steps the host works
     for some 50 us, and workers that have gone to sleep by then cost more to wake. But they share the cores with the
     engine that runs meanwhile. So a drafter has none where its weights stay in a core's caches, and else none that
-    spin: measured on two cores, a target's pass behind a drafter that does takes 1.4 times as long.
+    spin: measured on two cores, a target's pass after a drafter that does takes 1.4 times as long.
     """
 
     def __init__(self, settings: Settings | None = None) -> None:

@@ -244,7 +244,7 @@ class _BoundEngine:
 
 def _run_options(graph: str) -> ort.RunOptions:
     options = ort.RunOptions()
-    # The program waits once, behind its last stage.
+    # The program waits once, after its last stage.
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     options.add_run_config_entry("gpu_graph_id", graph)
     return options

@@ -25,7 +25,7 @@ class ContextMaker:
     """Makes contexts of one engine; all contexts of a session share `activations` bytes of scratch memory.
 
     With `kernels`, the library finishes kernels on the GPU that runs them: once for an engine, for the very shapes of
-    a context, before these are recorded. They are kept when the first step behind new contexts has run, and when the
+    a context, before these are recorded. They are kept when the first step after new contexts has run, and when the
     engine goes.
     """
 

@@ -194,7 +194,7 @@ class BatchFolder:
         id that those before it had; and a file for its own, a line each. Raises OSError."""
         path = self._part(block).with_suffix(".begun")
         with path.open("a+b") as file:
-            file.write(b"\n" + _BEGINS + b"\n")  # behind a line that a kill has cut off, too
+            file.write(b"\n" + _BEGINS + b"\n")  # after a line that a kill has cut off, too
             file.seek(0)
             found, lines = dict[str, bytes](), file.read().split(b"\n")
             for line in lines:

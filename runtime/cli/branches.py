@@ -40,7 +40,7 @@ def add_branches(commands: Any) -> None:
     add_form(parser)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument(
-        "--branch", action="append", metavar="TEXT", help="what a branch begins with behind the prompt; repeatable"
+        "--branch", action="append", metavar="TEXT", help="what a branch begins with after the prompt; repeatable"
     )
     asked.add_argument(
         "--n", type=at_least_1, metavar="N", help="so many samples of the prompt; pass a --temperature too"

@@ -34,7 +34,7 @@ class RoundPrinter:
 
     Before a chain whose length its first distribution's entropy decided, that entropy (0 to 1).
 
-    Accepted tokens have a `+`, those that the target did not choose a `-`, the correction (or the bonus behind a draft
+    Accepted tokens have a `+`, those that the target did not choose a `-`, the correction (or the bonus after a draft
     that was accepted whole) a `=`; colours where the console has them say the same.
     """
 

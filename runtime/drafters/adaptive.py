@@ -17,7 +17,7 @@ _LOG = logging.getLogger("outrider")
 
 WINDOW = 64  # drafting rounds that a judgement stands on: texts have easy and hard stretches
 LONGEST_WINDOW = 256  # doubled up to here while drafting pays
-BURST = 4  # plain rounds behind a window, of which the first, on which caches are cold, does not count
+BURST = 4  # plain rounds after a window, of which the first, on which caches are cold, does not count
 KEPT = 3  # bursts that count, each against the window before it
 LEAST_GAIN = 1.0  # two windows in a row below it end drafting
 CLEAR_LOSS = 0.7  # and so does one below this
@@ -109,7 +109,7 @@ class _Watch:
 
     tokens: list[float] = field(default_factory=list)  # of the window's drafting rounds, over those of plain ones
     seconds: list[float] = field(default_factory=list)
-    burst: list[float] = field(default_factory=list)  # seconds of the plain rounds behind the window
+    burst: list[float] = field(default_factory=list)  # seconds of the plain rounds after the window
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # of plain rounds to drafting ones
 
     def gain(self) -> float:

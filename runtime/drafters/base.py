@@ -15,7 +15,7 @@ from outrider.runtime.sampling import SamplingParams
 
 @dataclass
 class Draft:
-    """Drafted nodes behind a tip, ancestors first: `parent[i]` is the node that node i hangs from, -1 for the tip.
+    """Drafted nodes after a tip, ancestors first: `parent[i]` is the node that node i hangs from, -1 for the tip.
 
     `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them; `entropy` is that of
     the first distribution where it decides the length. `probs`, f32 `[nodes, vocab]`, are the distributions that the
@@ -65,7 +65,7 @@ def within(
     depth: int | None,
 ) -> list[int]:
     """Return the nodes of a draft that stay, ascending, with their ancestors: at most `tokens`, the likeliest, and at
-    most `depth` one behind another.
+    most `depth` one after another.
     """
     depths: list[int] = []
     for each in parent:
@@ -107,7 +107,7 @@ class HostDrafter(Protocol):
         """Token `index` of the sequence has been chosen; `likely` are the target's likeliest there, best last."""
 
     def foresee(self, tokens: Sequence[int], limit: int, sampling: SamplingParams) -> int:
-        """How many nodes `draft` would write behind `tokens`."""
+        """How many nodes `draft` would write after `tokens`."""
 
     def draft(
         self,
@@ -126,5 +126,5 @@ class HostDrafter(Protocol):
         nodes go to indices root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before
         descendants, and siblings are distinct tokens; `score` is the logarithm of the chance that the target comes to
         the node. Nothing else of the arrays is touched. The caller has room for `limit` nodes
-        behind the root.
+        after the root.
         """

@@ -14,7 +14,7 @@ _KEPT = 1 - 1 / 256  # of what is known, after each round: so a chance that is n
 class Calibration:
     """Chances that the target comes to drafted tokens, from the drafter's own and from what was verified.
 
-    A token's chance behind its parent is the drafter's, times what such chances have been worth: tokens that came over
+    A token's chance after its parent is the drafter's, times what such chances have been worth: tokens that came over
     tokens that should have come. Until something was verified, that is 1.
     """
 
@@ -52,5 +52,5 @@ class Calibration:
 
 
 def _chance(score: float, before: float) -> float:
-    """The drafter's chance of a node behind its parent, whose score is `before`."""
+    """The drafter's chance of a node after its parent, whose score is `before`."""
     return exp(score - before) if score < before else 1.0 if before > -inf else 0.0

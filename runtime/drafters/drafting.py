@@ -79,7 +79,7 @@ class Drafting:
     # Between runs.
 
     def begin(self, prefix: List[int], drafters: set[str | None], *, pooled: bool, here: bool) -> None:
-        """Expect sequences behind `prefix` that ask these drafters, or none; the prefix may have KV `here` already."""
+        """Expect sequences after `prefix` that ask these drafters, or none; the prefix may have KV `here` already."""
         asked = self._of(drafters)
         for engine in self.engine_drafters.values():
             if engine not in asked:
@@ -153,7 +153,7 @@ class Drafting:
         return sequence.engine_drafter.catch_up(sequence, passes, fresh=fresh)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Drop what drafters know of a sequence behind its first `length` tokens."""
+        """Drop what drafters know of a sequence after its first `length` tokens."""
         for host in sequence.host_drafters.values():
             host.truncate(length)
         for engine in self.engine_drafters.values():
@@ -220,7 +220,7 @@ class Drafting:
         return self._divide(live, chains, forced, drafts, nodes)
 
     def propose_one(self, allowed: DraftBudget, past: int) -> Draft | TreeInPlace | None:
-        """Propose for one sequence that is alone, behind `past` slots of the cache that is read."""
+        """Propose for one sequence that is alone, after `past` slots of the cache that is read."""
         sequence, limit, by_engine = allowed
         host, engine = sequence.host_drafter, sequence.engine_drafter
         if sequence.disabled or (host is None and engine is None):
@@ -358,7 +358,7 @@ class Drafting:
 
 
 def _kept_features(loaded: LoadedPlan, parts: Assembly) -> KeptFeatures | None:
-    """The rows of the target's features behind those of a step, but for the last one, which is a prefix's."""
+    """The rows of the target's features after those of a step, but for the last one, which is a prefix's."""
     if not loaded.manifest.target.feature_size:
         return None
     first = parts.step.most

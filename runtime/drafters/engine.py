@@ -2,7 +2,7 @@
 
 KV at position i stands for token i (`model`), for the pair of the target's feature i and token i + 1 (`eagle3`), or for
 that feature alone (`block`). So each can be computed once the target has the KV of token i. A head's engine is fed the
-tokens behind its features, the last of which is the tip. Features stay in the target's buffer until its next pass:
+tokens after its features, the last of which is the tip. Features stay in the target's buffer until its next pass:
 before that, a head takes in what its sequences have committed, or keeps the features (`kept_features.py`).
 """
 
@@ -109,7 +109,7 @@ class EngineDrafter:
         self._entropy = buffers.of(name, names.DRAFT_ENTROPY).reshape(-1) if settings.entropy is not None else None
         self._tip_position = buffers.of(name, names.TIP_POSITION)
         self._feature_indices = buffers.of(name, names.FEATURE_INDICES) if self.paired else None
-        # The feature of a prefix's last token goes into every sequence behind it: it is kept behind the steps' own.
+        # The feature of a prefix's last token goes into every sequence after it: it is kept after the steps' own.
         self._kept = kept
         self._kept_feature = len(buffers.of(names.TARGET, names.FEATURES)) - 1 if self.paired else 0
         self._states: dict[int, _State] = {}
@@ -141,13 +141,13 @@ class EngineDrafter:
         self._states.clear()
 
     def _drop_features(self, state: _State, kept: int) -> None:
-        """Drop the features of a state behind its first `kept` ones."""
+        """Drop the features of a state after its first `kept` ones."""
         if self._kept is not None:
             self._kept.release(state.features[kept:])
         state.features = state.features[:kept]
 
     def begin(self, prefix: List[int], *, pooled: bool) -> None:
-        """Forget everything, and expect sequences behind `prefix`."""
+        """Forget everything, and expect sequences after `prefix`."""
         self.arrange(pooled=pooled)
         self._prefix = list(prefix)
 
@@ -189,7 +189,7 @@ class EngineDrafter:
             self.cache.close(sequence.number)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Drop KV and features of a sequence behind its first `length` tokens."""
+        """Drop KV and features of a sequence after its first `length` tokens."""
         state = self._states.get(sequence.number)
         if state is None:
             return
@@ -210,7 +210,7 @@ class EngineDrafter:
         """Take in the sequence's tokens; return how many of them may keep their KV in the target. `fresh` chains begin
         with a length of their own.
 
-        Features of those behind are computed again. `passes` counts the target's passes: what others than the last one
+        Features of those after are computed again. `passes` counts the target's passes: what others than the last one
         gave is lost.
         """
         self.open(sequence)
@@ -246,9 +246,9 @@ class EngineDrafter:
         return state.end + self._lead if state.end else 0
 
     def restore(self, sequence: Sequence, known: int) -> list[tuple[int, int, TokenKv]]:
-        """Claim slots for so many leading tokens of a sequence behind no prefix.
+        """Claim slots for so many leading tokens of a sequence after no prefix.
 
-        Returns what is to be copied for that: the first token, the one behind the last, and where to.
+        Returns what is to be copied for that: the first token, the one after the last, and where to.
         """
         state, window = self._states[sequence.number], self.cache.window
         reach = window.reach if window is not None else self.known(sequence)
@@ -265,7 +265,7 @@ class EngineDrafter:
         return [(first, known, self.cache.kv_of(sequence.number))]
 
     def kv_of(self, sequence: Sequence) -> TokenKv:
-        """KV of the leading tokens of a sequence behind no prefix."""
+        """KV of the leading tokens of a sequence after no prefix."""
         return self.cache.kv_of(sequence.number) if self.cache.window is None else self.cache.window.leading
 
     # A round.
@@ -303,7 +303,7 @@ class EngineDrafter:
         return features if self._kept.lasting(features) == len(features) else features[:0]
 
     def _keep(self, path: NDArray[np.int64]) -> int:
-        """Keep the KV of accepted nodes `path` behind the tip's; return of how many."""
+        """Keep the KV of accepted nodes `path` after the tip's; return of how many."""
         if not self._keeps_levels:
             return 0  # a head's was computed from hidden states of its own, not from the target's features
         if self._tree_slots is None:
@@ -345,7 +345,7 @@ class EngineDrafter:
     def draft_in_place(self, sequence: Sequence, past: int, step: TargetStep, limit: int) -> TreeInPlace | None:
         """Prepare a tree that the engine writes into the target's step itself; None where there is no room or start.
 
-        Of a chain at most `limit` nodes are asked for. `step` will hold the tip alone, behind `past` slots.
+        Of a chain at most `limit` nodes are asked for. `step` will hold the tip alone, after `past` slots.
         """
         state, tokens, nodes = self._states[sequence.number], sequence.tokens, self._nodes
         state.grown = False  # of a pass that came to no end
@@ -440,7 +440,7 @@ class EngineDrafter:
     def draft(
         self, wanting: Mapping[int, int], following: List[Sequence], *, in_place: bool = False
     ) -> dict[int, Draft]:
-        """Draft behind the tips of the sequences that are `wanting`, by number: at most so many nodes where it draws
+        """Draft after the tips of the sequences that are `wanting`, by number: at most so many nodes where it draws
         a token at a time.
 
         A head takes in what all that are `following` it have committed, or keeps their features. With `in_place`, the
@@ -674,7 +674,7 @@ def tree_shape(step: TargetStep, tree: TreeInPlace, count: int) -> tuple[list[in
 
 
 def chain_rounds(length: int, step: TargetStep, longest: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Lay out every size of round in which the host hangs a chain of at most `longest` nodes behind the tip."""
+    """Lay out every size of round in which the host hangs a chain of at most `longest` nodes after the tip."""
     assert step.buckets is not None
     for size in reversed(step.buckets.new):
         if size <= 1 + min(longest, step.max_nodes) and length - 1 + size <= step.largest_view:

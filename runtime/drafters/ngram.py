@@ -25,7 +25,7 @@ class NgramDrafter:
     """Counts of the tokens that followed each context of `min_context` to `max_context` tokens.
 
     The longest context that has been continued before wins: its continuations are drafted, each as likely as it was
-    frequent (of equally frequent ones the most recent first), and so on behind each of them: a tree, the likeliest node
+    frequent (of equally frequent ones the most recent first), and so on after each of them: a tree, the likeliest node
     first. At a temperature above 0 the continuations run the target's race, by their counts, and each is as likely as
     it is to win. A draft ends at `max_draft` nodes, where no context is known, or where the chance that the target
     comes to a node falls below `min_confidence`.
@@ -88,7 +88,7 @@ class NgramDrafter:
         self._counts = Ngrams(self._min_context, self._max_context, self._min_confidence)
         self._counts.recall_from(self._memory)
         self._told = 0
-        self._certain: int | None = None  # tokens behind so many are tentative
+        self._certain: int | None = None  # tokens after so many are tentative
         self._ahead = 0  # of these, that contexts have gone over
         self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
 
@@ -163,12 +163,12 @@ class NgramDrafter:
         root: int,
         sampling: SamplingParams,
     ) -> int:
-        """Write a tree of at most `limit` nodes behind node `root`; see `HostDrafter.draft`."""
+        """Write a tree of at most `limit` nodes after node `root`; see `HostDrafter.draft`."""
         limit = min(limit, self._max_draft)
         return self._counts.draft(limit, token_ids, parent, score, root, *self._races(sampling))
 
     def _races(self, sampling: SamplingParams) -> tuple[int, int, int, float]:
-        """The races behind the tokens it was told: seed, stream, position of the next token, temperature."""
+        """The races after the tokens it was told: seed, stream, position of the next token, temperature."""
         return sampling.seed, sampling.stream_id, self._told + self._ahead, sampling.temperature
 
 

@@ -15,7 +15,7 @@ FINISHED = {FinishReason.STOP: 0, FinishReason.LENGTH: 1, FinishReason.CANCELLED
 
 @dataclass(frozen=True)
 class Bytes:
-    """A text for C: UTF-8 with a zero behind it, and how long it is without."""
+    """A text for C: UTF-8 with a zero after it, and how long it is without."""
 
     data: Any
     length: int
@@ -65,7 +65,7 @@ class CMemory:
         return Bytes(self._ffi.new("char[]", data), len(data))
 
     def logprobs(self, given: Sequence[TokenLogprob]) -> Logprobs:
-        """Those of tokens one behind another, which have as many of the most probable tokens each."""
+        """Those of tokens one after another, which have as many of the most probable tokens each."""
         new, top = self._ffi.new, len(given[0].top) if given else 0
         likeliest = [pair for each in given for pair in each.top]
         chosen = new("double[]", [each.logprob for each in given])

@@ -15,13 +15,13 @@
  * - It returns an outrider_status. Anything but OUTRIDER_OK changed nothing that is not said beside it, left *out
  *   alone, and outrider_last_error() says what, where, and what to do.
  * - Text goes in as bytes of UTF-8 with their length; it need not end with a zero, and may be NULL where the length is
- *   0. Text that comes out has a length too, and a zero behind it that the length does not count.
+ *   0. Text that comes out has a length too, and a zero after it that the length does not count.
  * - Handles are owned by the caller, who destroys each once. A handle that is NULL, that was destroyed, or that is of
  *   another kind, gives OUTRIDER_INVALID_HANDLE: it is never followed. Destroying NULL does nothing.
  * - Calls may come from any thread at any time, and what one handle owns may be destroyed while a call with it is under
  *   way: that call then still ends as it would have (outrider_request_next, with OUTRIDER_INVALID_HANDLE). Two calls at
  *   once on one session give OUTRIDER_BUSY to the second.
- * - Structs are made by the library. A later version may add fields behind the last one.
+ * - Structs are made by the library. A later version may add fields after the last one.
  * - The library runs a Python interpreter of its own inside the process, started by the first call that needs it, in
  *   the environment that OUTRIDER_HOME names, or else in the one that it was built for. A process that already runs
  *   Python of the same version shares that. Threads that call have stacks of 256 KiB or more. Nothing may be called in
@@ -99,7 +99,7 @@ typedef struct {
 typedef struct {
   const int64_t *tokens; /* [count]; an end token is among them */
   size_t count;
-  const char *text; /* what is certain now, which may be less or more than those tokens' text; a zero is behind it */
+  const char *text; /* what is certain now, which may be less or more than those tokens' text; a zero is after it */
   size_t length;
   const outrider_logprobs *logprobs;
   int32_t over; /* 1: nothing follows, and outrider_request_result has all of it */
@@ -276,7 +276,7 @@ OUTRIDER_API outrider_status outrider_params_add_int(outrider_params *params, co
 OUTRIDER_API outrider_status outrider_params_add_ints(outrider_params *params, const char *key, size_t key_length,
                                                       const int64_t *values, size_t count);
 
-/* Changes the logits of the next token in place: `logits`, `vocabulary` of them, behind the `count` tokens generated so
+/* Changes the logits of the next token in place: `logits`, `vocabulary` of them, after the `count` tokens generated so
  * far. It is to depend on these alone: with drafts it is called for several continuations in turn. It runs in the
  * thread that generates, which for a submitted request is the one that runs the passes of all: others wait for it, and
  * it must not wait for a request. Returns OUTRIDER_CONTINUE; any other number, or a C++ exception, ends the generation
@@ -284,7 +284,7 @@ OUTRIDER_API outrider_status outrider_params_add_ints(outrider_params *params, c
 typedef int32_t (*outrider_on_logits)(void *user, const int64_t *tokens, size_t count, float *logits,
                                       size_t vocabulary);
 
-/* Adds a function that changes logits, called behind those added before it. Penalties come behind all of them. Of a
+/* Adds a function that changes logits, called after those added before it. Penalties come after all of them. Of a
  * submitted request it may be called until outrider_request_destroy returns. */
 OUTRIDER_API outrider_status outrider_params_add_logits_processor(outrider_params *params, outrider_on_logits on_logits,
                                                                   void *user);
@@ -327,7 +327,7 @@ OUTRIDER_API outrider_status outrider_result_text(const outrider_result *result,
 OUTRIDER_API outrider_status outrider_result_finish_reason(const outrider_result *result, int32_t *reason);
 /* The seed that it was drawn by: with it, the same request has the same tokens again. */
 OUTRIDER_API outrider_status outrider_result_seed(const outrider_result *result, uint64_t *seed);
-/* Of its tokens, behind those of "generated". */
+/* Of its tokens, after those of "generated". */
 OUTRIDER_API outrider_status outrider_result_logprobs(const outrider_result *result, const outrider_logprobs **out);
 /* Counts and times, as a JSON object: "new_tokens", "ttft_ms", "decode_tokens_per_second", "tokens_per_verify" ... */
 OUTRIDER_API outrider_status outrider_result_stats(const outrider_result *result, const char **data, size_t *length);
@@ -349,7 +349,7 @@ typedef void (*outrider_on_ready)(void *user, outrider_request *request);
 /* Has `prompt` served beside others, and returns once it waits in the queue. The tokens are those that a session of its
  * own would give, in any company. A plan of several branches serves as many requests in each pass, a plan of one branch
  * one request after another. `params` may be NULL for defaults and destroyed while the request runs. `on_ready` may be
- * NULL; `user` is passed on to it. OUTRIDER_FULL where too many requests wait, OUTRIDER_CLOSED behind
+ * NULL; `user` is passed on to it. OUTRIDER_FULL where too many requests wait, OUTRIDER_CLOSED after
  * outrider_runtime_drain. */
 OUTRIDER_API outrider_status outrider_submit(outrider_runtime *runtime, const char *prompt, size_t prompt_length,
                                              const outrider_params *params, outrider_on_ready on_ready, void *user,
@@ -364,7 +364,7 @@ OUTRIDER_API outrider_status outrider_submit_messages(outrider_runtime *runtime,
                                                       outrider_on_ready on_ready, void *user, outrider_request **out);
 
 /* All that has come since the last call, at least a token, a character or the end: waits for it. OUTRIDER_TIMEOUT after
- * `timeout_ms`; 0 looks and does not wait, below 0 waits as long as it takes. Behind the last token comes a span that
+ * `timeout_ms`; 0 looks and does not wait, below 0 waits as long as it takes. After the last token comes a span that
  * is `over`, or the error that ended the request; further calls give an empty one that is over, or the same error. A
  * span and what it points to are good until the request is destroyed. Of calls at once in several threads, each gets
  * other tokens. */
@@ -392,7 +392,7 @@ typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *
                                       size_t length);
 
 /* Continues a prompt in several branches at once, each with the tokens that it would have alone. `request` is a JSON
- * object: "prompt", a text or a list of token ids; "branches", a list of what each begins with behind it: a text, token
+ * object: "prompt", a text or a list of token ids; "branches", a list of what each begins with after it: a text, token
  * ids, or an object of "prompt", "predicted_tokens" and options of its own (those of outrider_params, what is added to
  * being a list, "logit_bias" and "structured_outputs" objects); or in place of that "n", so many samples of the prompt;
  * "mode", "in-one-sequence" or "batching"; "max_parallel". `params` holds for all branches; it and `on_branch` may be

@@ -56,7 +56,7 @@ class OpenRequest:
         self._reading = threading.Lock()
         self._read = 0  # spans
         self._given: list[SpanStruct] = []
-        self._end: SpanStruct | None = None  # what is read behind the last token
+        self._end: SpanStruct | None = None  # what is read after the last token
         self._failure: CallbackError | None = None  # of the notification
         self._destroyed = False
         self._stop_listening: Callable[[], None] = _nothing
@@ -96,7 +96,7 @@ class OpenRequest:
             self._reading.release()
 
     def _last(self) -> SpanStruct:
-        """The span behind the last token, or the error that ended the request."""
+        """The span after the last token, or the error that ended the request."""
         if self._error is not None:
             raise self._error.with_traceback(None)  # which would grow with every call
         if self._end is None:

@@ -45,7 +45,7 @@ class Exchange(Protocol):
         """Put tokens that the host has not seen in their places in the target's step, of these sizes."""
 
     def keep_tokens(self, sizes: list[int]) -> None:
-        """Keep the tokens that the target's step has committed for the step behind it."""
+        """Keep the tokens that the target's step has committed for the step after it."""
 
     def land(self) -> int:
         """Copy back what stages have written to a landing of its own; return its number. There are two, in turn: what
@@ -84,7 +84,7 @@ class Buffers:
     """Arrays by name, views included, and the ops on them. Zero-initialised: what no step has written is finite.
 
     Here stages work on the host's own arrays. Where they work on a device (`runtime.backends.device`), the arrays are
-    what the host sees of its memory: by `exchange` they are there before a program's stages, and back behind them, all
+    what the host sees of its memory: by `exchange` they are there before a program's stages, and back after them, all
     but the large ones, which are asked for (`rows`) and sent (`send`) singly.
     """
 

@@ -1,4 +1,4 @@
-"""Lay out a step of any number of sequences: their tokens without KV, and the nodes drafted behind their tips."""
+"""Lay out a step of any number of sequences: their tokens without KV, and the nodes drafted after their tips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Placement:
     `first` is its logits index. `draft` is what was proposed. `kept` are the token indices whose KV stays, once the
     step has run; None: the first. `overtaken`: a step that was launched since has overwritten its logits. Of a sequence
     with rules, `raw_logits` are rows as they were before the rules, by logits index, where log-probabilities are
-    wanted; `stuck` says behind how many tokens of the walk no token may follow, and why.
+    wanted; `stuck` says after how many tokens of the walk no token may follow, and why.
     """
 
     sequence: Sequence
@@ -118,7 +118,7 @@ def lay_out(
 
 
 def _hang(step: TargetStep, draft: Draft, root: int, count: int) -> None:
-    """Lay out the first `count` nodes of a draft behind the tip, the token `root`."""
+    """Lay out the first `count` nodes of a draft after the tip, the token `root`."""
     first = root + 1
     step.token_ids[first : first + count] = draft.token_ids[:count]
     step.parent[first : first + count] = draft.parent[:count]

@@ -28,7 +28,7 @@ from outrider.runtime.execution.step import Step
 
 _T = TypeVar("_T")
 _ACCEPTING = frozenset({"Sample", "TreeAccept", "ChainAccept"})
-_BEHIND = 1_000_000  # the place of what comes behind all stages
+_BEHIND = 1_000_000  # the place of what comes after all stages
 
 
 class Program:
@@ -111,7 +111,7 @@ class Program:
     def run(self, before_verify: Call | None = None, before_accept: Call | None = None) -> None:
         """Run every stage once on the prepared step, and add up the time of each.
 
-        `before_verify` is called behind the drafter's stages, of a program that has some, and may change the target's
+        `before_verify` is called after the drafter's stages, of a program that has some, and may change the target's
         step. `before_accept` is called before the accept stage, of a program that `halts`, and may change and send
         logits. What stages have written is on the host then.
         """
@@ -184,7 +184,7 @@ class _Ready:
 
 
 def _halts(stages: Sequence[_Ready]) -> tuple[int, int]:
-    """Return the places of the first stage of the target behind a drafter's, 0 without one, and of the accept stage."""
+    """Return the places of the first stage of the target after a drafter's, 0 without one, and of the accept stage."""
     places = range(len(stages))
     drafted = stages[0].model not in (None, names.TARGET)
     verify = next((place for place in places if drafted and stages[place].model == names.TARGET), 0)
@@ -200,7 +200,7 @@ def _timed(stages: Sequence[_Ready], whole: Sequence[_Ready]) -> tuple[tuple[int
 def _on_device(
     stages: list[_Ready], exchange: Exchange, steps: Mapping[str, Step], *, uploads: bool = True
 ) -> list[_Ready]:
-    """Put uploading before the stages, and downloading and waiting behind them."""
+    """Put uploading before the stages, and downloading and waiting after them."""
     there, back = _Ready("upload", None, exchange.upload, -1), _Ready("download", None, exchange.download, _BEHIND)
     prepare, wait = _Ready("prepare", None, exchange.prepare, -1), _Ready("wait", None, exchange.wait, _BEHIND + 1)
     before, whole = ([prepare], [there, *stages, back]) if uploads else ([], [*stages, back])

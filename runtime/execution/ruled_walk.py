@@ -91,7 +91,7 @@ class RuledWalk:
 
     @staticmethod
     def _ends(sequence: Sequence, path: list[int]) -> bool:
-        """Whether the generation is over behind `path`."""
+        """Whether the generation is over after `path`."""
         return path[-1] in sequence.request.eos_token_ids or sequence.prompted + len(path) >= sequence.end
 
     def _children(self, placed: Placement) -> dict[int, dict[int, int]]:
@@ -120,7 +120,7 @@ class RuledWalk:
         return row
 
     def _change(self, sequence: Sequence, row: NDArray[np.float32], path: list[int]) -> None:
-        """Apply the sequence's rules to the row behind `path`, and keep the row as it was.
+        """Apply the sequence's rules to the row after `path`, and keep the row as it was.
 
         Raises RequestError where the rules allow no token, or make logits that are no numbers.
         """
@@ -135,14 +135,14 @@ class RuledWalk:
             raise RequestError(f"The rules of the request make logits that are no numbers: their maximum is {highest}.")
 
     def choose_again(self, placed: Placement) -> int:
-        """Apply the rules behind an accept stage that cannot be preceded, and choose the token behind the tip again."""
+        """Apply the rules after an accept stage that cannot be preceded, and choose the token after the tip again."""
         row = self._buffers.rows(names.TARGET, names.LOGITS_OUT, placed.first, placed.first + 1)[0]
         self._change(placed.sequence, row, placed.sequence.generated)
         position = int(self._step.positions[placed.root])
         return self._choose(placed.first, position, placed.sequence.number)
 
     def _choose(self, at: int, position: int, number: int) -> int:
-        """Choose from row `at` as the op Sample does, for the sequence `number` behind the token at `position`."""
+        """Choose from row `at` as the op Sample does, for the sequence `number` after the token at `position`."""
         own = self._own
         own[names.POSITIONS][0], own[names.BRANCH][0] = position, number
         choice = self._choices.get(at)

@@ -49,7 +49,7 @@ class Step:
         self._row = 0  # the row that new tokens go to
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int, slots: int | None = None) -> None:
-        """Lay out `tokens` as a chain of one row behind `past` slots, the first at `position`.
+        """Lay out `tokens` as a chain of one row after `past` slots, the first at `position`.
 
         `slots`: the size of another KV cache than the model's own, of which no view is larger.
         """
@@ -72,7 +72,7 @@ class Step:
         self._resize(n)
 
     def begin_rows(self, past: Sequence[int], slots: int | None = None) -> None:
-        """Begin an empty step behind `past` slots of each row of the cache, for `append_chain`; `slots` as in
+        """Begin an empty step after `past` slots of each row of the cache, for `append_chain`; `slots` as in
         `begin`."""
         rows = len(past)
         self._slots = slots or self._capacity
@@ -133,7 +133,7 @@ class Step:
         self.sizes[_VIEW] = max(self.sizes[_VIEW], self.view_of(int(self.past_length[row]) + mine))
 
     def view_of(self, slots: int) -> int:
-        """Return the number of keys in view of a step behind which `slots` are in use, those of a draft's levels not
+        """Return the number of keys in view of a step after which `slots` are in use, those of a draft's levels not
         counted.
         """
         index = bisect_left(self._views, slots + self.reach)
@@ -142,7 +142,7 @@ class Step:
 
 
 class DraftStep(Step):
-    """New tokens of a drafter's engine, behind some of which trees grow."""
+    """New tokens of a drafter's engine, after some of which trees grow."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class DraftStep(Step):
         self.grow(())
 
     def begin_grown(self, past: int) -> None:
-        """Take the slots that a draft's levels have filled behind `past` for new tokens: for an op that moves them."""
+        """Take the slots that a draft's levels have filled after `past` for new tokens: for an op that moves them."""
         self._row, self.sizes[_ROWS], self.sizes[_EDGES] = 0, 1, 2
         self.past_length[0] = past
         self.row_splits[1] = self.reach
@@ -219,7 +219,7 @@ class TargetStep(Step):
     ) -> None:
         super().__init__(names.TARGET, buffers, geometry, limits, buckets)
         self.max_nodes = limits[names.LOGITS] - 1
-        self.drafted = 0  # nodes of the draft behind the tip; what fills a bucket is not among them
+        self.drafted = 0  # nodes of the draft after the tip; what fills a bucket is not among them
         self.logit_indices = buffers.of(names.TARGET, names.LOGIT_INDICES)
         self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
         self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
@@ -254,7 +254,7 @@ class TargetStep(Step):
             self.append_tip(self.append_chain([0], length - 1, 0, place if rows else 0))
 
     def append_nodes(self, count: int) -> None:
-        """Complete `count` drafted nodes whose tokens and parents a drafter wrote behind the tip."""
+        """Complete `count` drafted nodes whose tokens and parents a drafter wrote after the tip."""
         n, logits = self.sizes[_NEW], self.sizes[_LOGITS]
         end = n + count
         parents: list[int] = self.parent[n:end].tolist()
@@ -313,7 +313,7 @@ class TargetStep(Step):
         self._resize(nodes)
 
     def keep_front(self, drafted: int) -> None:
-        """Keep the first `drafted` nodes behind the root of a tree that an engine has written."""
+        """Keep the first `drafted` nodes after the root of a tree that an engine has written."""
         self.drafted = drafted
         self.sizes[_LOGITS] = 1 + drafted
         self._resize(1 + drafted)
@@ -336,7 +336,7 @@ class TargetStep(Step):
         return self.sizes[_NEW] * self.sizes[_VIEW]
 
     def begin_beams(self, past: int, position: int, tokens: list[int], visible: NDArray[np.bool_]) -> None:
-        """Lay out `tokens` at one `position`, each with logits, behind `past` slots, and write the bias they run under.
+        """Lay out `tokens` at one `position`, each with logits, after `past` slots, and write the bias they run under.
 
         `visible` bool [tokens, K] says which of the last K keys each token sees, its own included; keys before those
         are seen by all.

@@ -28,7 +28,7 @@ class Alignment:
 
     @property
     def position_offsets(self) -> NDArray[np.int64]:
-        """`[rows]`: how far a token's column lies behind its place in the row."""
+        """`[rows]`: how far a token's column lies after its place in the row."""
         return self.padding_lengths
 
     def positions(self, first: Sequence[int]) -> NDArray[np.int64]:
@@ -50,7 +50,7 @@ class AlignmentState:
         self.valid_lengths[:] = 0
 
     def open(self, row: int, length: int) -> int:
-        """Start a row that has `length` slots of its own; return the padding behind them.
+        """Start a row that has `length` slots of its own; return the padding after them.
 
         Where it is the longest row, the others are padded to its length.
         """
@@ -64,9 +64,9 @@ class AlignmentState:
         return Alignment(valid.max(initial=0) - valid, valid)
 
     def commit(self, alignment: Alignment, kept: Sequence[int] | None = None) -> None:
-        """Commit the slots of the step's tokens, or of `kept` of each row behind its padding.
+        """Commit the slots of the step's tokens, or of `kept` of each row after its padding.
 
-        Rows with fewer tokens than others are padded behind them.
+        Rows with fewer tokens than others are padded after them.
         """
         stay = alignment.valid_lengths if kept is None else np.array(kept, np.int64)
         self.cache_length += int((alignment.padding_lengths + stay).max(initial=0))

@@ -1,7 +1,7 @@
 """The KV cache of one model: which slot holds the KV of which token of which sequence.
 
 Sequences share one row of the cache, or have a row each (`arrange`); nothing but this file asks which it is. In one
-row, slots of all sequences lie interleaved as they came, behind the prefix that all share. Slots of a sequence that is
+row, slots of all sequences lie interleaved as they came, after the prefix that all share. Slots of a sequence that is
 over are dead, and live ones are moved over them when room runs short or most are dead. With a row each, every row
 begins with a copy of the prefix.
 
@@ -186,7 +186,7 @@ class KvCache:
         return most if self.alignment is None else most // rows
 
     def fit(self, chains: Mapping[int, int], nodes: Mapping[int, int]) -> dict[int, int]:
-        """Number of each sequence's drafted nodes that there is room for, behind the chains of all sequences."""
+        """Number of each sequence's drafted nodes that there is room for, after the chains of all sequences."""
         view = self._step.largest_view
         if self._pooled:
             left = view - self._tables[0].length - sum(chains.values())
@@ -204,7 +204,7 @@ class KvCache:
         }
 
     def make_room(self, most: int) -> None:
-        """Move live slots over dead ones where a step of `most` might not fit behind them, or many are dead."""
+        """Move live slots over dead ones where a step of `most` might not fit after them, or many are dead."""
         step = self._step
         many = self._dead >= max(_MANY_DEAD, (self._tables[0].length - self._prefix) / 2)
         for row, table in enumerate(self._rows):
@@ -227,7 +227,7 @@ class KvCache:
     # A step.
 
     def begin(self, tokens: Mapping[int, int], batch: int = 0) -> None:
-        """Begin an empty step behind all rows, for so many tokens of each of these sequences; none: for the prefix.
+        """Begin an empty step after all rows, for so many tokens of each of these sequences; none: for the prefix.
 
         A step that adds one token of each is filled up to a `batch` of that many tokens, of other numbers: in a row
         each, if sequences have one. Nobody sees them, and their KV is never committed.
@@ -278,14 +278,14 @@ class KvCache:
                 self._inert[number] = self._step.append_chain([0], 0, number)
 
     def _fill_rows(self, first: int) -> None:
-        """Lay out the inert tokens of row `first` and those behind it, up to one that has a token of its own."""
+        """Lay out the inert tokens of row `first` and those after it, up to one that has a token of its own."""
         number = first
         while number in self._inert:
             self._inert[number] = self._step.append_chain([0], 0, number, number)
             number += 1
 
     def _pad_rows(self, first: int) -> None:
-        """Lay out the padding of row `first`, and of those behind it that have nothing else."""
+        """Lay out the padding of row `first`, and of those after it that have nothing else."""
         if self._aligned is None:
             return
         for row in range(first, self._used):
@@ -323,7 +323,7 @@ class KvCache:
         self._note_peak()
 
     def continue_chain(self, count: int) -> None:
-        """Commit `count` slots behind the last one of row 0, which the levels of a draft have filled."""
+        """Commit `count` slots after the last one of row 0, which the levels of a draft have filled."""
         self._tables[0].continue_chain(count)
 
     def _note_peak(self) -> None:
@@ -422,7 +422,7 @@ class KvCache:
         self._note_peak()
 
     def kv_of(self, number: int) -> TokenKv:
-        """KV of a sequence behind no prefix, by its tokens."""
+        """KV of a sequence after no prefix, by its tokens."""
         if self._pooled and self._compact is not None:  # slots of others may lie between
             return TokenKv(self._kv[0], self._lead, np.flatnonzero(self._tables[0].owners == number))
         return TokenKv(self._kv[self.row_of(number)], self._lead)
@@ -434,7 +434,7 @@ class KvCache:
 
 
 def _moves(table: SlotTable, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield live slots behind dead ones, ascending, in parts within `reach` slots, and where each part goes."""
+    """Yield live slots after dead ones, ascending, in parts within `reach` slots, and where each part goes."""
     alive = np.flatnonzero(table.owners != EMPTY)
     to = int(np.argmax(alive != np.arange(len(alive)))) if len(alive) and alive[-1] >= len(alive) else len(alive)
     while to < len(alive):

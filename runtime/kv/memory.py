@@ -29,7 +29,7 @@ class KvMemory(Protocol):
     def copy(self, to: int, source: KvMemory, first: int, count: int) -> None:
         """Copy `count` slots of `source` from `first` on to here, from `to` on; the two may overlap.
 
-        On a device it is enqueued behind what is enqueued already.
+        On a device it is enqueued after what is enqueued already.
         """
 
     def array(self, first: int, count: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""The partial KV cache of the target: sink | retrieval | window | buffer, for steps behind a long context.
+"""The partial KV cache of the target: sink | retrieval | window | buffer, for steps after a long context.
 
 It stands for the tokens that had KV in the full cache when it was filled; those of later steps lie in the buffer. A
 pass over it is a pass like any other, of the same engine: only the cache is another. Of layers that

@@ -1,7 +1,7 @@
 """Lossless partial KV: passes over the partial cache run ahead, and one over the full cache confirms.
 
 Passes over the partial cache, with the sequence's drafter, make *tentative* tokens. One pass over the full cache takes
-all of them as a chain behind the tip and accepts by the rule of all drafts: what leaves the runtime is the target's.
+all of them as a chain after the tip and accepts by the rule of all drafts: what leaves the runtime is the target's.
 This is the policy of one generation: how many tentative tokens there may be before a pass confirms them.
 """
 
@@ -24,7 +24,7 @@ class RunAhead:
     def __init__(
         self, interval: Interval, budget: Budget, stats: Stats, ends: Collection[int], *, always: bool
     ) -> None:
-        """`ends` are tokens behind which nothing follows. `always`: whether running ahead pays or not."""
+        """`ends` are tokens after which nothing follows. `always`: whether running ahead pays or not."""
         self.interval, self.budget, self._stats, self._ends, self._always = interval, budget, stats, ends, always
         self.over = False  # a tentative token ends the sequence
         self.steady = True  # the round before this one read the full cache too, and confirmed nothing
@@ -82,7 +82,7 @@ class RunAhead:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Cost and tokens of running ahead, with one sampling, behind so many tokens."""
+    """Cost and tokens of running ahead, with one sampling, after so many tokens."""
 
     interval: Interval
     sampling: SamplingParams
@@ -98,7 +98,7 @@ class Intervals:
         self._measured: dict[tuple[object, object], _Measured] = {}
 
     def of(self, request: Request, tokens: int) -> Interval:
-        """The interval measured for the same sampling behind a similar context; else a new one."""
+        """The interval measured for the same sampling after a similar context; else a new one."""
         key, unseeded = (request.drafter, request.partial_budget), replace(request.sampling, seed=0, stream_id=0)
         known = self._measured.get(key)
         if known is None or known.sampling != unseeded or not known.tokens / _ALIKE <= tokens <= known.tokens * _ALIKE:

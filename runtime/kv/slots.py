@@ -15,7 +15,7 @@ SHARED = -1  # one that all branches see
 
 
 class SlotTable:
-    """Slots [0, length) of one row of the KV cache are committed; those behind them hold garbage that nothing reads.
+    """Slots [0, length) of one row of the KV cache are committed; those after them hold garbage that nothing reads.
 
     Owner of `length`, and of that row of its model's buffers `bim` and `slot_positions`.
     """

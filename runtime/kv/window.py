@@ -16,7 +16,7 @@ class WindowedRow:
     """KV is counted in the sequence: `end` is the number of the next token. `lead` tokens at the beginning have none.
 
     With a `window`, KV between the sink and the last `window` to twice as many tokens is dropped. What is kept lies in
-    order from slot 0 on: `_front` tokens of the beginning, and where `_dropped` are missing, those behind the gap.
+    order from slot 0 on: `_front` tokens of the beginning, and where `_dropped` are missing, those after the gap.
     """
 
     def __init__(self, kv: KvMemory, geometry: Geometry, slots: SlotTable, lead: int) -> None:
@@ -42,7 +42,7 @@ class WindowedRow:
         return self.end + self._lead if self.end else 0
 
     def truncate(self, end: int) -> None:
-        """Drop KV from token `end` on; where that is in the gap, drop what lies behind the gap too."""
+        """Drop KV from token `end` on; where that is in the gap, drop what lies after the gap too."""
         if self._dropped and end < self._front + self._dropped:
             end, self._dropped = min(end, self._front), 0
         self.slots.truncate(max(end - self._dropped, 0))
@@ -80,7 +80,7 @@ class WindowedRow:
     def missing(self, known: int) -> Iterator[tuple[int, int, TokenKv]]:
         """Parts to copy here so that `known` leading tokens have KV, but for those that a window drops.
 
-        First token, the one behind the last, and where their KV goes; then `restore`.
+        First token, the one after the last, and where their KV goes; then `restore`.
         """
         gap = self._gap(known)
         if not gap:

@@ -13,7 +13,7 @@ from outrider.runtime.options.kinds import Whole
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """Checked options: most tokens drafted in a pass, most of them one behind another, and lengths of chains."""
+    """Checked options: most tokens drafted in a pass, most of them one after another, and lengths of chains."""
 
     tokens: int | None = None
     depth: int | None = None

@@ -346,7 +346,7 @@ class PrefixCache:
                 run = node.value
                 assert run is not None
                 assert len(run.pages) == PageRun.pages_for(run.offset + len(run)), "pages that a run does not need"
-                assert all(count <= len(run) for count in run.valid.values()), "KV behind the end of a run"
+                assert all(count <= len(run) for count in run.valid.values()), "KV after the end of a run"
                 owned += run.pages
             assert sorted(owned) == list(range(self._pool.pages)), "pages that are not owned once"
 

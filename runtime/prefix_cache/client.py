@@ -57,7 +57,7 @@ class CacheClient:
             kept[drafter.name] = len(prefix), drafter.cache.prefix_kv()
         self._cache.insert(prefix, kept, owner)
 
-    # Sequences behind no prefix.
+    # Sequences after no prefix.
 
     def number_for(self, tokens: List[int], owner: str, free: List[int]) -> int:
         """Choose the free number whose row holds the most of the owner's `tokens`."""

@@ -6,7 +6,7 @@
     header      JSON: what the KV belongs to, and the tree's edges
     payload     KV of every model, edge by edge, `[planes, heads, tokens, size]`
 
-KV is worth something only behind the very weights, engines and arithmetic that computed them: a file is bound to all
+KV is worth something only after the very weights, engines and arithmetic that computed them: a file is bound to all
 of these, and refused elsewhere. It is checked whole before anything of it is taken in, and holds data alone.
 """
 

@@ -21,7 +21,7 @@ class Value(Protocol):
     def __len__(self) -> int: ...
 
     def split(self, at: int) -> Self:
-        """Keep the part behind the first `at` tokens, and return the part before."""
+        """Keep the part after the first `at` tokens, and return the part before."""
 
 
 V = TypeVar("V", bound=Value)
@@ -110,7 +110,7 @@ class RadixTree(Generic[V]):
         return match.node is not None and match.inside < len(match.node.tokens)
 
     def insert(self, match: Match[V], tokens: Sequence[int], value: V | None) -> Node[V]:
-        """Add `tokens`, of which `match` has just been found; `value` covers those behind it, None where none are.
+        """Add `tokens`, of which `match` has just been found; `value` covers those after it, None where none are.
 
         Returns the node where they end.
         """
@@ -128,7 +128,7 @@ class RadixTree(Generic[V]):
         return node
 
     def _split(self, node: Node[V], at: int) -> Node[V]:
-        """Split the edge of `node` behind `at` tokens; return the new node above it. `node` stays the lower part."""
+        """Split the edge of `node` after `at` tokens; return the new node above it. `node` stays the lower part."""
         parent, value = node.parent, node.value
         assert parent is not None
         assert value is not None

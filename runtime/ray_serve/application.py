@@ -27,7 +27,7 @@ _CARE: dict[str, Any] = {
     "health_check_period_s": 5.0,
     "health_check_timeout_s": _ANSWERING,
 }
-_MARGIN = 15.0  # seconds that an ingress has behind its time to drain, to cut off who is left and send the last spans
+_MARGIN = 15.0  # seconds that an ingress has after its time to drain, to cut off who is left and send the last spans
 
 
 def build(args: Settings | dict[str, Any]) -> serve.Application:

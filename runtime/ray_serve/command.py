@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"
-_ANSWERS = 15.0  # seconds for ingresses to answer, behind the time that they drain
+_ANSWERS = 15.0  # seconds for ingresses to answer, after the time that they drain
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m outrider.runtime.ray_serve") -> int:

@@ -18,7 +18,7 @@ from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.stats import Stats
 
 _LOG = logging.getLogger("outrider")
-# Seconds behind its deadline that a request waits for its replica to end it: one that took it late is later.
+# Seconds after its deadline that a request waits for its replica to end it: one that took it late is later.
 _LATE = 0.2
 _EARLY = 0.05  # seconds: timers may ring a little before their time
 _SHORTEST, _LONGEST = 0.05, 2.0  # seconds between two tries
@@ -117,7 +117,7 @@ class FollowedRequest:
         self.handle.end(Generation(text, self._tokens, reason, stats, self._logprobs, seed))
 
     def _left(self) -> float | None:
-        """Seconds up to the deadline, 0 behind it."""
+        """Seconds up to the deadline, 0 after it."""
         return None if self._until is None else max(0.0, self._until - monotonic())
 
     def _fail(self, message: str) -> None:

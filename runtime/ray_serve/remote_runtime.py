@@ -116,7 +116,7 @@ class RemoteRuntime:
         return followed
 
     def _why_it_stays(self, request: Request) -> str | None:
-        """Why a request cannot go on elsewhere, behind what it has given; None where it can."""
+        """Why a request cannot go on elsewhere, after what it has given; None where it can."""
         drafter = next((each for each in self.manifest.drafters if each.name == request.drafter), None)
         if drafter is not None and rejects([drafter]):
             who = f"those of the drafter {drafter.name!r}, which is accepted by rejection,"

@@ -31,7 +31,7 @@ from outrider.runtime.server.served import CUTTING_SECONDS
 
 _APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
 _TOLD = 2048  # blocks, the latest, that routers are told of
-_STUCK = 120.0  # seconds without a pass, while requests run, behind which a replica is taken for dead
+_STUCK = 120.0  # seconds without a pass, while requests run, after which a replica is taken for dead
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ async def _follow(handle: Handle, came: asyncio.Queue[Span | Exception]) -> None
 
 
 def joined(some: Iterable[Span | Exception]) -> list[Span]:
-    """The spans among `some`, as few as can be: those that are not tentative, one behind another, become one."""
+    """The spans among `some`, as few as can be: those that are not tentative, one after another, become one."""
     found: list[Span] = []
     for span in some:
         if isinstance(span, Exception):

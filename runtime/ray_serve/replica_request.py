@@ -28,7 +28,7 @@ class ReplicaRequest:
     kernels: Mapping[str, str] = field(default_factory=dict)
 
     def again(self, generated: Sequence[int], deadline: float | None, kernels: Mapping[str, str]) -> ReplicaRequest:
-        """The same request, behind tokens that it has given by those `kernels`, with `deadline` seconds left."""
+        """The same request, after tokens that it has given by those `kernels`, with `deadline` seconds left."""
         if not generated:
             return replace(self, deadline=deadline)
         options = Options(**{**self.options, "generated": list(generated)})

@@ -247,7 +247,7 @@ def _refused(request: Request, error: ApiError) -> JSONResponse:
 class _Guard:
     """Refuses wrong keys and large bodies, and requests while the server drains, before anything is read.
 
-    Not one of FastAPI's own middlewares: behind those, nobody hears that a client has gone.
+    Not one of FastAPI's own middlewares: after those, nobody hears that a client has gone.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, readiness: Readiness) -> None:

@@ -233,7 +233,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             partial(load, arguments, cache, scheduler, say=say), config, limits, say, tracing, interrupted=INTERRUPTED
         )
         if arguments.log_format is not None:
-            log_to_stderr(arguments.log_format)  # behind the server's making, which sets up loggers of its own
+            log_to_stderr(arguments.log_format)  # after the server's making, which sets up loggers of its own
         if arguments.max_connections is None and limits.max_connections < Limits.max_connections:
             say(f"at most {limits.max_connections} connections at once, as this process may open few files")
         try:

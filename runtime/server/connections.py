@@ -1,6 +1,6 @@
 """Connections under limits of time and number, and their end: what uvicorn leaves to whoever listens.
 
-uvicorn closes a connection that is idle behind an answer, and no other: one that sends its request a byte a minute,
+uvicorn closes a connection that is idle after an answer, and no other: one that sends its request a byte a minute,
 nothing at all, or reads nothing of its answer, would stay for ever. And it takes connections until the process can open
 no file more.
 """
@@ -254,7 +254,7 @@ def _refusing(error: ApiError, app: ASGIApp) -> ASGIApp:
 class _Server(uvicorn.Server):
     """Gives every answer an end when it is told to end itself; told again, it waits no longer.
 
-    SIGTERM is a way to end like any other: the command's status is 0 behind it.
+    SIGTERM is a way to end like any other: the command's status is 0 after it.
     """
 
     def __init__(
@@ -297,12 +297,12 @@ class _Server(uvicorn.Server):
         """
         for connection in list(self.server_state.connections):
             if getattr(connection, "cycle", None) is not None:
-                connection.shutdown()  # at once where it idles behind an answer, else with its answer
+                connection.shutdown()  # at once where it idles after an answer, else with its answer
         if running := set(self.server_state.tasks):
             await asyncio.wait(running)
 
     async def _cut_off(self) -> None:
-        """Behind the time to drain, end what still runs; then close on those who do not read the end of it."""
+        """After the time to drain, end what still runs; then close on those who do not read the end of it."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hurried.wait(), self._drain_seconds)
         await run_in_threadpool(self._end)

@@ -42,7 +42,7 @@ class GatewayHistograms:
         self._registry = registry
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to first token", _TTFT)
         self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between tokens behind the first span", _TOKEN
+            "request_time_per_output_token_seconds", "Mean time between tokens after the first span", _TOKEN
         )
         self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _LATENCY)
         self._queue = self._histogram("request_queue_time_seconds", "Time in the queue", _LATENCY)

@@ -7,7 +7,7 @@ from enum import Enum
 from outrider.runtime.options.options import Options
 from outrider.runtime.server.served import ServedRuntime
 
-_TOKENS = 4  # of a warm-up: those behind the prompt are drafted and verified
+_TOKENS = 4  # of a warm-up: those after the prompt are drafted and verified
 
 
 class Phase(Enum):
@@ -27,7 +27,7 @@ class Readiness:
         self._reached, self.draining = phase, False
 
     def reach(self, phase: Phase) -> None:
-        """Go on to `phase`. Nothing comes behind DRAINING."""
+        """Go on to `phase`. Nothing comes after DRAINING."""
         if phase is Phase.DRAINING:
             self.draining = True
         else:

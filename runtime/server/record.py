@@ -108,7 +108,7 @@ class Record:
 
 
 def path_of(scope: Scope) -> str:
-    """The path of a request behind that at which the application is mounted, if it is."""
+    """The path of a request after that at which the application is mounted, if it is."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 

@@ -15,9 +15,9 @@ from outrider.runtime.stats import Stats
 
 
 def longest_path(drafters: Sequence[Drafter], asked: str | None) -> int:
-    """Most tokens that lie one behind another in a draft of the drafter `asked` for, None being the plan's first.
+    """Most tokens that lie one after another in a draft of the drafter `asked` for, None being the plan's first.
 
-    0 where none drafts. Of n-grams with a drafter behind them, the longer of the two.
+    0 where none drafts. Of n-grams with a drafter after them, the longer of the two.
     """
     chosen = next((each for each in drafters if not asked or each.name == asked), None)
     if chosen is None:

@@ -30,12 +30,12 @@ class ToolFormat:
         return self.begin.strip()
 
     def head(self, name: str) -> str:
-        """What stands before the arguments, behind `begin`."""
+        """What stands before the arguments, after `begin`."""
         return f'{{"name": "{name}", "{self.arguments}": '
 
     @property
     def tail(self) -> str:
-        """What stands behind the arguments."""
+        """What stands after the arguments."""
         return "}" + self.end
 
 

@@ -76,7 +76,7 @@ class Tracing:
         span.end(record.began_ns + _ns(record.seconds))
 
     def _choice(self, record: Record, span: Span, choice: int, found: Generation) -> None:
-        """Spans of a choice's phases, one behind the other. Those of several prompts and choices lie side by side."""
+        """Spans of a choice's phases, one after the other. Those of several prompts and choices lie side by side."""
         context, stats = set_span_in_context(span), found.stats
         at = record.began_ns + _ns(record.submitted_seconds)
         own = {"outrider.choice": choice}

@@ -1,4 +1,4 @@
-"""How the branches of points begin: behind the points that they wait for, and behind what their tools have found."""
+"""How the branches of points begin: after the points that they wait for, and after what their tools have found."""
 
 from __future__ import annotations
 

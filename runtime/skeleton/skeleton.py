@@ -112,7 +112,7 @@ class Skeleton:
         """
         runtime = self._runtime
         stop = check_options({"stop": options.get("stop")})["stop"]
-        if len(stop) == MAX_STOPS:  # behind them comes the points' own
+        if len(stop) == MAX_STOPS:  # after them comes the points' own
             raise RequestError(f"stop holds {len(stop)} texts; a skeleton takes at most {MAX_STOPS - 1}.")
         system = self._settings.system if system is None else system
         messages = [{"role": "system", "content": system}] if system else []

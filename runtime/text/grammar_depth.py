@@ -85,7 +85,7 @@ def _levels_of_lark(text: str, where: str) -> Iterator[int]:
 
 
 def _schema_at(text: str, place: int, where: str) -> tuple[object, int]:
-    """The JSON that begins behind `place`, and where it ends."""
+    """The JSON that begins after `place`, and where it ends."""
     try:
         return json.JSONDecoder().raw_decode(text, _SPACE.match(text, place).end())  # type: ignore[union-attr]
     except ValueError as error:

@@ -42,7 +42,7 @@ class GrammarRule(LogitsRule):
         return self
 
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Exclude tokens that the grammar does not allow behind `path`. Raises RequestError where it allows none."""
+        """Exclude tokens that the grammar does not allow after `path`. Raises RequestError where it allows none."""
         self._follow(path)
         with self._spending():
             np.copyto(logits, -np.inf, where=self._excluded())
@@ -69,7 +69,7 @@ class GrammarRule(LogitsRule):
             )
 
     def _follow(self, path: Sequence[int]) -> None:
-        """Bring the matcher behind `path`. Raises RequestError where the grammar does not allow it."""
+        """Bring the matcher after `path`. Raises RequestError where the grammar does not allow it."""
         known = len(self._path)
         if path[:known] != self._path:
             common = common_length(self._path, path)

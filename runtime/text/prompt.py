@@ -20,7 +20,7 @@ TemplateVariables = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to append, and the text stream that will read what is generated behind them."""
+    """Token ids to append, and the text stream that will read what is generated after them."""
 
     ids: list[int]
     text: TextStream
@@ -59,10 +59,10 @@ def prepare_prompt(
     generated: Sequence[int] = (),
     min_tokens: int = 0,
 ) -> Prompt:
-    """Encode `prompt` behind the tokens `present` and check that the two can be served, and gone on with.
+    """Encode `prompt` after the tokens `present` and check that the two can be served, and gone on with.
 
     Only the text that opens a sequence gets the special tokens a tokenizer adds (such as Llama's first). Its request
-    has given the tokens `generated` behind the prompt before; a stop string among them counts from `min_tokens` on.
+    has given the tokens `generated` after the prompt before; a stop string among them counts from `min_tokens` on.
     Raises RequestError naming what is wrong and the limits.
     """
     if isinstance(prompt, str):
@@ -87,10 +87,10 @@ def prepare_prompt(
 
 
 def _check_generated(given: Sequence[int], prompt: int, text: TextStream, least: int, geometry: Geometry) -> None:
-    """Raise RequestError for tokens behind which nothing follows."""
+    """Raise RequestError for tokens after which nothing follows."""
     if prompt + len(given) >= geometry.context:
         raise RequestError(
-            f"generated holds {len(given)} tokens behind {prompt}, which fill the plan's context of "
+            f"generated holds {len(given)} tokens after {prompt}, which fill the plan's context of "
             f"{geometry.context}; the request is over."
         )
     text.least = least
@@ -101,7 +101,7 @@ def _check_generated(given: Sequence[int], prompt: int, text: TextStream, least:
 def encode_prompt(
     text: str, tokenizer: Tokenizer, geometry: Geometry, behind: int = 0, *, add_special_tokens: bool = False
 ) -> list[int]:
-    """Encode `text`, which follows `behind` tokens.
+    """Encode `text`, which follows `after` tokens.
 
     A text whose bytes alone show that it cannot fit the context is refused before it is encoded, which takes seconds
     for megabytes. No text that fits is. Raises RequestError.

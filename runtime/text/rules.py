@@ -37,13 +37,13 @@ class LogitsRule(ABC):
     name = "A rule of the request"
 
     def begin(self, prompt: Sequence[int]) -> LogitsRule:
-        """Return the rule for one generation behind `prompt`: the rule itself, unless it depends on the prompt or keeps
+        """Return the rule for one generation after `prompt`: the rule itself, unless it depends on the prompt or keeps
         something from call to call."""
         return self
 
     @abstractmethod
     def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
-        """Change `logits`, f32 `[vocab]`, in place: the token behind `path` is chosen from them.
+        """Change `logits`, f32 `[vocab]`, in place: the token after `path` is chosen from them.
 
         `path` are the tokens generated so far, each of which was allowed; it is not to be changed. The next call may be
         for a path that goes on from any earlier one. Raises RequestError where no token may follow, which ends the

@@ -43,7 +43,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, context: TokenIds = (), stop: Sequence[str] = ()) -> None:
-        """Start behind the tokens of `context`, of which only the last 64 matter.
+        """Start after the tokens of `context`, of which only the last 64 matter.
 
         With a context the text continues that of the context: a first token that starts with a space keeps it, and
         a character that the context leaves unfinished is the stream's. Stop strings are looked for in the stream's

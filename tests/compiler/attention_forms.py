@@ -128,7 +128,7 @@ class Forms(nn.Module):
         return logits, *presents, *(tuple(q.squeeze(0).float() for q in queries) if self.queries else ())
 
     def in_numpy(self, feeds: Arrays) -> Arrays:
-        """Give the graph's outputs by the ops' references; the caches as they are behind the step."""
+        """Give the graph's outputs by the ops' references; the caches as they are after the step."""
         weights = {name: value.detach().double().numpy() for name, value in self.state_dict().items()}
         x = weights["embedding.weight"][feeds["token_ids"]]
         found: Arrays = {}

@@ -220,7 +220,7 @@ def random_target(*, tied: bool = False, seed: int = 9, hidden: int = HIDDEN) ->
 
 
 class KeptContext:
-    """An execution over one row: every layer's keys and values of the context so far, and one block behind it."""
+    """An execution over one row: every layer's keys and values of the context so far, and one block after it."""
 
     def __init__(self, head: BlockHead) -> None:
         self.head, c = head, head.config
@@ -244,7 +244,7 @@ class KeptContext:
             self.kept[layer] = (torch.cat((keys, self._heads(k)), 1), torch.cat((values, self._heads(v)), 1))
 
     def block(self, embedded: Tensor) -> Tensor:
-        """Return the hidden states of a block behind the context."""
+        """Return the hidden states of a block after the context."""
         self.positions = range(self.length, self.length + embedded.shape[-2])
         return self.head.run(embedded, self)
 

@@ -141,7 +141,7 @@ class NumpyBlock:
         return np.concatenate(turned, axis=-1)
 
     def biases(self, hidden: Array, previous: NDArray[np.int64]) -> Array:
-        """Of consecutive slots `hidden` [n, H], each behind the token `previous` [n]."""
+        """Of consecutive slots `hidden` [n, H], each after the token `previous` [n]."""
         latent = self.w["markov_head.markov_w1.weight"][previous]
         w2, rank = self.w["markov_head.markov_w2.weight"], latent.shape[1]
         if self.kind == "vanilla":
@@ -197,7 +197,7 @@ def test_a_packed_head_is_that_of_the_numbers_that_its_integers_stand_for(
 
 
 def expect_numpy(draft: BlockDraft, target: Decoder, tensors: dict[str, Tensor], case: dict[str, Any]) -> None:
-    """The head computes behind a growing context what NumPy does with its tensors."""
+    """The head computes after a growing context what NumPy does with its tensors."""
     head, config = draft.head, draft.head.config
     oracle = NumpyBlock(tensors, case)
     table = tensors.get("embed_tokens.weight", target.embedding)

@@ -48,7 +48,7 @@ trees; the others combine these."""
 
 
 class BlockOracle:
-    """One block behind a context, and what its head says behind any path of tokens."""
+    """One block after a context, and what its head says after any path of tokens."""
 
     def __init__(self, draft: BlockDraft, features: Tensor, tip: int) -> None:
         c = draft.head.config
@@ -59,7 +59,7 @@ class BlockOracle:
         self.hidden = context.block(draft.embed(tokens))[c.first_slot :]
 
     def scores(self, path: list[int]) -> tuple[Tensor, float | None]:
-        """Logits behind the tip and the target tokens in `path`, and the confidence of what is drafted there."""
+        """Logits after the tip and the target tokens in `path`, and the confidence of what is drafted there."""
         head, state, bias = self.draft.head, None, torch.zeros(())
         previous = torch.tensor([self.tip, *path])
         for slot in range(len(previous) if head.markov is not None else 0):
@@ -83,7 +83,7 @@ def _grouped(monkeypatch: pytest.MonkeyPatch) -> None:
 def _drafted(
     case: dict[str, Any], tree: Tree, target: str, folder: Path
 ) -> tuple[dict[str, NDArray[Any]], BlockOracle]:
-    """A draft behind 14 tokens of context, taken in by two passes, the second of them over an earlier block's KV."""
+    """A draft after 14 tokens of context, taken in by two passes, the second of them over an earlier block's KV."""
     write_block(folder / "head", **case)
     draft = BlockDraft(load_block(folder / "head", target_config()), random_target())
     engine = DraftEngine(draft, tree, folder / "engine", target=target, vocabulary=VOCAB)
@@ -105,7 +105,7 @@ def test_the_tree_of_a_block_is_the_one_of_the_definition(name: str, tmp_path: P
 
 @pytest.mark.long
 def test_a_level_more_of_a_chain_is_six_nodes_more_of_the_graph(tmp_path: Path) -> None:
-    """Its scores, the bias behind the token before and their sum, noise, and the choice; confidences are predicted for
+    """Its scores, the bias after the token before and their sum, noise, and the choice; confidences are predicted for
     all levels at once."""
     write_block(tmp_path / "head", **DSPARK | {"confidence": "markov"})
     draft = BlockDraft(load_block(tmp_path / "head", target_config()), random_target())

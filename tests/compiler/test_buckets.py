@@ -33,10 +33,10 @@ def test_a_plan_has_them_where_devices_record(cuda_plan: Plan, toy_plan: Path) -
     assert targets["onnxruntime-cpu"].buckets == {}
     assert not json.loads((toy_plan / "plan.json").read_text())["backends"]["onnxruntime-cpu"]["buckets"]
     buckets = targets["onnxruntime-cuda"].buckets
-    # The tip, and behind it n-grams of up to 2 and 6 tokens, chains of 4 and of 1 to 6, trees of 8 and 11.
+    # The tip, and after it n-grams of up to 2 and 6 tokens, chains of 4 and of 1 to 6, trees of 8 and 11.
     assert buckets["target"].new == (1, 2, 3, 4, 5, 6, 7, 9, 12)
     assert buckets["target"].view == (128, 256)
-    # A draft model has rows of what was accepted; a head takes in all of it again: 2 levels behind the tip's own.
+    # A draft model has rows of what was accepted; a head takes in all of it again: 2 levels after the tip's own.
     assert buckets["chain"].new == buckets["sure"].new == buckets["bushy"].new == (1, 2)
     assert buckets["head"].new == (1, 2, 3, 4, 5, 6, 7)  # and what the n-grams before it commit
 

@@ -52,11 +52,11 @@ class Node:
 
 
 LogProbs = Callable[[list[int]], NDArray[np.float64]]
-"""Of the drafter's tokens, behind the tip and a path of drafted tokens."""
+"""Of the drafter's tokens, after the tip and a path of drafted tokens."""
 
 
 def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, int]]:
-    """(token, parent node, depth, score, row) of the nodes behind the root, by DESIGN section 7, word by word.
+    """(token, parent node, depth, score, row) of the nodes after the root, by DESIGN section 7, word by word.
 
     Row r is the r-th node that a level runs; -1 where none does.
     """
@@ -117,7 +117,7 @@ class DraftEngine:
         self._tree, self._vocabulary = tree, vocabulary
 
     def draft(self, tokens: list[int], past: int, **more: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Feed `tokens`, a chain behind `past` slots, and draft behind the last one."""
+        """Feed `tokens`, a chain after `past` slots, and draft after the last one."""
         n = len(tokens)
         keys = past + n + max(self._tree.depth * self._tree.top_k, 8)  # a block of at most 8
         view = min(-(-keys // 32) * 32, CAPACITY)
@@ -234,7 +234,7 @@ class HeadOracle:
         self.embedding = embedding if head.embedding is None else head.embedding
 
     def run(self, features: torch.Tensor, tokens: list[int], path: list[int]) -> NDArray[np.float64]:
-        """Log-probabilities of draft tokens behind `tokens` (the last is the tip) and the target tokens in `path`.
+        """Log-probabilities of draft tokens after `tokens` (the last is the tip) and the target tokens in `path`.
 
         `features` `[len(tokens) - 1, 3H]`. Each pass of the recursion runs over everything before it again.
         """

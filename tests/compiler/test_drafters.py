@@ -104,7 +104,7 @@ def test_a_block_drafts_as_many_tokens_as_it_has(toy_recipe: Path) -> None:
     (short,) = sources(toy_recipe, block % ", gamma: 2")
     assert (short.tree, short.drafter.block) == (Tree(top_k=1, depth=1, nodes=3), 5)
     for shape, key in ((", gamma: 6", r"gamma asks"), (", tree: {top_k: 2, depth: 5, nodes: 9}", r"tree\.depth asks")):
-        with pytest.raises(RecipeError, match=rf"{key} for 6 tokens one behind another, and a block of the head has 5"):
+        with pytest.raises(RecipeError, match=rf"{key} for 6 tokens one after another, and a block of the head has 5"):
             sources(toy_recipe, block % shape)
     with pytest.raises(RecipeError, match="gamma stands beside tree"):
         sources(toy_recipe, block % ", gamma: 2, tree: auto")

@@ -47,7 +47,7 @@ class Feeder:
         self.vocabulary = manifest.target.vocab_size
 
     def feed(self, tokens: list[int], past: int, view: int) -> Logits:
-        """Logits of all of `tokens`, a chain behind `past` rows, of which `view` keys are looked at."""
+        """Logits of all of `tokens`, a chain after `past` rows, of which `view` keys are looked at."""
         step, n = self.step, len(tokens)
         step.begin(past, past, tokens, 0)
         step.logit_indices[:n] = np.arange(n)
@@ -62,7 +62,7 @@ class Feeder:
         return logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
 
     def tree(self, past: int, tokens: list[int], parents: list[int]) -> Logits:
-        """Logits of a tree behind the first `past` of `TOKENS`, which are there."""
+        """Logits of a tree after the first `past` of `TOKENS`, which are there."""
         step, n = self.step, len(tokens)
         depth: list[int] = []
         for parent in parents:

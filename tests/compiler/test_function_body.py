@@ -107,7 +107,7 @@ def assert_equal_to_numpy(session: ort.InferenceSession, heads: tuple[int, int],
     for cache, wanted in zip(found[1:], expected[1:], strict=True):
         for row, past in enumerate(step["past_length"]):
             end = past + step["row_splits"][row + 1] - step["row_splits"][row]
-            np.testing.assert_array_equal(cache[row, :, :end], wanted[row, :, :end])  # behind it lies garbage
+            np.testing.assert_array_equal(cache[row, :, :end], wanted[row, :, :end])  # after it lies garbage
 
 
 @given(heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]), step=steps(1), seed=st.integers(0, 2**32))

@@ -49,7 +49,7 @@ def chain(tokens: Sequence[int], branch: int = 0) -> Fed:
 
 STEPS = {
     "one token at a time": [chain([t]) for t in (5, 17, 40, 99)],
-    "a prompt, its rest behind a prefix, a token": [chain(range(3, 14)), chain(range(40, 57)), chain([8])],
+    "a prompt, its rest after a prefix, a token": [chain(range(3, 14)), chain(range(40, 57)), chain([8])],
     "a tree": [chain([5, 17, 40]), Fed([99, 250, 3, 77, 8, 120], [-1, 0, 0, 1, 1, 2], [0] * 6), chain([64])],
     "branches of one row": [
         chain([5, 17, 40, 99], -1),  # what all see
@@ -79,7 +79,7 @@ def feed(path: Path, decoder: Decoder, steps: Sequence[Fed], dtype: Any = np.flo
     known = {each.name for each in session.get_inputs()}
     for step in steps:
         n, parent, branch = len(step.tokens), np.array(step.parent), np.array(step.branch)
-        view = min(past + n + 5, CAPACITY)  # behind the new tokens are slots of nobody
+        view = min(past + n + 5, CAPACITY)  # after the new tokens are slots of nobody
         bias = bim_mask(bim, np.array([past]), np.array([0, n]), branch, parent, view, n)
         positions: list[int] = []
         for p, b in zip(step.parent, step.branch, strict=True):
@@ -189,7 +189,7 @@ def test_what_a_step_reads_on_the_host_are_sizes(engines: tuple[Path, Path]) -> 
         ({}, torch.float32, 1, "no GroupQueryAttention in float32"),
         ({"head_dim": 12}, torch.float16, 1, "heads of a multiple of 8 numbers up to 256; these have 12"),
         ({"head_dim": 264}, torch.float16, 1, "these have 264"),
-        ({}, torch.float16, 2, "several rows: GroupQueryAttention takes several tokens behind earlier ones in one row"),
+        ({}, torch.float16, 2, "several rows: GroupQueryAttention takes several tokens after earlier ones in one row"),
     ],
 )
 def test_it_declines_with_a_reason(

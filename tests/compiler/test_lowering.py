@@ -184,7 +184,7 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
 def test_what_the_kernel_takes_over_stays_what_it_was(
     left_out: type[Rule], decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a rule does not run, those behind it decline with a reason, and the engine computes the same."""
+    """Where a rule does not run, those after it decline with a reason, and the engine computes the same."""
     whole, _ = engine(decoder, tmp_path / "whole")
     rules = tuple(rule for rule in lowering.RULES[CPU] if not isinstance(rule, left_out))
     monkeypatch.setitem(lowering.RULES, CPU, rules)

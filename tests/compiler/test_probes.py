@@ -66,7 +66,7 @@ def test_every_op_of_every_engine_is_exact_here(plan: Plan, threads: int) -> Non
 
 
 def test_onnx_runtime_runs_the_products_that_are_probed(plan: Plan, tmp_path: Path) -> None:
-    """Its optimiser joins no product of ours with what stands behind it, in an engine or in a probe."""
+    """Its optimiser joins no product of ours with what stands after it, in an engine or in a probe."""
 
     def products(graph: onnx.GraphProto) -> Counter[Product]:
         extents = {

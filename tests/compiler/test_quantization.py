@@ -267,7 +267,7 @@ def test_the_cpus_logits_differ_by_the_rounding_of_activations(
 
 
 def test_units_with_biases_are_our_own_as_well(decoder: Decoder, tmp_path: Path) -> None:
-    """What computes in floats behind quantised products has one order of sums: nothing is left to ONNX Runtime."""
+    """What computes in floats after quantised products has one order of sums: nothing is left to ONNX Runtime."""
     torch.manual_seed(1)
     biased = Decoder(replace(decoder.config, mlp_bias=True, qkv_bias=True)).eval()
     for parameter in biased.parameters():

@@ -90,7 +90,7 @@ def test_the_settings_flags_of_added_tokens_win(
 def test_tokens_that_the_settings_alone_add_are_added_and_counted(tmp_path: Path) -> None:
     size = families.qwen().get_vocab_size()
     table = decoder_of(families.qwen()) | {str(size): {"content": "<new>", "special": True, "normalized": False}}
-    table[str(size + 5)] = {"content": "<behind a gap>"}
+    table[str(size + 5)] = {"content": "<after a gap>"}
     folder = checkpoint(tmp_path / "checkpoint", families.qwen(), {"added_tokens_decoder": table}, padding=1)
     assert loaded(folder).encode("<new>") == [size] == AutoTokenizer.from_pretrained(folder)("<new>").input_ids
     other = checkpoint(tmp_path / "other", families.qwen(), {"added_tokens_decoder": table})

@@ -1,4 +1,4 @@
-"""Prompts for sessions behind long contexts."""
+"""Prompts for sessions after long contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logits behind a prompt, from passes of any number of rows, and with other instructions."""
+"""The logits after a prompt, from passes of any number of rows, and with other instructions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expect_the_bits_of_plain_code(plan: Path) -> None:
 
 
 def logits_of(plan: Path) -> Results:
-    """The logits behind a prompt, and behind steps of one token."""
+    """The logits after a prompt, and after steps of one token."""
     session = Runtime.load(plan, threads=2).session()
     found = {}
     for index, prompt in enumerate([[(41 * i) % 299 + 1 for i in range(60)], [5, 6, 7], [9]]):

@@ -136,7 +136,7 @@ def test_the_context_ends_a_search_and_the_cache_bounds_it(toy: Runtime) -> None
     assert (len(found[0].token_ids), found[0].finish_reason) == (10, FinishReason.LENGTH)
     # A view holds 256 keys: 16 of the prompt, and 8 beams of 30 tokens; the last tokens need no row.
     assert len(toy.beam_search(prompt[:16], beams=8, max_new_tokens=31, eos_token_ids=[])[0].token_ids) == 31
-    with pytest.raises(RequestError, match=r"8 beams of 32 new tokens behind 16 need 264 KV slots, .* at most 31 new"):
+    with pytest.raises(RequestError, match=r"8 beams of 32 new tokens after 16 need 264 KV slots, .* at most 31 new"):
         toy.beam_search(prompt[:16], beams=8, max_new_tokens=32)
 
 

@@ -29,7 +29,7 @@ def branching(branch_plan: Path) -> Runtime:
 
 @pytest.mark.parametrize("drafter", ["chain", "head"])
 def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, drafter, monkeypatch) -> None:
-    """Behind rows of a branch that is over, and never beyond the keys that its engine can see."""
+    """After rows of a branch that is over, and never beyond the keys that its engine can see."""
     run, most = Program.run, 0
 
     def watched(self: Program) -> None:
@@ -158,7 +158,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
 
 @pytest.mark.parametrize("mode", [pytest.param("in-one-sequence", marks=pytest.mark.long), "batching"])
 def test_nothing_of_others_is_read(branching, mode, monkeypatch) -> None:
-    """Neither what is dead or behind the last row, nor rows of live branches: large finite garbage, equal bits."""
+    """Neither what is dead or after the last row, nor rows of live branches: large finite garbage, equal bits."""
     prefix = [3, 1, 4] * 5
     branches = [
         {"prompt": [20 + i, 5], "max_new_tokens": 4 + 5 * i, "drafter": drafter, "logprobs": 3, "temperature": 0.8}

@@ -112,7 +112,7 @@ def test_a_prompt_of_one_token_has_samples(branching, drafter, mode, new) -> Non
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
 def test_drafts_are_as_good_behind_rows_that_were_kept(branching, drafter, mode) -> None:
-    """Whatever ran between, with whichever drafters, behind whichever prompt."""
+    """Whatever ran between, with whichever drafters, after whichever prompt."""
     prefix, other, branches = [7, 3, 9] * 14, [4, 5] * 9, [[8, 2], [9, 1]]
 
     def accepted(name: str, prompt: list[int]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from tests.conftest import TOY_DRAFTERS
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
 TOKENS = 40
 Cut = Callable[[Session, Generation, int, Options], Generation]
-"""Generate behind PROMPT, and be cut near the token of this index in the whole."""
+"""Generate after PROMPT, and be cut near the token of this index in the whole."""
 
 
 def limit(session: Session, whole: Generation, at: int, options: Options) -> Generation:

@@ -107,10 +107,10 @@ def test_tokens_and_logits_are_those_of_transformers(some_plan: Path, oracle: Pr
     whole, error = PROMPT + tokens, 0.0
     with torch.no_grad():
         logits = oracle(torch.tensor([whole]), use_cache=False).logits[0, :-1]
-    assert logits[len(PROMPT) - 1 :].argmax(-1).tolist() == tokens  # each behind those before it, so all of them
+    assert logits[len(PROMPT) - 1 :].argmax(-1).tolist() == tokens  # each after those before it, so all of them
     for drafter in (each.name for each in runtime.manifest.drafters):
         assert session.generate(PROMPT, drafter=drafter, **options).token_ids == tokens, drafter
-    for at in range(1, len(whole)):  # behind a prompt of any length, each fed to what there is
+    for at in range(1, len(whole)):  # after a prompt of any length, each fed to what there is
         session.generate(whole[:at], whole=True, drafter="none", max_new_tokens=1, ignore_eos=True)
         error = max(error, float(np.abs(session.step_logits(0) - logits[at - 1].numpy()).max()))
     assert error < 1e-4
@@ -136,7 +136,7 @@ def test_tokens_depend_on_neither_drafter_nor_company(any_plan: Path, mode: Any,
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("olmo3", marks=pytest.mark.long)])
 def test_a_head_drafts_for_layers_of_any_kind(name: str, toy_recipe: Path, tmp_path: Path) -> None:
-    """It reads the residual streams of layers with windows and norms behind them."""
+    """It reads the residual streams of layers with windows and norms after them."""
     write_toy(name, tmp_path, toy_recipe.parent / "target")
     write_eagle3(tmp_path / "head", target_hidden=32, vocab=300, draft_vocab=120, aux_layer_ids=[0, 1, 2])
     head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}"

@@ -1,5 +1,5 @@
 """Model families as they are lowered for GPUs, as graphs or to our own kernels, on an emulated device: windows, capped
-scores, norms behind a block, rotations of a part of each head."""
+scores, norms after a block, rotations of a part of each head."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Doors:
     client: openai.OpenAI | None
 
     def ask(self, way: str, asked: list[Options], own: list[list[int]] | None = None) -> list[Generation]:
-        """Generate behind PREFIX and each one's `own` tokens, by different options, all at once where the way can."""
+        """Generate after PREFIX and each one's `own` tokens, by different options, all at once where the way can."""
         own = [[7 + place] for place in range(len(asked))] if own is None else own
         prompts = [PREFIX + tokens for tokens in own]
         both = list(zip(prompts, asked, strict=True))

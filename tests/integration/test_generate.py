@@ -267,7 +267,7 @@ def test_streams_that_are_never_read_hold_nothing(toy_plan, monkeypatch: pytest.
 
 
 def test_times_leave_out_what_the_caller_does_between_spans(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And behind the last one, which brings text that was held back: it might have begun a stop string."""
+    """And after the last one, which brings text that was held back: it might have begun a stop string."""
     options = Options(max_new_tokens=5, drafter="none", ignore_eos=True)
     last = toy.generate(PROMPT, **options).text[-1]
     now = [0.0]

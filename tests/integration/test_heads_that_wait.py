@@ -1,4 +1,4 @@
-"""A head behind n-grams: rounds that n-grams draft cost it nothing, and it drafts as if it had seen each of them."""
+"""A head after n-grams: rounds that n-grams draft cost it nothing, and it drafts as if it had seen each of them."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_a_target_engine_may_leave_the_ops_around_it_outside(
 def test_chains_that_a_drafter_draws_are_accepted_by_rejection_behind_the_engine(
     runtime: Runtime, cpu: Runtime
 ) -> None:
-    """An engine that accepts trees leaves what it made of the chain to the op behind it."""
+    """An engine that accepts trees leaves what it made of the chain to the op after it."""
     options = Options(temperature=0.9, seed=3, max_new_tokens=24, ignore_eos=True, drafter="drawn")
     expected = cpu.generate(PROMPT, **options)
     found = runtime.generate(PROMPT, **options)

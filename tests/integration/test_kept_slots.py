@@ -15,7 +15,7 @@ from outrider.runtime.trace import Round
 PROMPT = [(37 * i) % 299 + 1 for i in range(50)]  # several chunks
 SAMPLINGS = (Options(), Options(temperature=1.0, seed=3))
 ALWAYS = Options(ignore_eos=True, auto_disable=False)
-Fed = tuple[int, int]  # tokens with KV, tokens behind them
+Fed = tuple[int, int]  # tokens with KV, tokens after them
 
 
 def drafter_of(session: Session, name: str) -> EngineDrafter:

@@ -110,7 +110,7 @@ def test_the_numbers_are_those_of_a_numpy_forward(half_plan: Path, toy_recipe: P
     differences = [entry.logprob - row[entry.token_id] for entry, row in zip(found.logprobs, expected, strict=True)]
     assert found.token_ids == expected.argmax(-1).tolist()
     # A sum that rounds to the other neighbour, 2^-8 apart, is one of 32 inputs of a product: that is seldom, and small.
-    # Behind a token of whose prompt some sum rounds otherwise all are 4e-4 off; without rounding the median is 6e-3.
+    # After a token of whose prompt some sum rounds otherwise all are 4e-4 off; without rounding the median is 6e-3.
     assert np.median(np.abs(differences)) < 1e-3
     assert np.abs(differences).max() < 0.05
 

@@ -1,4 +1,4 @@
-"""The host one step behind the device: rounds are launched before the tokens of the round before are known.
+"""The host one step after the device: rounds are launched before the tokens of the round before are known.
 
 Devices are emulated twice: work is done as late as it may be, and as early. Both the same: the host has neither written
 what the device was still to read, nor read what it was still to write.
@@ -71,7 +71,7 @@ def test_the_next_round_runs_while_a_span_is_handed_out(one: Runtime, toy: Runti
             found += span.token_ids
             behind.append(launches(session.engine))
     assert found == toy.generate(PROMPT, max_new_tokens=9, **SAMPLED).token_ids
-    # The first round has computed the prompt, and behind the last one there is none.
+    # The first round has computed the prompt, and after the last one there is none.
     assert behind == [False] + [True] * 7 + [False]
 
 
@@ -97,7 +97,7 @@ def test_rounds_on_which_more_depends_than_a_token_are_waited_for(one: Runtime, 
 
 
 def test_ends_that_only_tokens_tell(one: Runtime, toy: Runtime) -> None:
-    """End tokens and stop strings, at every place of a text, and turns behind them."""
+    """End tokens and stop strings, at every place of a text, and turns after them."""
     whole = toy.generate(PROMPT, max_new_tokens=12, **SAMPLED)
     for place in range(12):
         for stop in (
@@ -172,7 +172,7 @@ def test_a_cancelled_generation_ends(one: Runtime, toy: Runtime) -> None:
 
 
 def test_logits_of_the_last_span_are_there(one: Runtime) -> None:
-    """Of rounds that were overtaken, and of the one behind which nothing was launched."""
+    """Of rounds that were overtaken, and of the one after which nothing was launched."""
     session, plain = one.session(), one.session()
     stream = plain.stream(PROMPT, max_new_tokens=6, logprobs=0, **SAMPLED)
     expected = [(span.token_ids, plain.step_logits(0).copy()) for span in stream]

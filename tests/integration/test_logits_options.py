@@ -68,7 +68,7 @@ def process(logits: Row, prompt: list[int], path: list[int]) -> Row:
 
 
 def by(processor: LogitsProcessor) -> Oracle:
-    """What a processor of transformers makes of the logits behind the prompt and the generated tokens."""
+    """What a processor of transformers makes of the logits after the prompt and the generated tokens."""
 
     def apply(logits: Row, prompt: list[int], path: list[int]) -> Row:
         made = processor(torch.tensor([[*prompt, *path]]), torch.from_numpy(logits.copy())[None])
@@ -215,7 +215,7 @@ def test_bad_words_are_encoded_with_and_without_a_space(reference: Runtime) -> N
 
 @pytest.mark.parametrize("drafter", ["none", "chain", "bushy"])
 def test_no_stop_string_counts_before_min_tokens(toy: Runtime, drafter: str) -> None:
-    """One that a token behind them completes does."""
+    """One that a token after them completes does."""
     whole = toy.generate(PROMPT, drafter="none", **asked({}))
     token_texts = [toy.tokenizer.decode([token]) for token in whole.token_ids]
     place = next(i for i in range(3, LENGTH) if token_texts[i].isascii() and token_texts[i] in whole.text)

@@ -87,7 +87,7 @@ def build_grouped(toy_recipe: Path, out: Path, capacity: str) -> Runtime:
 def test_with_grouped_attention_every_drafter_gives_the_tokens_of_plain_decoding(
     toy_recipe: Path, toy: Runtime, tmp_path: Path
 ) -> None:
-    """Prefill in chunks behind a prefix, chains, trees, draft levels and a second turn over one KV cache."""
+    """Prefill in chunks after a prefix, chains, trees, draft levels and a second turn over one KV cache."""
     runtime = build_grouped(toy_recipe, tmp_path / "plan", "{context: 160, prefill_chunk: 16}")
     prompt = [(37 * i) % 299 + 1 for i in range(40)]
     for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):

@@ -58,7 +58,7 @@ def test_the_partial_cache_holds_what_the_references_choose(long: Runtime, lengt
     most, least = np.zeros_like(own[names.KEY_MAX]), np.zeros_like(own[names.KEY_MIN])
     windows = np.zeros(kv.shape[0] // 2, np.int64)
     block_summary(kv, windows, 0, covered, 0, most, least, **LAYOUT)
-    blocks = max(0, covered // 4 - 3)  # behind those, the last sequence that had the buffers has left its own
+    blocks = max(0, covered // 4 - 3)  # after those, the last sequence that had the buffers has left its own
     np.testing.assert_array_equal(own[names.KEY_MAX][..., :blocks], most[..., :blocks])
     np.testing.assert_array_equal(own[names.KEY_MIN][..., :blocks], least[..., :blocks])
     expected = np.zeros_like(own[names.KV])

@@ -83,7 +83,7 @@ def test_passes_over_the_partial_cache_change_no_token_of_a_head_accepted_by_rej
 
 def test_lossy_rows_read_their_own_partial_caches(rows: Runtime) -> None:
     """A lossy row has the tokens that it has alone where its prompt is fed in the same chunks: nobody drafts, and both
-    are asked for at once, so that the second prompt goes in behind the first, before the first row's next full pass."""
+    are asked for at once, so that the second prompt goes in after the first, before the first row's next full pass."""
     lengths = (64, 48)
     options = Options(max_new_tokens=50, drafter="none", ignore_eos=True)
     alone = [rows.generate(prompt(8, length), partial_kv="lossy", **options) for length in lengths]

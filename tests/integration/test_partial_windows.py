@@ -26,7 +26,7 @@ from tests.integration.long_context import prompt
 from tests.integration.random_use import expect_the_tokens_of_the_target_alone
 
 WINDOW = 17  # with two window blocks of 4 tokens, two of the three blocks that are retrieved are in its reach
-OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps behind the gap, 20 tokens
+OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps after the gap, 20 tokens
 SLIDING = {
     "gemma3": (True, False, True),
     "ministral": (True, False),

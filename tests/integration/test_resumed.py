@@ -1,4 +1,4 @@
-"""A request that goes on behind what it has given elsewhere has the tokens and the text of one that never stopped."""
+"""A request that goes on after what it has given elsewhere has the tokens and the text of one that never stopped."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_sessions_go_on_as_well(whole: Runtime) -> None:
     found = session.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2, generated=expected.token_ids[:5])
     assert_same(found, expected, 5)
     assert session.token_ids[-12:] == expected.token_ids
-    again = session.generate(" and", max_new_tokens=4)  # the turn behind it is as ever
+    again = session.generate(" and", max_new_tokens=4)  # the turn after it is as ever
     assert again.token_ids == whole.generate([*session.token_ids[:-4]], max_new_tokens=4).token_ids
 
 

@@ -24,7 +24,7 @@ DRAFT_OFTEN = ["chain", "sure", "bushy", "head", "mixed"]
 
 
 class Stuck(LogitsRule):
-    """Allows no token behind so many."""
+    """Allows no token after so many."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -185,7 +185,7 @@ def test_rows_are_computed_again_only_for_features_that_are_lost(toy: Runtime) -
     assert session.generate(max_new_tokens=4, **options).stats.reused_tokens == 57
     session.generate(drafter="none", max_new_tokens=6, ignore_eos=True)
     again = session.generate(max_new_tokens=4, **options)
-    assert 50 < again.stats.reused_tokens < 62  # plain steps left no features behind them
+    assert 50 < again.stats.reused_tokens < 62  # plain steps left no features after them
 
 
 def test_chunked_prefill_gives_the_tokens_of_feeding_the_prompt_one_by_one(toy: Runtime) -> None:

@@ -93,7 +93,7 @@ def test_phases_go_on_and_never_back() -> None:
 
 
 def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan: Path, tmp_path: Path) -> None:
-    """Running and queued requests are finished behind SIGTERM, new ones refused; then the process ends with 0."""
+    """Running and queued requests are finished after SIGTERM, new ones refused; then the process ends with 0."""
     go_on = tmp_path / "go on"
     with server_process(branch_plan, "--max-running", "1", pass_seconds=0.05, load_behind=go_on) as server:
         assert server.get("/health/live") == (200, {"status": "live"})
@@ -123,7 +123,7 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
                 with pytest.raises(openai.InternalServerError) as late:
                     client.completions.create(model="toy", prompt="x")
                 with closing(idle), closing(silent):
-                    assert idle.sock.recv(1) == b""  # closed, as all connections that idle behind an answer
+                    assert idle.sock.recv(1) == b""  # closed, as all connections that idle after an answer
                     assert asked(silent) == 503  # its first request, which could have been on its way
             assert (late.value.status_code, late.value.code) == (503, "shutting_down")
             assert late.value.response.headers["retry-after"] == "5"

@@ -1,4 +1,4 @@
-"""Tentative tokens leave nothing behind when they are taken back, in any KV cache, drafter or count."""
+"""Tentative tokens leave nothing after when they are taken back, in any KV cache, drafter or count."""
 
 from __future__ import annotations
 

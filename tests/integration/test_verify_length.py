@@ -29,7 +29,7 @@ FREE, STEEP, STAIRS = (
     [0.0],
     [1000.0],
     [0.0, 0.0, 1.0],
-)  # what a row more costs, again and again, behind a first one of 1
+)  # what a row more costs, again and again, after a first one of 1
 Priced = Callable[[Path, list[float]], Path]
 
 

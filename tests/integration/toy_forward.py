@@ -17,7 +17,7 @@ Array = NDArray[np.float32]
 def toy_log_probabilities(
     checkpoint: Path, tokens: list[int], rounded: Callable[[Array], Array] = lambda x: x
 ) -> Array:
-    """Log-probabilities of the token behind each of `tokens`, float32 `[tokens, vocabulary]`.
+    """Log-probabilities of the token after each of `tokens`, float32 `[tokens, vocabulary]`.
 
     Weights of products, what they are multiplied by, and keys and values are `rounded` first.
     """

@@ -23,7 +23,7 @@ TEMPLATE = "tokenizer/chat_template.jinja"
 
 
 def edit(plan: Path, change: Edit) -> None:
-    """Change `plan.json` as data, under a digest that fits, so that the check behind it is reached."""
+    """Change `plan.json` as data, under a digest that fits, so that the check after it is reached."""
     path = plan / "plan.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
     change(manifest)
@@ -37,7 +37,7 @@ def sign_again(plan: Path) -> None:
 
 
 def list_again(plan: Path) -> None:
-    """Make sizes and hashes true again, so that the check behind them is reached."""
+    """Make sizes and hashes true again, so that the check after them is reached."""
 
     def refresh(manifest: dict[str, Any]) -> None:
         for entry in manifest["files"]:

@@ -87,7 +87,7 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a drafter without a program to extend it": (lambda m: backend(m)["programs"].pop("extend.head"), "extend.head"),
     "more branches than slots": (lambda m: model(m).update(branches=2), "target.accepted_count"),
     "two drafters of one name": (lambda m: m["drafters"][1].update(name="ngram"), "ngram"),
-    "no such drafter behind n-grams": (lambda m: m["drafters"][0].update(otherwise="oracle"), "'oracle' is no drafter"),
+    "no such drafter after n-grams": (lambda m: m["drafters"][0].update(otherwise="oracle"), "'oracle' is no drafter"),
     "a drafter named none": (lambda m: m["drafters"][1].update(name="none"), "none"),
     "a drafter of unknown kind": (lambda m: m["drafters"][0].update(kind="oracle"), "kind"),
     "a draft longer than its buffers": (lambda m: m["drafters"][0].update(max_draft=2**24), "draft"),

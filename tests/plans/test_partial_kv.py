@@ -52,7 +52,7 @@ def test_the_least_budget_reaches_a_window_and_one_block_less_does_not(
     settings = PartialKv(block_size=block, n_sink_blocks=1, n_window_blocks=blocks, n_spec_tokens_buf=7)
     least = settings.least_budget(window)
     assert least == max(1, blocks_in_reach(window, block, blocks))
-    if settings.candidates(covered) > least:  # tokens behind the blocks that are missing, and the one that looks
+    if settings.candidates(covered) > least:  # tokens after the blocks that are missing, and the one that looks
         assert settings.filled(covered, least) - settings.sink + 1 >= window
     assert least == 1 or (least - 1 + blocks) * block + 1 < window
 

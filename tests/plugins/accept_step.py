@@ -63,7 +63,7 @@ def equal_slots(branches=1, *, seed=3, **settings) -> SamplingSlots:
 
 
 def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
-    """Random trees, each behind its chain of pending tokens: (token_ids, parent, branch, logit_indices).
+    """Random trees, each after its chain of pending tokens: (token_ids, parent, branch, logit_indices).
 
     `straight` is the probability that a node is the child of the one before it: 1 makes chains.
     """

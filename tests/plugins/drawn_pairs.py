@@ -1,4 +1,4 @@
-"""Two tokens drawn behind one tip, 20,000 times, and their chi-squares: shared by the tests of both accept ops.
+"""Two tokens drawn after one tip, 20,000 times, and their chi-squares: shared by the tests of both accept ops.
 
 The target is a table: its next token depends on the last one alone.
 """
@@ -31,7 +31,7 @@ Step = Callable[[NDArray[np.int64], SamplingSlots, int], tuple[NDArray[np.int64]
 
 
 def decode_two(step: Step, slots: SamplingSlots) -> tuple[NDArray[np.int64], float]:
-    """The first two tokens behind TIP of each branch `[DRAWS, 2]`, and the share of steps that accepted a draft."""
+    """The first two tokens after TIP of each branch `[DRAWS, 2]`, and the share of steps that accepted a draft."""
     committed, count = step(np.full(DRAWS, TIP), slots, 50)
     pairs = committed[:, :2].copy()
     short = np.flatnonzero(count == 1)  # its second token is the next step's first

@@ -31,7 +31,7 @@ SIZES = {
     "shares": 1,
 }  # fmt: skip
 _POISON = 0xA5
-_MARGIN = 64  # poisoned bytes before and behind an output
+_MARGIN = 64  # poisoned bytes before and after an output
 
 _KERNELS = """\
 #include "kernels.cu"

@@ -309,7 +309,7 @@ def small_step(
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"logit_indices": (0, 2, 1)}, r"logit_indices must ascend; logit_indices\[2\] is 1 behind 2"),
+        ({"logit_indices": (0, 2, 1)}, r"logit_indices must ascend; logit_indices\[2\] is 1 after 2"),
         ({"logit_indices": (0, 1, 3)}, r"logit_indices\[2\] is 3; it must be in 0\.\.2"),
         ({"parent": (-1, 1, 1)}, r"parent\[1\] is 1; it must be in -1\.\.0"),
         ({"parent": (-1, -1, 0)}, r"the parent of new token 2 stands before the root of another tree, new token 1"),

@@ -338,7 +338,7 @@ def test_where_nobody_asks_keys_and_values_are_appended_and_nothing_else(dtype: 
 def test_a_token_is_the_same_bits_alone_and_in_any_company(
     heads, size, new, past, gaps, branches, dtype, threads, window, softcap, sinks, seed
 ) -> None:
-    """What a token sees is moved behind other tokens' keys, and computed alone: not a bit changes."""
+    """What a token sees is moved after other tokens' keys, and computed alone: not a bit changes."""
     random = np.random.default_rng(seed)
     many = typed(step(random, *heads, size, [new], [past], random.integers(0, 20), branches), dtype)
     many = capped_step(random, heads, sinks, 4.0, many)

@@ -37,7 +37,7 @@ def test_what_is_no_architecture_is_refused(architecture: str, tmp_path: Path) -
 
 
 def test_shared_headers_need_no_standard_library() -> None:
-    """NVRTC has none: what is not for the CPU alone may include nothing but its neighbours, behind a guard."""
+    """NVRTC has none: what is not for the CPU alone may include nothing but its neighbours, after a guard."""
     sources = Path(__file__).resolve().parents[2] / "plugins" / "csrc"
     headers = [
         path for path in sources.rglob("*.h") if not {"cpu", "onnxruntime"} & set(path.relative_to(sources).parts)

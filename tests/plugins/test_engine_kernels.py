@@ -502,7 +502,7 @@ def test_products_are_added_to_the_residual_stream(engine_kernels: Kernels, rows
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("normed", [False, True])
 def test_appending(engine_kernels: Kernels, dtype: str, normed: bool) -> None:
-    """Queries and keys normed and half of each rotated, keys and values in the slots behind those of each row."""
+    """Queries and keys normed and half of each rotated, keys and values in the slots after those of each row."""
     rng = np.random.default_rng(6)
     heads, kv_heads, size, rotated, capacity = 4, 2, 24, 16, 9
     packed = rng.normal(size=(5, (heads + 2 * kv_heads) * size)).astype(np.float32)

@@ -88,7 +88,7 @@ RUNS: dict[str, tuple[Callable[[Emulator], None], ...]] = {
 """What comes to the barriers of a header's kernels."""
 
 SPARE = {"attention": 1, "entropy": 1}
-"""Barriers of inlined sums, before anyone writes again, behind which nobody does."""
+"""Barriers of inlined sums, before anyone writes again, after which nobody does."""
 
 
 @pytest.mark.long  # half a minute of compilers; those of ops are watched in every run

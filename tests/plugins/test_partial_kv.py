@@ -115,7 +115,7 @@ def test_a_layer_with_a_window_finds_all_that_it_sees_in_one_piece_and_in_order(
     filled = covered - (candidates - count) * cache.layout["block_size"]
     row = cache.row[0]
     for layer, window in enumerate(cache.layer_windows):
-        seen = min(int(window) - 1, covered)  # and the token behind them all
+        seen = min(int(window) - 1, covered)  # and the token after them all
         if seen > 0:
             planes = slice(2 * layer, 2 * layer + 2)
             np.testing.assert_array_equal(

@@ -51,7 +51,7 @@ def rows_of(logits: np.ndarray, slots: SamplingSlots) -> dict[str, np.ndarray]:
 
 
 def greedy_too(slots: SamplingSlots) -> SamplingSlots:
-    """The branches, and a greedy one behind them."""
+    """The branches, and a greedy one after them."""
     columns = zip(vars(slots).items(), vars(equal_slots(1)).values(), strict=True)
     return SamplingSlots(**{name: np.concatenate((column, greedy)) for (name, column), greedy in columns})
 

@@ -187,8 +187,8 @@ def test_of_equal_siblings_the_lowest_row_wins():
 @pytest.mark.parametrize(
     ("logit_indices", "parent", "sentence"),
     [
-        ([0, 0, 2], [-1, 0, 1], r"logit_indices must ascend; logit_indices\[1\] is 0 behind 0"),
-        ([0, 2, 1], [-1, 0, 1], r"logit_indices must ascend; logit_indices\[2\] is 1 behind 2"),
+        ([0, 0, 2], [-1, 0, 1], r"logit_indices must ascend; logit_indices\[1\] is 0 after 0"),
+        ([0, 2, 1], [-1, 0, 1], r"logit_indices must ascend; logit_indices\[2\] is 1 after 2"),
         ([0, 1, 3], [-1, 0, 1], r"logit_indices\[2\] is 3; it must be in 0\.\.2"),
         ([0, 1, 2], [-1, 1, 1], r"parent\[1\] is 1; it must be in -1\.\.0"),
         ([0, 1, 2], [-2, 0, 1], r"parent\[0\] is -2"),

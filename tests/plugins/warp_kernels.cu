@@ -121,7 +121,7 @@ OUTRIDER_KERNEL words_behind_warp_barrier(const char* from, u32* to) {
   hand_on<u32>(from, to, [] { warp_barrier(); });
 }
 
-// A lane writes again what its neighbour reads: behind a barrier of the warp, or not.
+// A lane writes again what its neighbour reads: after a barrier of the warp, or not.
 template <typename Wait>
 OUTRIDER_DEVICE void write_again(u32* to, const Wait& wait) {
   u32* kept = reinterpret_cast<u32*>(dynamic_shared());
@@ -170,7 +170,7 @@ OUTRIDER_KERNEL one_waits_for_its_warp_and_one_for_its_block(u32* to) {
   to[own_place()] = 1;
 }
 
-// What blocks find in dynamic shared memory, and a byte that may lie behind it.
+// What blocks find in dynamic shared memory, and a byte that may lie after it.
 OUTRIDER_KERNEL found_there(u32* to, const i64* place) {
   follow();
   const u32* kept = reinterpret_cast<const u32*>(dynamic_shared());

@@ -75,7 +75,7 @@ class EmulatedDevice:
         return len(self._memory)
 
     def free(self, address: int) -> None:
-        """Behind all that is enqueued. A collection of garbage may ask for it in the midst of a piece of work, or of a
+        """After all that is enqueued. A collection of garbage may ask for it in the midst of a piece of work, or of a
         recording: whoever runs work next gives it back."""
         self._dropped.append(address)
         with self._lock:
@@ -120,7 +120,7 @@ class EmulatedDevice:
             self._run_until(mark)
 
     def _run_until(self, mark: int) -> None:
-        assert not self._runs, "work waits for work behind it"
+        assert not self._runs, "work waits for work after it"
         self._runs = True
         try:
             while self._done < (self._enqueued if self._dropped else mark):

@@ -87,7 +87,7 @@ class ScanningOracle:
         self.outcomes: list[tuple[bool, int, float, bool]] = []
 
     def worth(self, recalled: bool, length: int) -> float:
-        """What came over what was drafted behind contexts of about this length, and eight assumed shares."""
+        """What came over what was drafted after contexts of about this length, and eight assumed shares."""
         grade = GRADES[length]
         came, drafted = 8.0 * min(0.85, 1 - 0.5 * 0.75 ** (grade - 1)), 8.0
         for source, of, share, ok in self.outcomes:
@@ -139,7 +139,7 @@ class ScanningOracle:
         return [guess[0] for guess in self.guesses], [guess[1] for guess in self.guesses]
 
     def followed(self, text: list[int], seen: Iterable[Seen]) -> tuple[int, list[tuple[int, bool]]]:
-        """The length of the longest context of the text that has been continued, and what came or was likely behind
+        """The length of the longest context of the text that has been continued, and what came or was likely after
         it."""
         for length in self.lengths:
             context = text[-length:]

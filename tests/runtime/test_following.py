@@ -30,7 +30,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_new_tokens": 40, 
 
 
 class Replicas:
-    """One runtime behind streams; each is lost, or ends otherwise, as its turn in `ends` says.
+    """One runtime after streams; each is lost, or ends otherwise, as its turn in `ends` says.
 
     An end is the number of spans that come before it, and the error that it is; None: it ends the request there.
     """
@@ -131,7 +131,7 @@ def test_it_goes_on_where_it_stood(runtime: Runtime, ends: list[tuple[int, Excep
 
 
 class Slow(Stream):
-    """A replica that takes 20 ms for each of its first spans, and is lost behind 15 of them; the next one is fast."""
+    """A replica that takes 20 ms for each of its first spans, and is lost after 15 of them; the next one is fast."""
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         first = len(self._replicas.sent) == 1
@@ -188,7 +188,7 @@ def test_what_a_replica_cuts_off_goes_on(runtime: Runtime, monkeypatch: pytest.M
 
 
 class CutOffBehind(Stream):
-    """What the first replica sends of a request that it cuts off behind five tokens; the next one goes on."""
+    """What the first replica sends of a request that it cuts off after five tokens; the next one goes on."""
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         first = len(self._replicas.sent) == 1
@@ -298,7 +298,7 @@ def test_tokens_that_depend_on_rounds_stay_where_they_are(everything: Runtime) -
 
 
 class Stopped(Stream):
-    """A replica that stops behind its first span."""
+    """A replica that stops after its first span."""
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         handle = self._replicas.runtime.submit(self._sent.token_ids, **self._sent.options)

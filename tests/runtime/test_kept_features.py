@@ -26,7 +26,7 @@ class Rows:
 
 @given(steps=st.lists(st.tuples(st.lists(st.integers(0, STEP - 1), unique=True, max_size=5), st.integers(0, 4))))
 def test_what_is_kept_stays_until_it_is_released(steps: list[tuple[list[int], int]]) -> None:
-    """Each step gives features, some of which are kept behind those that wait; then the first ones are taken in."""
+    """Each step gives features, some of which are kept after those that wait; then the first ones are taken in."""
     rows = Rows()
     kept = KeptFeatures(rows, STEP, KEPT)  # type: ignore[arg-type]
     waiting, expected, number = np.zeros(0, np.int64), list[int](), 0

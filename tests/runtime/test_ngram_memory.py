@@ -132,7 +132,7 @@ LED = ([1, 2, 3], [4, 5])  # a lead, and the output that followed it
         *(([LED], tokens, [4, 5]) for tokens in ([1, 2, 3], [3], [9, 3])),
         ([([], [1, 2]), ([], [3, 4])], [1, 2], []),  # texts do not run on into each other
         ([([], [1, 2, 3])] * 2, [1, 2, 4, 1, 2], [4, 1, 2, 4, 1, 2, 4, 1]),  # the sequence goes first
-        ([*[([], [1, 2, 3])] * 2, ([], [4, 1, 2, 5])], [1, 2, 4, 1, 2], [5]),  # but behind a longer context
+        ([*[([], [1, 2, 3])] * 2, ([], [4, 1, 2, 5])], [1, 2, 4, 1, 2], [5]),  # but after a longer context
         ([([], [1, token]) for token in (2, 2, 2, 3, 3, 3, 3)], [1], [3]),  # counts of both halves are added
         ([([7] * 5, [*range(100, 130)])], [119], []),  # of a text longer than half, the end is kept
         ([([7] * 5, [*range(100, 130)])], [120], [*range(121, 129)]),

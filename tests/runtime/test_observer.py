@@ -1,4 +1,4 @@
-"""What is told of requests: behind a prefix as without one, and of faults no text."""
+"""What is told of requests: after a prefix as without one, and of faults no text."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ BYTES = LLTokenizer("byte")
 
 
 def begins(grammar: str, text: bytes) -> LLMatcher | None:
-    """A matcher behind `text`; None where the grammar does not take it."""
+    """A matcher after `text`; None where the grammar does not take it."""
     matcher = LLMatcher(BYTES, grammar, log_level=0)
     assert not matcher.get_error()
     return matcher if matcher.try_consume_tokens(list(text)) == len(text) else None

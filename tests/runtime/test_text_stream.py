@@ -81,7 +81,7 @@ STOPS = st.lists(
 
 
 def cut(text: str, stops: Sequence[str], behind: int = 0) -> tuple[str, str | None]:
-    """The definition, by trying all: the stop string complete first, `behind` so many characters, of several the
+    """The definition, by trying all: the stop string complete first, `after` so many characters, of several the
     longest."""
     for end in range(behind + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
@@ -181,7 +181,7 @@ def test_a_stop_is_reported_at_the_token_that_completes_it(kind: str, data: st.D
 @cheap
 @given(data=st.data())
 def test_a_context_is_continued(kind: str, data: st.DataObject) -> None:
-    """Behind whole characters, what is streamed is what the decoded whole has more than the decoded context."""
+    """After whole characters, what is streamed is what the decoded whole has more than the decoded context."""
     tokenizer = TOKENIZERS[kind]()
     ids = data.draw(token_lists(tokenizer))
     context = data.draw(token_lists(tokenizer))

@@ -134,7 +134,7 @@ def test_chances_are_the_drafters_own_until_something_was_verified() -> None:
     scores = [log(0.9), log(0.9 * 0.5), log(0.9 * 0.25), log(0.9 * 0.5 * 0.04)]
     expected = [0.9, 0.9 * 0.5, 0.9 * 0.25, 0.9 * 0.5 * own[3]]
     assert Calibration().chances(parent, scores) == pytest.approx(expected)
-    assert Calibration().chances([-1, 0], [-inf, -inf]) == [0.0, 0.0]  # no chance at all, and none behind it
+    assert Calibration().chances([-1, 0], [-inf, -inf]) == [0.0, 0.0]  # no chance at all, and none after it
     assert Calibration().chances([-1], [1e-6]) == [1.0]  # rounded up
 
 

@@ -40,7 +40,7 @@ def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_drafter_pair_b
     row = summary(faster, plain)
     assert (row["speedup"], row["speedup_p10"], row["speedup_p90"]) == (2, 10 / 9, 4)
     assert row["decode_speedup"] == pytest.approx(2)
-    assert row["tokens_per_second"] == pytest.approx(10 / 0.025)  # behind the first token, of the run of 50 ms
+    assert row["tokens_per_second"] == pytest.approx(10 / 0.025)  # after the first token, of the run of 50 ms
     assert row["baseline_tokens_per_second"] == pytest.approx(10 / 0.050)
     assert (row["ttft_ms"], row["e2e_ms"]) == (25, 50)
     slower = Mode(DRAFTER, [run(0, 200), run(1, 1250), run(2, 100)])

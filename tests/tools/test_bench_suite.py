@@ -169,7 +169,7 @@ def test_every_category_and_drafter_has_its_figures(run, toy: Runtime, capsys: C
             assert row["by_task"]["math"]["acceptance_rate"] is None
     rates = [c["acceptance_rate"] for c in rows["chain"]["by_task"].values()]
     assert min(rates) <= rows["chain"]["acceptance_rate"] <= max(rates)
-    # The second turn is answered behind the first one and its answer, as a session would.
+    # The second turn is answered after the first one and its answer, as a session would.
     talk = Conversation(toy.tokenizer, toy.manifest.target, templated=True)
     expected = len(talk.encode(["1 + 1"], []))
     assert rows["none"]["by_task"]["math"]["prompt_tokens"] == expected
@@ -198,7 +198,7 @@ def test_a_second_turn_keeps_what_the_session_has_of_the_first(
     monkeypatch.setattr(suite, "generate", watched)
     assert run("--drafters", "none", "--count", "1", "--json") == 0
     capsys.readouterr()
-    measured = seen[2:]  # behind the warm-up
+    measured = seen[2:]  # after the warm-up
     assert [prompt for prompt, _, _ in measured] == [0, 1, 2]
     assert [reused > 0 for _, reused, _ in measured] == [False, True, False]
     first, second = measured[0], measured[1]

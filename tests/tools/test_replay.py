@@ -22,7 +22,7 @@ def log_probs(seed: int, scale: float, path: list[int]) -> NDArray[np.float64]:
 
 
 def accepted(nodes: Nodes, chosen: list[int]) -> list[int]:
-    """Nodes, 1 for the first behind the tip, along what the target chooses."""
+    """Nodes, 1 for the first after the tip, along what the target chooses."""
     path, at = [], 0
     for token in chosen:
         at = next((i for i, (t, parent, *_) in enumerate(nodes, start=1) if parent == at and t == token), 0)

@@ -138,7 +138,7 @@ def test_prices_alone_are_measured_written_and_used(
 
     assert outrider.tools.tune.__main__.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "milliseconds of a pass of the target behind 100 tokens" in text
+    assert "milliseconds of a pass of the target after 100 tokens" in text
     assert f"wrote {own_plan / 'prices.json'}" in text
 
 
@@ -252,7 +252,7 @@ def test_the_table_shows_the_choice_and_says_when_nothing_pays(capsys: Captured)
     console = Console(file=sys.stdout, width=120)
     print_tuning(table(), console)
     text = capsys.readouterr().out
-    for part in ("behind 40 tokens", "top_k 2", "75%, 25%", "90%, 10%", "plain decoding 800 tokens/s", "1.40x"):
+    for part in ("after 40 tokens", "top_k 2", "75%, 25%", "90%, 10%", "plain decoding 800 tokens/s", "1.40x"):
         assert part in text
     lines = text.splitlines()
     assert next(line for line in lines if "1.40x" in line).endswith("chosen")

@@ -1,6 +1,6 @@
 """The columns of `--csv`: the same, in the same order, for every run of `latency` and `sweep`.
 
-A line is a drafter in one shape behind prompts of one length, on all prompts, or, where `task` says so, on those of
+A line is a drafter in one shape after prompts of one length, on all prompts, or, where `task` says so, on those of
 that task; lines of a task have the first columns and the main figures. What a line has no figure for is empty.
 
 JSON has the same keys in each row, but for what is nested there: `machine` and `time` stand above the rows, and
@@ -34,7 +34,7 @@ _IDENTIFYING = {
     "kind": "of drafter",
     "tree": "as --tree takes it; empty for drafts that are no trees",
     "nodes": "that the target verifies at most, the tip included",
-    "depth": "tokens of the longest path behind the tip",
+    "depth": "tokens of the longest path after the tip",
     "acceptance": "coupled or rejection, as in a recipe",
     "otherwise": "the drafter that drafts where these n-grams foresee too little; nodes and depth are of their own",
     "synthetic_accept": "tokens of a draft that were accepted by force",
@@ -51,17 +51,17 @@ _FIGURES = {
     "10th and 90th percentile: above 1 is faster",
     "speedup_p10": "",
     "speedup_p90": "",
-    "decode_speedup": "the same behind the tokens that came first",
+    "decode_speedup": "the same after the tokens that came first",
     "decode_speedup_p10": "",
     "decode_speedup_p90": "",
     "tokens_per_verify": "committed tokens / target passes, the extra token included",
     "acceptance_rate": "accepted / evaluated",
     "acceptance_by_depth": "share of the rounds with a draft that accepted a token at depth 1, 2, ...",
-    "tokens_per_second": "behind the tokens that came first, median of runs",
+    "tokens_per_second": "after the tokens that came first, median of runs",
     "tokens_per_second_p10": "",
     "tokens_per_second_p90": "",
     "baseline_tokens_per_second": "plain decoding's",
-    "drafted": "tokens that drafters handed to the target, all runs: of a tree its nodes behind the tip, after the "
+    "drafted": "tokens that drafters handed to the target, all runs: of a tree its nodes after the tip, after the "
     "best were chosen; what a drafter grew and left out is counted nowhere",
     "evaluated": "drafted tokens that the target verified: all of them, or as many as were worth their price",
     "accepted": "of those, accepted",
@@ -76,18 +76,18 @@ _FIGURES = {
     "of all rounds after the first",
     "itl_ms_p90": "",
     "itl_ms_p99": "",
-    "tpot_ms_p50": "milliseconds of a token behind the first ones, a round's shared by its tokens: of all tokens",
+    "tpot_ms_p50": "milliseconds of a token after the first ones, a round's shared by its tokens: of all tokens",
     "tpot_ms_p90": "",
     "tpot_ms_p99": "",
     "e2e_ms": "milliseconds of a whole generation",
     "e2e_ms_p10": "",
     "e2e_ms_p90": "",
-    "round_ms": "milliseconds of a round behind the first two, by wall clock",
+    "round_ms": "milliseconds of a round after the first two, by wall clock",
     "engine_ms": "of that, inside engines",
     "host_gap_ms": "the rest",
     "stages": "NAME:milliseconds of such a round by stage",
     "ms_along_context": "TOKENS:milliseconds of a token, median, by how many stand before it",
-    "same_tokens": "whether all runs gave the tokens that plain decoding gave first behind their prompt; empty where "
+    "same_tokens": "whether all runs gave the tokens that plain decoding gave first after their prompt; empty where "
     "that is not promised: of synthetic rows, and of drafters by rejection at a temperature",
     "same_runs": "how many runs did",
     "first_divergence": "index from 0 of the first generated token that differs, of the first prompt with one",
@@ -111,7 +111,7 @@ COLUMNS = _IDENTIFYING | _FIGURES | _MACHINE
 
 
 def flat_rows(report: dict[str, Any]) -> list[Row]:
-    """A line a row, and one for each of its tasks behind it: all columns, no value a list or an object but as text."""
+    """A line a row, and one for each of its tasks after it: all columns, no value a list or an object but as text."""
     common = {"time": report["time"]} | {f"machine_{key}": value for key, value in report["machine"].items()}
     lines = []
     for row in report["rows"]:

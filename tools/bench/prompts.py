@@ -71,7 +71,7 @@ def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> li
 
 def encode_prompts(chosen: Sequence[Prompt], tokenizer: Tokenizer, context: int, new: int) -> Prompts:
     """Their token ids. Raises `RequestError` unless each leaves room for `new` tokens in a plan's `context`, and has a
-    token: whatever is measured behind them is then as long as it was asked to be."""
+    token: whatever is measured after them is then as long as it was asked to be."""
     most = room_for_prompts(context, new)
     for index, prompt in enumerate(chosen):
         if (least := tokenizer.least_tokens(prompt.text)) > most:  # encoding it would take seconds, and gigabytes
@@ -94,14 +94,14 @@ def encode_prompts(chosen: Sequence[Prompt], tokenizer: Tokenizer, context: int,
 
 
 def room_for_prompts(context: int, new: int) -> int:
-    """Tokens of the longest prompt behind which `new` tokens fit. Raises `RequestError` where none does."""
+    """Tokens of the longest prompt after which `new` tokens fit. Raises `RequestError` where none does."""
     if new >= context:
         raise RequestError(f"--new is {new}, but the plan's context is {context}; pass at most {context - 1}.")
     return context - new
 
 
 def cut_prompts(prompts: Sequence[list[int]], length: int, most: int) -> list[list[int]]:
-    """Prompts of exactly `length` tokens: the ends of long ones, short ones behind the ones before them.
+    """Prompts of exactly `length` tokens: the ends of long ones, short ones after the ones before them.
 
     Raises `RequestError` where the plan's context has no room for it.
     """

@@ -107,7 +107,7 @@ _BETWEEN = "\n\n"  # an answer and the next turn, in raw text
 @dataclass(frozen=True)
 class Conversation:
     """How a plan reads conversations. `templated`: as messages through its chat template, else a turn's text and its
-    answer's one behind another, with a blank line before the next turn."""
+    answer's one after another, with a blank line before the next turn."""
 
     tokenizer: Tokenizer
     geometry: Geometry

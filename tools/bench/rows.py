@@ -101,7 +101,7 @@ def speedup(run: Run, plain: Run) -> float:
 
 
 def variant_columns(mode: Mode) -> dict[str, Any]:
-    """Key of a row: what ran, and behind how many tokens."""
+    """Key of a row: what ran, and after how many tokens."""
     variant = mode.variant
     return {
         "drafter": variant.drafter,

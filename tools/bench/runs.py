@@ -37,12 +37,12 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """Rounds behind the opening."""
+        """Rounds after the opening."""
         return max(self.stats.rounds - OPENING, 0)
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second behind the first span; None where there are none."""
+        """Tokens a second after the first span; None where there are none."""
         return self.stats.decode_tokens_per_second or None
 
 
@@ -62,7 +62,7 @@ class Mode:
 
 
 def first_tokens(plain: Sequence[Run]) -> dict[int, list[int]]:
-    """By index of prompt, what plain decoding generated first: what every run behind that prompt is compared with."""
+    """By index of prompt, what plain decoding generated first: what every run after that prompt is compared with."""
     found: dict[int, list[int]] = {}
     for run in plain:
         found.setdefault(run.prompt, run.generation.token_ids)
@@ -91,7 +91,7 @@ def cost_of(prompt_tokens: int, new_tokens: int) -> float:
 
 
 def compare(session: Session, modes: Sequence[Mode], prompts: Sequence[list[int]], settings: Options) -> None:
-    """Look where runs left what plain decoding, the first of `modes`, gave first behind the same prompt (token ids)."""
+    """Look where runs left what plain decoding, the first of `modes`, gave first after the same prompt (token ids)."""
     expected = first_tokens(modes[0].runs)
     for mode in modes:
         if mode.promised:
@@ -114,7 +114,7 @@ def divergences(
 
 
 def generate(session: Session, prompt: int, ids: list[int], drafter: str, settings: Options) -> Run:
-    """Generate behind `ids`, the whole sequence: KV of what the session holds of them already is kept."""
+    """Generate after `ids`, the whole sequence: KV of what the session holds of them already is kept."""
     stream = session.stream(ids, whole=True, **(settings | Options(drafter=drafter)))
     gaps, waits = list[float](), list[float]()
     clock, started = session.stage_clock(), perf_counter()

@@ -25,8 +25,8 @@ class Variant:
     """One drafter in one shape. `name` is what the measured plan calls it, `drafter` what the user's plan does.
 
     `tree` is written as `--tree` takes it, None for drafts that are no trees; `nodes` counts what the target verifies
-    at most, the tip included; `depth` the tokens of the longest path behind the tip; `acceptance` is as in a recipe.
-    Of n-grams with another drafter behind them, which `otherwise` names, the two are of the n-grams' own drafts.
+    at most, the tip included; `depth` the tokens of the longest path after the tip; `acceptance` is as in a recipe.
+    Of n-grams with another drafter after them, which `otherwise` names, the two are of the n-grams' own drafts.
     """
 
     name: str

@@ -47,7 +47,7 @@ def forced_session(runtime: Runtime, length: int) -> Session:
 
 @dataclass(frozen=True)
 class _ForcedEngine:
-    """The target's engine, whose logits say behind a draft that `length` of its tokens are right."""
+    """The target's engine, whose logits say after a draft that `length` of its tokens are right."""
 
     engine: LoadedEngine
     length: int

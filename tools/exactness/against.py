@@ -50,7 +50,7 @@ class Side:
         return [futures[place].result() for place in range(len(asked))]
 
     def behind(self, asked: Sequence[Asked], beginning: Callable[[Asked], Asked]) -> list[Outcome]:
-        """Each behind another request, which `beginning` makes of it."""
+        """Each after another request, which `beginning` makes of it."""
         found = []
         for each in asked:
             self.server.ask(beginning(each), self.body)
@@ -136,7 +136,7 @@ def _rows(first: Side, drafting: Sequence[Side], asked: Sequence[Asked], at_once
         yield Row("alone", "again, in reverse order", first.server, lambda: first.alone(asked[::-1])[::-1])
         yield Row("alone", "streamed", first.server, lambda: first.alone(asked, stream=True), streams=True)
     yield Row("warm prompt", "each twice in a row, the second", first.server, lambda: first.behind(asked, _itself))
-    yield Row("warm prompt", "behind one that begins alike", first.server, lambda: first.behind(asked, _beginning))
+    yield Row("warm prompt", "after one that begins alike", first.server, lambda: first.behind(asked, _beginning))
     yield Row("company", f"{at_once} at once", first.server, lambda: first.company(asked, at_once))
     if not quick:
         yield Row(

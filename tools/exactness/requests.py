@@ -73,12 +73,12 @@ class Asked:
 def plan_requests(
     prompts: Sequence[str], tokenizer: Tokenizer, context: int, count: int, new: int, length: int
 ) -> list[Asked]:
-    """Return `count` requests for our engine: every one of `SAMPLINGS` behind a prompt, then behind the next one.
+    """Return `count` requests for our engine: every one of `SAMPLINGS` after a prompt, then after the next one.
 
     Prompts are the last `length` tokens of the texts, or what the context leaves room for. Raises `RequestError` where
     there is no room.
     """
-    most = min(length, context - new - 1)  # a condition puts one more token behind a prompt's beginning
+    most = min(length, context - new - 1)  # a condition puts one more token after a prompt's beginning
     if most < 2:
         raise RequestError(f"--new is {new}, which leaves no room in the plan's context of {context}; lower it.")
     encoded = [tokenizer.encode(text)[-most:] for text in prompts]

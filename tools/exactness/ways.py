@@ -17,7 +17,7 @@ from outrider.tools.parting import Logprob, Outcome
 @dataclass
 class Witness:
     """Counts that show that a condition was what it says: tokens that drafts brought, that were reused, that requests
-    went on behind, and the target's passes, over all tokens."""
+    went on after, and the target's passes, over all tokens."""
 
     tokens: int = 0
     passes: int = 0
@@ -43,7 +43,7 @@ class Run:
     witness: Witness = field(default_factory=Witness)
 
     def options(self, asked: Asked, shift: int = 0) -> dict[str, Any]:
-        """Options of a request: with its drafter, or the one `shift` places behind that."""
+        """Options of a request: with its drafter, or the one `shift` places after that."""
         drafter = self.condition.drafter
         if drafter == "mixed":
             drafter = self.drafters[(asked.turn + shift) % len(self.drafters)]
@@ -116,7 +116,7 @@ def session(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
 
 
 def branches(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
-    """All requests of a prompt as branches behind its first half."""
+    """All requests of a prompt as branches after its first half."""
     found: dict[int, Outcome] = {}
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, each in enumerate(asked):
@@ -176,7 +176,7 @@ def _wait_for(handle: Handle, tokens: int) -> list[int]:
 
 
 def interrupted(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
-    """Each left in the middle of its stream, and gone on behind what it had given, with another drafter."""
+    """Each left in the middle of its stream, and gone on after what it had given, with another drafter."""
     found = []
     for index, each in enumerate(asked):
         stream = run.runtime.stream(each.prompt, **run.options(each))

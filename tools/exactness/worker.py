@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run a job's conditions one after another, and give what each came to. Ends behind a plan that does not load."""
+    """Run a job's conditions one after another, and give what each came to. Ends after a plan that does not load."""
     asked = [Asked(**each) for each in job["asked"]]
     loaded = _Loaded(job, asked)
     try:

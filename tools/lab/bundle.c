@@ -21,7 +21,7 @@ static double milliseconds(clockid_t clock) {
   return 1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec;
 }
 
-/* A number of kB behind `key` in a file of /proc. */
+/* A number of kB after `key` in a file of /proc. */
 static long kilobytes(const char *path, const char *key) {
   char line[256];
   long found = -1;

@@ -53,7 +53,7 @@ _LARGEST = 8
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over `reps` pairs of processes behind one that warms the file cache.
+    """Medians over `reps` pairs of processes after one that warms the file cache.
 
     Raises `RequestError` for a folder that is no bundle, `OutriderError` where a process fails.
     """

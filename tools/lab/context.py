@@ -45,7 +45,7 @@ from outrider.tools.parting import same_share
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 OFF = "off"
-_CHAIN = 8  # tokens behind the tip of a verify pass that is timed
+_CHAIN = 8  # tokens after the tip of a verify pass that is timed
 _REFRESHING = ("BlockSummary", "BlockSelect", "PartialKvGather")
 
 
@@ -172,7 +172,7 @@ def _run(
 def _verify_ms(
     session: Session, tokens: list[int], runtime: Runtime, options: argparse.Namespace, budgets: Sequence[Any]
 ) -> dict[Any, float | None]:
-    """Milliseconds of a pass over the tip and a chain behind it: over the full KV cache, as that of `OFF`, and over the
+    """Milliseconds of a pass over the tip and a chain after it: over the full KV cache, as that of `OFF`, and over the
     partial one by budget; None where it is not in use."""
     host, chain = _chain(runtime, tokens)
     ms: dict[Any, float | None] = {}
@@ -190,7 +190,7 @@ def _verify_ms(
 
 
 def _chain(runtime: Runtime, tokens: list[int]) -> tuple[str, list[int]]:
-    """Nodes verified behind the tip, and the drafter whose round that is: n-grams', or without them the tip alone."""
+    """Nodes verified after the tip, and the drafter whose round that is: n-grams', or without them the tip alone."""
     host = next((d.name for d in runtime.manifest.drafters if isinstance(d, NgramDrafter)), "none")
     return host, [] if host == "none" else tokens[:_CHAIN]
 
@@ -236,7 +236,7 @@ def print_context(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"{rows}{report['prompts']} prompts, {report['new']} new tokens, {report['sampling']}, medians of "
         f"{report['reps']} runs\n"
-        f"full, partial: ms of a pass over the tip and {report['verified']} tokens behind it, over either cache; off: "
+        f"full, partial: ms of a pass over the tip and {report['verified']} tokens after it, over either cache; off: "
         "speedup over mode off, and its least and most;\na verify: tokens a round; agreed: see --help; back: tentative "
         "tokens that were taken back;\nfill: time that filling the partial cache takes; same: tokens before the first "
         "that differs from mode off"
@@ -274,7 +274,7 @@ def _budgets(text: str) -> list[int | str]:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m outrider.tools.lab.context",
-        description="For a plan with partial KV: the time of a verify pass over either KV cache, and decoding behind "
+        description="For a plan with partial KV: the time of a verify pass over either KV cache, and decoding after "
         "contexts of several lengths with drafters in every mode (off, lossless, lossy), in turn in one process. "
         "Agreement is the share of tokens that the partial cache gives as the full one does, where those before them "
         "did, as lossless mode finds it; same is the share of tokens before the first that differs from mode off.",

@@ -52,7 +52,7 @@ _REST_SECONDS = 0.03  # between generations: the other's threads have stopped sp
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over `reps` pairs of processes that generate in turn, `runs` times each behind one that warms up.
+    """Medians over `reps` pairs of processes that generate in turn, `runs` times each after one that warms up.
 
     The ratio is that of neighbours, so that a machine whose speed changes slows both. Raises `RequestError` for a
     prompt that leaves no room for as many tokens as asked for.

@@ -1,6 +1,6 @@
 """The two modes of branches side by side: `python -m outrider.tools.lab.modes PLAN [--branches 1,8] [--json]`.
 
-The same branches behind the same prefix run in one sequence, in batching (where the plan has a row for each), and one
+The same branches after the same prefix run in one sequence, in batching (where the plan has a row for each), and one
 after another in a session that keeps the prefix. All are measured in turn in one process, greedy, every branch `--new`
 tokens long; each pays for the prefix once, which is another one in each repetition. Figures are medians, speedups are
 medians of paired ratios.

@@ -37,7 +37,7 @@ class Side:
         self._bursts = 0
 
     def burst(self) -> dict[str, Any]:
-        """Generate behind the next prompt."""
+        """Generate after the next prompt."""
         prompt = self._prompts[self._bursts % len(self._prompts)]
         self._bursts += 1
         host_us = None

@@ -44,7 +44,7 @@ CHILDREN = (1, 2, 3, 8)
 
 @dataclass(frozen=True)
 class Places:
-    """Distributions at the temperature behind the same tokens, and each token's noise, f64 `[places, vocab]`."""
+    """Distributions at the temperature after the same tokens, and each token's noise, f64 `[places, vocab]`."""
 
     target: Tensor
     drafter: Tensor
@@ -69,7 +69,7 @@ class Places:
 def places(
     teacher: Teacher, drafts: Drafts, taps: tuple[int, ...], prompts: Sequence[str], temperature: float
 ) -> Places:
-    """One place for every token that the target writes behind the prompts, at temperature 1."""
+    """One place for every token that the target writes after the prompts, at temperature 1."""
     rng = torch.Generator().manual_seed(0)
     target, drafter = [], []
     for c in continue_prompts(teacher, prompts):

@@ -1,6 +1,6 @@
 """Write a random target and a draft model: `python -m outrider.tools.lab.synthetic_pair --params 150m --out DIR`.
 
-For measuring speculation at sizes that nobody here has trained. The target is a random Qwen3 whose layers behind the
+For measuring speculation at sizes that nobody here has trained. The target is a random Qwen3 whose layers after the
 first few contribute little to the residual stream; the draft model is those first layers under the same embedding,
 norm and head. How little is found by bisection: until the draft model's best token is the target's `--agreement` of
 the time, along the target's own greedy text.
@@ -231,7 +231,7 @@ def first_layers(target: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
 
 
 def measure(target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompts: torch.Tensor, tokens: int) -> Quality:
-    """Decode `tokens` greedy tokens behind each prompt `[texts, length]`, and ask the draft model along the way."""
+    """Decode `tokens` greedy tokens after each prompt `[texts, length]`, and ask the draft model along the way."""
     import torch
 
     with torch.inference_mode():

@@ -40,7 +40,7 @@ def _parser(called: str) -> Parser:
         description="Choose the draft tree of a head (EAGLE3, block) or a draft model for this machine. A wider, "
         "deeper tree has more tokens accepted and costs more to draft and to verify; where that pays is measured: the "
         "target's pass by nodes, the drafter's by top_k and depth, and what held-out prompts accept of wide "
-        "trees. The best few trees are then built and timed against plain decoding. Prints the table behind the "
+        "trees. The best few trees are then built and timed against plain decoding. Prints the table after the "
         "choice, and writes a copy of the recipe with the chosen tree and a PNG of the table beside it. At last "
         "it times the plan's own target by rows and writes prices.json into the plan, by which generations on "
         "this machine verify no more of a draft than is worth its price; a plan that is built anew needs that "
@@ -59,7 +59,7 @@ def _parser(called: str) -> Parser:
         "--context",
         type=at_least_1,
         metavar="N",
-        help="tokens behind which passes are priced (default: 512, or half of the plan's context)",
+        help="tokens after which passes are priced (default: 512, or half of the plan's context)",
     )
     parser.add_argument(
         "--threads",

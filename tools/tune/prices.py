@@ -19,7 +19,7 @@ from outrider.plans.plan import open_plan
 from outrider.runtime.pass_prices import conditions_here
 from outrider.tools.measuring import Column, make_table
 
-CONTEXT = 512  # tokens behind which passes are timed, unless the caller says
+CONTEXT = 512  # tokens after which passes are timed, unless the caller says
 _LEAST, _MOST = 5, 25  # runs of each size
 _SECONDS = 8.0  # that runs beyond the least may take
 
@@ -31,7 +31,7 @@ def price_plan(
     threads: int = 0,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> tuple[PassPrices, Path]:
-    """Time passes of the plan's target behind `context` tokens (default: 512, or half of the plan's context), and write
+    """Time passes of the plan's target after `context` tokens (default: 512, or half of the plan's context), and write
     the table; return it and its file.
 
     `threads` as of `Runtime.load`. A table that was there is replaced. Raises `PlanError` and `RequestError` for what
@@ -81,7 +81,7 @@ def sizes(most: int) -> list[int]:
 
 def print_prices(table: PassPrices, console: Console) -> None:
     console.print(
-        f"milliseconds of a pass of the target behind {table.context} tokens, by rows: {table.backend}, "
+        f"milliseconds of a pass of the target after {table.context} tokens, by rows: {table.backend}, "
         f"{table.device}, {table.threads} threads"
     )
     columns = (Column("rows", "rows"), Column("ms", "ms", ".3f"), Column("ms a row more", "more", ".3f"))

@@ -20,7 +20,7 @@ from outrider.plans.manifest import Tree
 
 @dataclass(frozen=True)
 class DraftedTree:
-    """Nodes behind the tip, ancestors first and siblings best first: `score` f64 and `depth` int64 `[nodes - 1]`.
+    """Nodes after the tip, ancestors first and siblings best first: `score` f64 and `depth` int64 `[nodes - 1]`.
 
     `score` is summed from the tip; the tip's children have depth 1. `path` lists the accepted nodes, by index here, and
     `ranks` which of their siblings they were, 0 the best.
@@ -32,7 +32,7 @@ class DraftedTree:
     ranks: tuple[int, ...]
 
     def nodes_needed(self, depth: int) -> list[int]:
-        """Nodes, tip included, that a tree with `depth` levels behind the tip's children must keep to have 1, 2 ...
+        """Nodes, tip included, that a tree with `depth` levels after the tip's children must keep to have 1, 2 ...
         tokens accepted; as many entries as such a tree can have accepted."""
         inside = np.flatnonzero(self.depth <= depth + 1)
         rank = np.empty(len(self.depth), np.int64)

@@ -204,7 +204,7 @@ class _Bench:
         return session.generate(ids, **self.options(drafter, self.new_tokens))
 
     def rounds(self, session: Session, ids: list[int], drafter: str, watch: Watcher | None = None) -> Generation:
-        """The rounds behind the first few, which take in the prompt."""
+        """The rounds after the first few, which take in the prompt."""
         session.reset()
         session.generate(ids, **self.options(drafter, _OPENING))
         return session.generate(**self.options(drafter, self.new_tokens - _OPENING, watch))
@@ -297,7 +297,7 @@ def _drafted(seen: Round) -> DraftedTree:
 def _verify_costs(bench: _Bench, session: Session, ids: list[int], most: int) -> tuple[float, list[float]]:
     """Milliseconds of a plain pass, and of passes that verify a chain of 1, 2 ... `most` nodes, tip included.
 
-    They run behind `ids` and half of the new tokens; nothing of them is committed.
+    They run after `ids` and half of the new tokens; nothing of them is committed.
     """
     session.reset()
     session.generate(ids, **bench.options(_PLAIN, bench.new_tokens // 2))

@@ -1,4 +1,4 @@
-"""The table behind the choice of a draft tree: its figures, as text, as JSON, and as a picture."""
+"""The table after the choice of a draft tree: its figures, as text, as JSON, and as a picture."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Timed(Shape):
 class Tuning:
     """Measurements of `tools.tune.search`, in milliseconds, and predictions from them.
 
-    `context`: tokens behind which verifying was timed. `plain_ms`: a plain pass of the target; `verify_ms[i]`: one with
+    `context`: tokens after which verifying was timed. `plain_ms`: a plain pass of the target; `verify_ms[i]`: one with
     i + 1 nodes; `draft_ms[top_k][depth]`: the drafter's engine; `host_ms`: what the host adds to a round;
     `plain_round_ms`: a round of plain decoding, host and all. Acceptance is that of the recorded trees of the largest
     top_k. `estimates`: each top_k and depth with its best number of nodes, the fastest first; `timed`: those that were
@@ -108,7 +108,7 @@ def print_tuning(found: Tuning, console: Console) -> None:
         f"drafter {found.drafter} of plan {found.identity[:12]}, {found.prompts} prompts, "
         f"{found.new_tokens} new tokens, temperature {found.temperature:g}"
     )
-    console.print(f"\nmilliseconds of a pass of the target behind {found.context} tokens, by nodes (0: plain decoding)")
+    console.print(f"\nmilliseconds of a pass of the target after {found.context} tokens, by nodes (0: plain decoding)")
     _print_rows(console, "nodes", range(len(found.verify_ms) + 1), {"": [found.plain_ms, *found.verify_ms]})
     console.print(f"\nmilliseconds of a draft, by depth; the host adds {found.host_ms:.3f} to a round")
     depths = range(max(map(len, found.draft_ms.values())))

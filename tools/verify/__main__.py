@@ -107,7 +107,7 @@ def _verify(options: argparse.Namespace) -> int:
             stdout.print(f"partial KV was not checked: contexts of {partial.context} tokens leave no room for the run")
         elif partial is not None:
             stdout.print(
-                f"partial KV, behind {partial.context} tokens: lossless {partial.lossless_equal_runs} of "
+                f"partial KV, after {partial.context} tokens: lossless {partial.lossless_equal_runs} of "
                 f"{partial.runs} runs with the tokens of full KV; lossy drifts: {_share(partial.agreement)} of tokens "
                 f"as with full KV where those before are, {partial.lossy_equal_runs} runs the same, "
                 f"{_share(partial.same)} of tokens before the first that differs"

@@ -17,7 +17,7 @@ _TIMES = 2  # contexts are so much longer than the first at which the partial KV
 
 @dataclass
 class PartialCheck:
-    """Runs behind prompts of `context` tokens, made of the held-out ones, with the plan's first drafter.
+    """Runs after prompts of `context` tokens, made of the held-out ones, with the plan's first drafter.
 
     `agreement` is the share of tokens that a pass over the partial cache chose as one over the full cache did, where
     all before were the same. `same` is the share of lossy mode's tokens before the first that differs from full KV's, a

@@ -130,7 +130,7 @@ class QuantizationCheck:
         self.same_tokens = (self.same_tokens * before + same) / self.positions
 
     def add_text(self, token_ids: list[int], size: int, plan: Tensor, checkpoint: Tensor) -> None:
-        """Take in logits `[N, vocab]` of a text of N tokens, `size` bytes behind the first."""
+        """Take in logits `[N, vocab]` of a text of N tokens, `size` bytes after the first."""
         total = self.bytes + size
         if not total:
             return

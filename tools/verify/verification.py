@@ -38,7 +38,7 @@ times that leaves room for deep models; a wrong weight, mask or position is off 
 KV_LOGIT_BOUND = {"float16": 0.03, "int8": 0.5}
 """Largest difference of two logits that rounding keys and values to a KV cache's type explains.
 
-On the reference model, 1,536 positions behind 24 held-out prompts against a float32 cache: float16 0.002 at the median
+On the reference model, 1,536 positions after 24 held-out prompts against a float32 cache: float16 0.002 at the median
 and 0.007 at most, int8 0.05 and 0.14. Room of four times for deeper models and longer contexts; a scale or slot that is
 wrong is off by units.
 """
@@ -111,7 +111,7 @@ def verify_plan(
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
     hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
-    tokens of plain decoding. With partial KV they run behind long contexts too, in every mode: lossless must give the
+    tokens of plain decoding. With partial KV they run after long contexts too, in every mode: lossless must give the
     tokens of full KV, and how far lossy drifts is reported. On a backend that promises exactness every op, and the
     target in chunks, is probed on this machine. What quantised weights cost is measured on the first `texts` held-out
     prompts, None: on all. `progress` gets pieces of work done, and of how many.

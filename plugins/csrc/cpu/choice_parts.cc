@@ -54,7 +54,7 @@ float noise(u64 seed, i64 stream, i64 position, u32 purpose, i64 id) {
 }
 
 // The ids of the highest values in `out`, the lower one first among equals: an insertion for each that comes in, of which
-// there are few behind the first ones.
+// there are few after the first ones.
 void likeliest(nb::object row, nb::object out) {
   Binder binder("likeliest");
   const float* values = binder.input<float>("row", row, {"V"});

@@ -1,4 +1,4 @@
-// The distribution of one row of logits behind its filters, for any vocabulary size.
+// The distribution of one row of logits after its filters, for any vocabulary size.
 // Allocates only when a row is longer than any before it on this thread.
 #pragma once
 

@@ -130,7 +130,7 @@ NgramCounts::Place NgramCounts::step(const Place& place, u32 token) const {
   return next;
 }
 
-// Opens what may follow a place, `depth` tokens behind the sequence.
+// Opens what may follow a place, `depth` tokens after the sequence.
 void NgramCounts::open(const Place& place, double chance, i64 parent, i64 depth, const Races& races) {
   const Suffixes::Match own = text_.continued(place.own, shortest_);
   std::array<Suffixes::Match, 2> recalled{};
@@ -159,7 +159,7 @@ void NgramCounts::open(const Place& place, double chance, i64 parent, i64 depth,
   }
 }
 
-// Fills choices_ with what followed a state of the sequence or, where races are run, was likely to. A token goes behind
+// Fills choices_ with what followed a state of the sequence or, where races are run, was likely to. A token goes after
 // those that were likely in its place.
 void NgramCounts::gather(u32 state, bool race) {
   for (u32 index = text_.state(state).edges; index != Suffixes::kNone; index = text_.edge(index).next) {

@@ -29,7 +29,7 @@ class Trust {
   std::vector<double> worth_, came_, drafted_;
 };
 
-// The races that the target runs behind a sequence; at temperature 0 it takes the likeliest token.
+// The races that the target runs after a sequence; at temperature 0 it takes the likeliest token.
 struct Races {
   u64 seed;
   i64 stream;
@@ -37,7 +37,7 @@ struct Races {
   double temperature;
 };
 
-// A token that is foreseen behind another one, `parent`, or behind the sequence: -1. Its context is the last `length`
+// A token that is foreseen after another one, `parent`, or after the sequence: -1. Its context is the last `length`
 // tokens before it; `share` is its part of what followed that, in the sequence or, `recalled`, in the memory; `chance`
 // that the target comes to it, by all shares on its path and what these are worth.
 struct Foreseen {
@@ -64,12 +64,12 @@ class NgramCounts {
   // Foresee by a memory of the same longest context too, or by none: null.
   void recall_from(std::shared_ptr<NgramMemory> memory);
 
-  // The tree of the tokens that are foreseen behind the sequence: at most `limit` nodes, the likeliest first, ancestors
-  // before descendants. A node's continuations are those of the longest context behind it that has some, the sequence's
+  // The tree of the tokens that are foreseen after the sequence: at most `limit` nodes, the likeliest first, ancestors
+  // before descendants. A node's continuations are those of the longest context after it that has some, the sequence's
   // own where the memory knows none of a longer one: each as likely
   // as it is frequent among them (of equally frequent ones the most often likely comes first, of those the most
   // recent); where the target runs races, as it is to win, by the same score as in TreeExpand. A node's chance is the
-  // product of the shares on its path, each times what shares behind such contexts have been worth, the memory's apart;
+  // product of the shares on its path, each times what shares after such contexts have been worth, the memory's apart;
   // none falls below least_chance. What comes is compared with them.
   const std::vector<Foreseen>& foresee(i64 limit, const Races& races);
 
@@ -84,7 +84,7 @@ class NgramCounts {
     double chance;
     u64 order;
     i64 depth;
-    Place place;  // behind it
+    Place place;  // after it
     Foreseen node;
     bool operator<(const Open& other) const {
       return chance < other.chance || (chance == other.chance && order > other.order);

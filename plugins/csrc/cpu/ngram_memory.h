@@ -13,7 +13,7 @@ namespace outrider {
 
 // Two automata, as none can give up a text: the newer one takes texts in until the next would make it more than half of
 // all; then the older one forgets everything, and becomes the newer. So the oldest texts go first, many at once, and
-// behind the first half there is always about half of what may be kept. Texts never run on into each other.
+// after the first half there is always about half of what may be kept. Texts never run on into each other.
 //
 // Any thread may add, and any may read: who reads holds the memory, for microseconds, or for a look at every token that
 // has followed the context (some 0.3 ms for 10,000 of them), and who adds lets readers in between portions of a text. A reader may find a text added in part.

@@ -100,7 +100,7 @@ class Ngrams {
     const std::vector<Foreseen>& foreseen = counts_.foresee(limit, {seed, stream, position, temperature});
     const i64 count = static_cast<i64>(foreseen.size());
     const i64 room = static_cast<i64>(std::min({token_ids.size(), parent.size(), score.size()})) - 1 - root;
-    if (root < 0 || count > room) refuse(kName, "there is no room for the draft behind node " + std::to_string(root) + ".");
+    if (root < 0 || count > room) refuse(kName, "there is no room for the draft after node " + std::to_string(root) + ".");
     for (i64 i = 0; i < count; ++i) {
       const Foreseen& node = foreseen[static_cast<std::size_t>(i)];
       token_ids.data()[root + 1 + i] = node.token;

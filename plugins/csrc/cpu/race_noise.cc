@@ -1,4 +1,4 @@
-// RaceNoise on the CPU: the noise of the positions behind each branch's tip, and the settings in float32.
+// RaceNoise on the CPU: the noise of the positions after each branch's tip, and the settings in float32.
 #include <nanobind/nanobind.h>
 
 #include "binder.h"

@@ -22,7 +22,7 @@ class RowChoices {
   i64 at(i64 place) const;
   // What it is drawn from. Scratch of this thread, until the next place is asked for.
   Survivors survivors(i64 place) const;
-  // The race, and the uniform number, of the token behind a place.
+  // The race, and the uniform number, of the token after a place.
   RaceKey race(i64 place, u32 purpose) const;
   u64 uniform(i64 place, u32 purpose) const;
 

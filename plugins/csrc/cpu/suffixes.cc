@@ -80,7 +80,7 @@ void Suffixes::append(u32 token) {
   tail_ = advanced(tail_, token, longest_ + 1);
 }
 
-// The state whose longest string is that of a state and a token behind it: parted from longer strings where need be.
+// The state whose longest string is that of a state and a token after it: parted from longer strings where need be.
 u32 Suffixes::next_of(u32 state, u32 token) {
   const u32 next = find(state, token)->to;
   if (states_[next].length == states_[state].length + 1) return next;

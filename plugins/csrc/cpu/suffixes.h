@@ -52,7 +52,7 @@ class Suffixes {
   // Forgets all texts, and keeps the memory.
   void clear();
 
-  // The longest suffix of the text, and what is left of a match behind one more token: of at most `longest` tokens.
+  // The longest suffix of the text, and what is left of a match after one more token: of at most `longest` tokens.
   Match tail() const { return within(tail_); }
   Match step(Match match, u32 token) const;
 

@@ -22,7 +22,7 @@ Trees TreeWalk::trees(const i64* logit_indices, i64 count, i64 new_tokens) const
   for (i64 place = 1; place < count; ++place) {
     if (logit_indices[place] <= logit_indices[place - 1]) {
       refuse(op_, "logit_indices must ascend; logit_indices[" + std::to_string(place) + "] is " +
-                      std::to_string(logit_indices[place]) + " behind " + std::to_string(logit_indices[place - 1]) + ".");
+                      std::to_string(logit_indices[place]) + " after " + std::to_string(logit_indices[place - 1]) + ".");
     }
   }
   const Trees trees = {logit_indices, count, parent_, token_ids_};

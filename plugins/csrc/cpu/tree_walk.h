@@ -11,9 +11,9 @@
 
 namespace outrider {
 
-constexpr i64 kNothing = -1;  // stands in outputs behind what was committed or kept
+constexpr i64 kNothing = -1;  // stands in outputs after what was committed or kept
 
-// A visited node's outcome: the token behind it, and the place of the child that holds it; kNothing ends the walk.
+// A visited node's outcome: the token after it, and the place of the child that holds it; kNothing ends the walk.
 struct Visit {
   i64 token;
   i64 next;

@@ -22,7 +22,7 @@ OUTRIDER_DEVICE i64 fault_of(i64 chosen) {
   return in_place_of_token(kIndexFault) <= chosen && chosen < kNobody ? kNobody - chosen : kNoFault;
 }
 
-// A step's rows with logits, and how their branches choose. `shares` and `candidates` are scratch of rows, one behind
+// A step's rows with logits, and how their branches choose. `shares` and `candidates` are scratch of rows, one after
 // the other: a Share for each share, and kMostCandidates of Candidate.
 struct ChoiceStep {
   const float* logits;

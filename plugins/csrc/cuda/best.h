@@ -9,7 +9,7 @@ namespace outrider {
 constexpr i64 kMostBest = 64;
 constexpr i64 kMostFound = 1024;
 
-// The `count` largest of `there` keys, largest first, 0 behind the last one; no two are alike but for zeros.
+// The `count` largest of `there` keys, largest first, 0 after the last one; no two are alike but for zeros.
 OUTRIDER_DEVICE void rank_best(const u64* keys, i64 there, i64 count, u64* best) {
   for (i64 i = thread_index(); i < count; i += thread_count()) best[i] = 0;
   barrier();

@@ -7,7 +7,7 @@
 namespace outrider {
 
 // The places of the `count` largest of `size` values, ascending; of equals the first ones. Every thread calls, and what
-// it has written is visible to the others behind a barrier.
+// it has written is visible to the others after a barrier.
 OUTRIDER_DEVICE void find_best_places(const float* values, i64 size, i64 count, i64* places) {
   const auto each = [&](const auto& visit) {
     for (i64 i = thread_index(); i < size; i += thread_count()) visit(order_key(values[i]));

@@ -27,7 +27,7 @@ OUTRIDER_KERNEL outrider_bim_mask(const i64* bim, const i64* past_length, const 
   const i64 past = past_length[r];
   float* line = attn_bias + (r * places + s) * view;
   for (i64 t = thread_index(); t < view; t += thread_count()) {
-    bool visible = t == kPaddingKey;  // of places behind the row's tokens
+    bool visible = t == kPaddingKey;  // of places after the row's tokens
     if (s < tokens) {
       const i64 query = first + s;
       const i64 key = first + (t - past);

@@ -36,7 +36,7 @@ OUTRIDER_DEVICE i32 key_of(float logit) { return logit == logit ? order_key(logi
 OUTRIDER_OUTLINED u64 weighed(float logit, float top, double temperature) { return weight(logit, top, temperature); }
 
 // Four values of a row from a multiple of four on, in one load of 16 bytes where the row's address and its end allow
-// it. Behind the end there is `otherwise`.
+// it. After the end there is `otherwise`.
 OUTRIDER_DEVICE Quad quad_of(const float* row, i64 size, i64 first, float otherwise) {
   const float* from = row + first;
   if (first + kRacers <= size && reinterpret_cast<u64>(from) % sizeof(Quad) == 0) return load_quad(from);

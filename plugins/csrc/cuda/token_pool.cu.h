@@ -20,7 +20,7 @@ OUTRIDER_KERNEL outrider_take_tokens(const i64* pool, const i64* positions, cons
   }
 }
 
-// Keeps the count tokens that were committed in the pool, each behind the token that it was chosen by.
+// Keeps the count tokens that were committed in the pool, each after the token that it was chosen by.
 OUTRIDER_KERNEL outrider_keep_tokens(i64* pool, const i64* committed, const i64* logit_indices, const i64* positions,
                                      const i64* branch, i64 count, i64 rows, i64 length) {
   follow();

@@ -1,7 +1,7 @@
 // What a kernel asks of its warp: 32 neighbouring threads of a block, its lanes. Such kernels run in whole warps.
 //
 // All lanes of a warp come to the same collectives: `warp_barrier`, `shuffle`, `shuffle_xor`, `multiply_*`. What lanes
-// wrote before a `warp_barrier`, all of them see behind it; the other collectives order no memory.
+// wrote before a `warp_barrier`, all of them see after it; the other collectives order no memory.
 //
 // A matrix product C += A B, C of [16, 8], has its matrices in registers of all lanes. Of lane 4 g + t, bytes and
 // halves in a register from the lowest bits on (PTX ISA, "Matrix Fragments for mma.m16n8k16", "... mma.m16n8k32"):

@@ -3,7 +3,7 @@
 
 namespace outrider::engine {
 
-// Of x86-64, and behind them of arm64. All but kPlain have AVX2, FMA and F16C, or NEON with dot products. AVX512: with
+// Of x86-64, and after them of arm64. All but kPlain have AVX2, FMA and F16C, or NEON with dot products. AVX512: with
 // foundation and DQ, not always with VNNI, nor with that of AVX. AMX: with tiles of int8, and AVX-512's VNNI.
 enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512, kAmx, kNeon, kI8mm };
 

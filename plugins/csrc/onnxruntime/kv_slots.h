@@ -14,7 +14,7 @@ struct Half {
 struct BFloat16 {
   std::uint16_t bits;
 };
-// An integer, or one of the bytes of the scale that stands behind a head's integers.
+// An integer, or one of the bytes of the scale that stands after a head's integers.
 struct Int8 {
   std::int8_t value;
 };

@@ -85,7 +85,7 @@ struct I8mmQuant {
     return 2 * pair + which < Rows ? 2 * pair + which : 2 * pair;
   }
 
-  // Adds the products of inputs 8 * Octet and the seven behind it, and of those 16 further on.
+  // Adds the products of inputs 8 * Octet and the seven after it, and of those 16 further on.
   template <int Rows, int Bits, int Octet>
   static void add_octets(const std::uint8_t* packed, const QuantBlock* x, int32x4_t (&to)[(Rows + 1) / 2][kPairs]) {
     uint8x16_t weights[kPairs], further[kPairs];

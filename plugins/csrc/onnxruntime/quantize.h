@@ -15,7 +15,7 @@ struct Quantized {
 // With `most` the largest magnitude: scale = most / 127, integer = round(x * (127 / most)), halves to even. Where all
 // are below 2^-100 they count as zeros; an infinity or a NaN among them makes the scale NaN.
 inline Quantized quantize(const float* __restrict x, std::int64_t count, std::int8_t* __restrict integers) {
-  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: a sum with it has no places behind the point
+  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: a sum with it has no places after the point
   constexpr std::int32_t kTiny = 0x0d800000, kInfinity = 0x7f800000;  // bits of 2^-100, of infinity
   std::int32_t most = 0;
   for (std::int64_t i = 0; i < count; ++i) {

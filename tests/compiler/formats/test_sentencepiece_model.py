@@ -112,7 +112,7 @@ def test_added_tokens_have_their_ids_and_flags(tmp_path: Path) -> None:
         tokens = [tokenizer.id_to_token(number) for number in tokenizer.encode("<tool><|user|>  the").ids]
         assert tokens[:3] == ["<tool>", "<|user|>", name]
         assert tokenizer.decode([size, size + 1]) == "<tool>"
-    with pytest.raises(CheckpointError, match=rf"added token '<x>' has the id {size + 7}, and would get {size} behind"):
+    with pytest.raises(CheckpointError, match=rf"added token '<x>' has the id {size + 7}, and would get {size} after"):
         made(tmp_path, "llama", {size + 7: AddedToken("<x>")})
 
 

@@ -1,5 +1,5 @@
 // The kernels as a library: `emulate` has the parameters of cuLaunchKernel, and runs blocks in shuffled order, or in
-// the order that `set_order` has asked for. Included once, behind the kernels, with EMULATED_KERNELS: names, code, and
+// the order that `set_order` has asked for. Included once, after the kernels, with EMULATED_KERNELS: names, code, and
 // whether a kernel gives the same with any number of threads.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The kernels as a library with the entries of the emulator of sources (../emulator/library.h). Included once, behind
+// The kernels as a library with the entries of the emulator of sources (../emulator/library.h). Included once, after
 // the translated functions, with PTX_KERNELS: names, code, and numbers of parameters.
 #pragma once
 
@@ -33,7 +33,7 @@ extern "C" const char* race() { return ptx::machine.races.found().c_str(); }
 // Leave a barrier or a fence out of all launches, by its site; -1: none.
 extern "C" void leave_out(int site) { ptx::machine.left_out = site; }
 
-// Whether launches have come to the barrier or fence of a site since the last call; -1 behind the last site.
+// Whether launches have come to the barrier or fence of a site since the last call; -1 after the last site.
 extern "C" int reached(int site) {
   auto& all = ptx::machine.reached;
   return static_cast<size_t>(site) < all.size() ? std::exchange(all[site], false) : -1;

@@ -1,6 +1,6 @@
 // Finds accesses to memory of which one writes and nothing says which comes first.
 //
-// Within a block, a barrier orders what threads do before and behind it, and within a warp a barrier of the warp does;
+// Within a block, a barrier orders what threads do before and after it, and within a warp a barrier of the warp does;
 // other collectives order no memory. Between blocks of a launch, an atomic on the same counter does: of the block that
 // counts first, what its threads have done up to a barrier before, and made visible with a fence; for the other block,
 // what its threads do after a barrier and a fence, theirs or of the thread that counted: a fence of one thread orders what

@@ -46,7 +46,7 @@ def translate(module: Module) -> str:
     Raises UnknownPtxError, with what nobody has taught the translator.
     """
     offsets, end = {}, 0
-    for memory in sorted(module.shared, key=lambda known: known.size == 0):  # what a launch gives lies behind the rest
+    for memory in sorted(module.shared, key=lambda known: known.size == 0):  # what a launch gives lies after the rest
         end = -(-end // memory.align) * memory.align
         offsets[memory.name] = end
         end += memory.size

@@ -1,5 +1,5 @@
 /* branches PLAN ONE: what runs of branches give, callbacks that end one, and what is refused; ONE serves one branch.
- * Prints the text of every branch of two runs, a zero behind each. */
+ * Prints the text of every branch of two runs, a zero after each. */
 #include "check.h"
 
 struct seen {

@@ -1,6 +1,6 @@
 /* requests PLAN FOLDER: requests served beside others, read in every way, and ended in every way.
  *
- * Prints tokens, log-probabilities and text of requests that ran together, a zero behind each; FOLDER is for a file. */
+ * Prints tokens, log-probabilities and text of requests that ran together, a zero after each; FOLDER is for a file. */
 #include <math.h>
 #include <poll.h>
 #include <pthread.h>
@@ -284,7 +284,7 @@ static void take_time(void *user, outrider_request *request) {
   __atomic_store_n((int *)user, 2, __ATOMIC_RELEASE);
 }
 
-/* No token waits for a notification, however long it takes, and nothing is called behind destroy. */
+/* No token waits for a notification, however long it takes, and nothing is called after destroy. */
 static void slow_notification(outrider_runtime *runtime) {
   static int state;
   outrider_params *params = params_of(40);

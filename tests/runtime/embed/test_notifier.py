@@ -1,4 +1,4 @@
-"""Notifications: one for all news before it, none behind `remove`, and none that stops the others."""
+"""Notifications: one for all news before it, none after `remove`, and none that stops the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_news_before_a_call_are_told_once() -> None:
     notifier.tell("slow")
     assert entered.wait(SECONDS)
     for _ in range(5):
-        notifier.tell("slow")  # news behind the beginning of a call: one more call
+        notifier.tell("slow")  # news after the beginning of a call: one more call
     notifier.tell("last")
     leave.set()
     assert done.wait(SECONDS)

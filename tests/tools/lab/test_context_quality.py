@@ -128,7 +128,7 @@ def test_short_windows_say_what_every_token_costs_behind_the_last_few(
 def test_a_question_is_answered_where_greedy_decoding_says_so(
     recipe: Path, configs: dict[str, DecoderConfig], scaling: str
 ) -> None:
-    """The context is longer than what the model was made for, and the answers are what transformers says behind it."""
+    """The context is longer than what the model was made for, and the answers are what transformers says after it."""
     ids = tokens(400).tolist()
     first, second, third = ids[300:310], ids[310:317], ids[317:321]
     theirs = oracle(recipe, scaling)

@@ -1,6 +1,6 @@
 """The DSpark head's training: its blocks are those of drafting, its losses as written out, its confidence counted.
 
-Drafting is one block at a time behind the context kept so far.
+Drafting is one block at a time after the context kept so far.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def inputs(draft: BlockDraft) -> tuple[Tensor, Reading]:
 
 
 def one_block(draft: BlockDraft, features: Tensor, tip: int) -> Tensor:
-    """The hidden states `[slots, H]` of drafting behind context with `features` `[context, taps * Ht]`."""
+    """The hidden states `[slots, H]` of drafting after context with `features` `[context, taps * Ht]`."""
     execution = KeptContext(draft.head)
     execution.keep(features)
     masks = torch.full((draft.head.config.block_size,), MASK)

@@ -38,7 +38,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def one_chain(head: Eagle3Head, table: Tensor, features: Tensor, tokens: Tensor, pair: int) -> list[Tensor]:
-    """What drafting does behind `pair`: each step is a row more, and all rows run again under causal attention."""
+    """What drafting does after `pair`: each step is a row more, and all rows run again under causal attention."""
     rows = head.fuse(features[: pair + 1])
     found = []
     for step in range(STEPS):

@@ -7,7 +7,7 @@ Loss: files one after another make documents of the longest length. For every le
 positions from L/2 up to L costs on average. Texts differ more than lengths do, so the same tokens are read in short
 windows as well: the difference is what the context beyond them is worth, and more than 0 is harm.
 
-Questions: imports under other names are strewn into a text, and behind it the model is asked for each of them, as in
+Questions: imports under other names are strewn into a text, and after it the model is asked for each of them, as in
 the reference target's training (reference/tasks.py); another model may not know that form. A question counts as
 answered where greedy decoding gives the right name and ends; who finds imports, but not which, names any of them.
 
@@ -56,7 +56,7 @@ def _parser() -> Parser:
         type=at_least_1,
         default=2,
         metavar="N",
-        help="to ask behind at the longest length; shorter ones have as many tokens of them, but at most "
+        help="to ask after at the longest length; shorter ones have as many tokens of them, but at most "
         f"{MOST_CONTEXTS}N contexts (default 2)",
     )
     parser.add_argument(

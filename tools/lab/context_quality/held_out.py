@@ -35,7 +35,7 @@ def documents(
 ) -> list[list[int]]:
     """`count` documents of `length` tokens: whole files, each closed by `end`, from evenly spaced places on.
 
-    What is behind the last file is the first one, so documents overlap where there is less text than they ask for.
+    What is after the last file is the first one, so documents overlap where there is less text than they ask for.
     Raises `RequestError` where one document would repeat itself.
     """
     stream = [token for e in tokenizer.encode_batch([f.text for f in files]) for token in (*e.ids, *end)]

@@ -172,7 +172,7 @@ def _context_jobs(model: Decoder, material: _Material, variants: Mapping[str, _V
     for name, variant in variants.items():
         for length in variant.lengths:
             for context in material.contexts[length]:
-                doing = f"questions behind {length} tokens, the {name}'s scaling"
+                doing = f"questions after {length} tokens, the {name}'s scaling"
                 yield _Job(doing, _cost(model, length), partial(ask, variant, length, context))
 
 

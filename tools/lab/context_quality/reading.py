@@ -1,4 +1,4 @@
-"""The target in PyTorch over long texts: what each token costs it, and whether it answers questions behind a context.
+"""The target in PyTorch over long texts: what each token costs it, and whether it answers questions after a context.
 
 Attention is causal without a mask, and logits exist for a stretch of tokens at a time, so that memory grows with the
 length alone.
@@ -38,10 +38,10 @@ def token_losses(model: Decoder, config: DecoderConfig, sequences: Tensor) -> Te
 
 @torch.no_grad()
 def short_losses(model: Decoder, config: DecoderConfig, document: Tensor, window: int, batch: int = 8) -> Tensor:
-    """Nats of every token but the first of `document` `[length]`, behind less than `window` tokens: `[length - 1]`.
+    """Nats of every token but the first of `document` `[length]`, after less than `window` tokens: `[length - 1]`.
 
     Windows (of even length) begin at every half of one, and each says what the tokens of its second half cost, the
-    first one all. So the tokens behind the first half window have at least half a window before them.
+    first one all. So the tokens after the first half window have at least half a window before them.
     """
     half = window // 2
     starts = range(0, max(1, len(document) - half), half)
@@ -55,9 +55,9 @@ def short_losses(model: Decoder, config: DecoderConfig, document: Tensor, window
 
 @torch.no_grad()
 def answers(model: Decoder, config: DecoderConfig, context: Context) -> list[int | None]:
-    """Behind the context, whose answer each question gets: the index of the question that it belongs to, or None.
+    """After the context, whose answer each question gets: the index of the question that it belongs to, or None.
 
-    An answer is given where each of its tokens is the likeliest one behind those before it.
+    An answer is given where each of its tokens is the likeliest one after those before it.
     """
     kept = _KeepingExecution(config, len(context.ids))
     model.hidden(torch.tensor(context.ids), kept)
@@ -86,7 +86,7 @@ class _KeepingExecution(CausalExecution):
 
 
 class _BehindExecution:
-    """`count` tokens behind `length` whose keys and values are kept."""
+    """`count` tokens after `length` whose keys and values are kept."""
 
     def __init__(self, config: DecoderConfig, rows: Sequence[tuple[Tensor, Tensor]], length: int, count: int) -> None:
         self._config, self._rows, self._length, self._count = config, rows, length, count

@@ -29,7 +29,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     )
     console.print(f"short: the same tokens in windows of {report['short_window']}, with the checkpoint's scaling")
     console.print(make_table(_LOSS, _flat(report["loss"])))
-    console.print(f"\nquestions behind contexts with {report['needles']} needles, right by the depth of the needle")
+    console.print(f"\nquestions after contexts with {report['needles']} needles, right by the depth of the needle")
     console.print("any needle: answered with the name of one")
     console.print(_retrieval_table(report["retrieval"]))
     console.print("\nout of its depth, from the first length on at which, as at all longer ones:")

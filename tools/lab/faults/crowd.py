@@ -19,7 +19,7 @@ from outrider.tools.lab.faults.questions import Question
 @dataclass(frozen=True)
 class Ways:
     """Shares of the requests that stream, whose client leaves, and that have a deadline too short for many; seconds
-    without a byte (`patience`), behind which an answer is lost.
+    without a byte (`patience`), after which an answer is lost.
 
     `excuses` says of an error's status, body and answer so far whether the scenario provokes it: such a request is
     refused, not lost. `breaks`: likewise are connections that end in the middle, or cannot be had.

@@ -1,4 +1,4 @@
-"""Clients that leave at random moments, and deadlines that come too soon: nothing stays behind them."""
+"""Clients that leave at random moments, and deadlines that come too soon: nothing stays after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a scenario: what became of every request, and what the server still holds behind them."""
+"""The figures of a scenario: what became of every request, and what the server still holds after them."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def run(setting: Setting, figures: Figures) -> None:
                 _await_end(server, setting.seconds / len(_ROOMS))
                 limit_memory(server.process.pid, None)
             if server.process.poll() is None:
-                figures.check(server.settle(), f"Requests hang behind a lack of memory: {server.said[-1000:]}")
+                figures.check(server.settle(), f"Requests hang after a lack of memory: {server.said[-1000:]}")
                 ask_all(server.port, setting.questions, figures)
-                figures.check(server.end() == 0, "The server does not end with status 0 behind a lack of memory.")
+                figures.check(server.end() == 0, "The server does not end with status 0 after a lack of memory.")
             else:
                 died.append(server.process.returncode)
     figures.notes["died of signals"] = [-status for status in died]

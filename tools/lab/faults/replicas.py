@@ -22,7 +22,7 @@ _STARTING = 120.0  # seconds for replicas to come back
 
 
 class Replicas:
-    """`count` replicas behind `server`; `folder` is Ray's."""
+    """`count` replicas after `server`; `folder` is Ray's."""
 
     def __init__(self, server: Server, count: int, folder: Path) -> None:
         self.server, self.count, self._folder = server, count, folder

@@ -75,7 +75,7 @@ class Setting:
 
     @contextmanager
     def watched(self, server: Server, figures: Figures) -> Iterator[None]:
-        """Warm the server up; behind the block hold what it holds against what it held before, and its answers too."""
+        """Warm the server up; after the block hold what it holds against what it held before, and its answers too."""
         ask_all(server.port, self.questions, figures, self.clients, rounds=2)
         before = self._held(server, None)
         yield

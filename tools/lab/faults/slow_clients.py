@@ -133,7 +133,7 @@ def _in_reading(made: socket.socket) -> str | None:
 def _has_peer(made: socket.socket) -> bool:
     """Whether the server has the connection still open, by the system's table of connections.
 
-    What a server has sent before it closes is kept for the client, who would learn of the end behind it alone.
+    What a server has sent before it closes is kept for the client, who would learn of the end after it alone.
     """
     own, peer = made.getsockname()[1], made.getpeername()[1]
     ends = f"0100007F:{peer:04X}", f"0100007F:{own:04X}"

@@ -18,11 +18,11 @@ from outrider.plugins.schema import CPU_DOMAIN
 from outrider.tools.lab.matmul.shapes import Product
 from outrider.tools.lab.matmul.weights import RandomWeight, draw_weight, of_layer
 
-SPIN_MS = 2  # how long threads spin behind their work: what the runtime sets for a target's engine
+SPIN_MS = 2  # how long threads spin after their work: what the runtime sets for a target's engine
 _MICROSOFT = "com.microsoft"
 
 Encoded = tuple[str, str, list[NDArray[Any]], dict[str, Any]]
-"""A product's op, its domain, its inputs behind the first, and its attributes."""
+"""A product's op, its domain, its inputs after the first, and its attributes."""
 
 
 class OnnxChain:

@@ -53,7 +53,7 @@ class Engine(Protocol):
     missing: dict[str, str]
 
     def generate(self, mode: str, ids: list[int], new: int) -> Generated:
-        """Exactly `new` greedy tokens behind the prompt `ids`, end tokens among them; nothing is kept from before."""
+        """Exactly `new` greedy tokens after the prompt `ids`, end tokens among them; nothing is kept from before."""
 
 
 class Clock:

@@ -16,14 +16,14 @@ Ratio = Callable[["Generation", "Generation"], float | None]
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation behind the prompt of this index."""
+    """One generation after the prompt of this index."""
 
     prompt: int
     generated: Generated
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Behind the tokens that came first; None where there are none."""
+        """After the tokens that came first; None where there are none."""
         found = self.generated
         tokens, seconds = len(found.ids) - found.first, (found.total_ms - found.ttft_ms) / 1000
         return tokens / seconds if tokens and seconds > 0 else None
@@ -33,7 +33,7 @@ class Generation:
 class Mode:
     """All generations of one engine's mode, in the order in which the other modes ran beside them.
 
-    `differences` has each prompt, by its index, behind which its tokens were not always those that our plain decoding
+    `differences` has each prompt, by its index, after which its tokens were not always those that our plain decoding
     gave first: where they first part.
     """
 
@@ -47,7 +47,7 @@ class Mode:
 
 
 def first_tokens(plain: Mode) -> dict[int, list[int]]:
-    """By index of prompt, what our plain decoding generated first: what all runs behind it are compared with."""
+    """By index of prompt, what our plain decoding generated first: what all runs after it are compared with."""
     found: dict[int, list[int]] = {}
     for run in plain.runs:
         found.setdefault(run.prompt, run.generated.ids)
@@ -58,7 +58,7 @@ def report(modes: Sequence[Mode], tasks: Sequence[str | None]) -> dict[str, Any]
     """`rows` of every mode, `ratios` of each of ours to each of theirs, and peer by peer `plain` decoding against plain
     and `best` against best.
 
-    A ratio of 2 says that ours takes half the time, prompt included; `decode_ratio` begins behind the tokens that come
+    A ratio of 2 says that ours takes half the time, prompt included; `decode_ratio` begins after the tokens that come
     first, and is None where none come later; `ttft_ratio` ends there. They are medians over pairs of the same prompt
     and repetition. The best mode of an engine is the one that is fastest by the median of pairs with our plain
     decoding, the first of `modes`; `best_ratio` and `plain_ratio` are those of the peer which comes nearest. `tasks` by

@@ -80,7 +80,7 @@ class Worker(Child):
 
 
 def rest(workers: Sequence[Worker]) -> float:
-    """Wait until no worker uses a core: pools of threads spin on for a while behind their work.
+    """Wait until no worker uses a core: pools of threads spin on for a while after their work.
 
     Returns the milliseconds of CPU that all have used so far. Raises `LostEngineError` for one that does not rest.
     """

@@ -53,7 +53,7 @@ def _print_duel(what: str, duel: dict[str, Any], console: Console) -> None:
     console.print(
         f"{what} against {what}: "
         + "{ours} is {ratio:.2f}x ({ratio_p10:.2f}-{ratio_p90:.2f}) as fast as {engine} {mode}, ".format_map(duel)
-        + f"{figure(duel['decode_ratio'], '.2f', 'x')} behind the first tokens"
+        + f"{figure(duel['decode_ratio'], '.2f', 'x')} after the first tokens"
         + (f"; {tasks}" if tasks else "")
     )
 

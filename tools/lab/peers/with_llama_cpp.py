@@ -15,7 +15,7 @@ from outrider.tools.lab.peers.engine import PLAIN, Clock, Generated, Settings
 
 LOOKUP, DRAFT = "prompt-lookup", "draft"
 _DRAFTED = 4  # the bindings leave the number to the drafter; ours is as long
-_AHEAD = 16  # tokens of a draft may lie behind the last that is wanted; the bindings' lookup drafts 10
+_AHEAD = 16  # tokens of a draft may lie after the last that is wanted; the bindings' lookup drafts 10
 
 
 class LlamaCpp:

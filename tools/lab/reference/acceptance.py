@@ -136,7 +136,7 @@ def by_depth(hits: NDArray[np.bool_]) -> list[float]:
 def mean_by_depth(values: NDArray[np.float64], kept: NDArray[np.float64]) -> list[float]:
     """The mean of `values` at each depth over the chains that got there, `[chains, depths]` each.
 
-    `kept` is the chance of each token's chain to go on behind it. The chains are those that p drew: one that q drew
+    `kept` is the chance of each token's chain to go on after it. The chains are those that p drew: one that q drew
     and p accepted has min(p, q) / p of their weight at each token before. So of the overlaps, the mean is the share
     of tokens drawn from q that p accepts.
     """

@@ -1,4 +1,4 @@
-"""Many blocks of a block head at once, each as drafting runs it: its anchor's token, and masks behind it.
+"""Many blocks of a block head at once, each as drafting runs it: its anchor's token, and masks after it.
 
 The block at anchor a has its slots at positions a, a+1 and so on. Each slot sees the context at positions up to a-1
 and all slots of its own block. The keys and values of the context are made once for all blocks, and no block sees

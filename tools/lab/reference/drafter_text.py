@@ -106,7 +106,7 @@ class DrafterText:
         return np.stack(rows)
 
     def _generated(self, length: int) -> NDArray[np.int64]:
-        """`length` tokens from the start of a row on; a longer window runs on into the rows behind it."""
+        """`length` tokens from the start of a row on; a longer window runs on into the rows after it."""
         start = self._rng.randrange(len(self._stream) // self._row) * self._row
         tokens: NDArray[np.int64] = self._stream[(start + np.arange(length)) % len(self._stream)].astype(np.int64)
         return tokens

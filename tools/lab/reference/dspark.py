@@ -224,7 +224,7 @@ def block_loss(draft: BlockDraft, ids: Tensor, reading: Reading, anchors: Tensor
 
 
 def slot_logits(draft: BlockDraft, hidden: Tensor, previous: Tensor) -> Tensor:
-    """Return the biased scores `[..., slots, vocab]` of blocks' slots `[..., slots, H]` behind the tokens `previous`
+    """Return the biased scores `[..., slots, vocab]` of blocks' slots `[..., slots, H]` after the tokens `previous`
     int64 `[..., slots]`."""
     head = draft.head
     if head.markov is None or head.markov.joint is None:  # a slot's bias needs no state of the slot before

@@ -66,7 +66,7 @@ def _figures(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _write_requests(options: argparse.Namespace, folder: Path) -> Path:
-    """Completions behind beginnings of the held-out prompts; some begin alike, and lengths are of all sizes."""
+    """Completions after beginnings of the held-out prompts; some begin alike, and lengths are of all sizes."""
     tokenizer = Tokenizer.load(options.plan / "tokenizer")
     manifest = open_plan(options.plan, verify=False).manifest
     held_out = [tokenizer.encode(prompt.text) for prompt in choose_prompts(options.plan, options.prompts)]

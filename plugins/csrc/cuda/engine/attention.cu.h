@@ -87,7 +87,7 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
     return;
   }
   const i64 h = head - heads;
-  // Behind it, each thread reads of `ready` what it wrote.
+  // After it, each thread reads of `ready` what it wrote.
   prepare_head(shape, key + token * kv_stride + key_place + h * size, key_norm, own_cos, own_sin, ready);
   const i64 row = row_of(row_splits, rows, token);
   const i64 slot = past_length[row] + token - row_splits[row];

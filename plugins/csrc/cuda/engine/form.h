@@ -10,7 +10,7 @@ namespace outrider {
 
 constexpr int kBlock = 32;       // numbers that share a scale
 constexpr int kIntegers = 3;     // a form beside those of Element: FORMS in plugins/cuda/engine_kernels.py
-constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: a sum with it has no places behind the point
+constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: a sum with it has no places after the point
 
 // Where numbers go. Of integers, scales and sums are [rows, blocks], and `to` has bytes.
 struct Formed {
