@@ -291,7 +291,9 @@ def margin(logits: NDArray[np.float32], sampling: Sampling, key: RaceKey) -> flo
     more += [ranked[kept - 1] - dropped for dropped in ranked[kept : kept + 1]]
     if sampling.top_n_sigma > 0.0:
         finite = ranked[np.isfinite(ranked)]
-        found += np.abs(finite[1:] - ranked[0] + sampling.top_n_sigma * finite.std()).tolist()
+        edges = np.abs(finite[1:] - ranked[0] + sampling.top_n_sigma * finite.std())
+        # A lower bound: a disturbance moves a deviation by no more than itself, and distances are units of 2**-8.
+        found += ((edges - 2.0**-6).clip(0.0) * 2 / (2 + sampling.top_n_sigma)).tolist()
     if sampling.min_p > 0.0:  # who comes in passes both, and who is dropped anyway does not matter
         above = ranked - ranked[0] - temperature * np.log(sampling.min_p)
         found += np.abs(above[1:kept]).tolist()  # the first always passes

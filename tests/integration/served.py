@@ -112,21 +112,21 @@ _SLOW_SERVE = """
 import os, sys, time
 from pathlib import Path
 from outrider import Runtime
-from outrider.runtime.step_loop import Engine
+from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.__main__ import main
 
-step, load = Engine.step, Runtime.load
+step, load = StepLoop.step, Runtime.load
 
 def slowly(self, *arguments):
     time.sleep(float(os.environ["TEST_PASS_SECONDS"]))
     return step(self, *arguments)
 
 def late(*arguments, **options):
-    while not Path(os.environ["TEST_LOAD_BEHIND"]).exists():
+    while not Path(os.environ["TEST_LOAD_AFTER"]).exists():
         time.sleep(0.01)
     return load(*arguments, **options)
 
-Engine.step, Runtime.load = slowly, late
+StepLoop.step, Runtime.load = slowly, late
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
 
@@ -166,7 +166,7 @@ def server_process(
 ) -> Iterator[ServerProcess]:
     """`outrider serve` at a free port, from when it listens. Its plan is loaded once the file `load_behind` exists."""
     command = [sys.executable, "-c", _SLOW_SERVE, str(plan), "--port", "0", "--threads", "1", "--model-name", "toy"]
-    patched = {"TEST_PASS_SECONDS": str(pass_seconds), "TEST_LOAD_BEHIND": str(load_behind or plan)}
+    patched = {"TEST_PASS_SECONDS": str(pass_seconds), "TEST_LOAD_AFTER": str(load_behind or plan)}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [*command, *arguments], stderr=log, env={**os.environ, **patched, **(environment or {})}

@@ -348,7 +348,7 @@ def test_what_cannot_be_asked_for(long: Runtime, toy: Runtime) -> None:
     with pytest.raises(RequestError, match=r"partial_budget is .*; pass auto, or 1 to 3 blocks"):
         long.generate("x", partial_budget=4)
     for option in ({"partial_budget": 1}, {"tentative": True}):
-        with pytest.raises(RequestError, match=r"is given, and the plan has no partial KV cache"):
+        with pytest.raises(RequestError, match=r" is (1|True), and the plan has no partial KV cache"):
             toy.generate("x", **option)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"has no partial KV cache; build it with partial_kv\.enabled"):
         toy.generate("x", partial_kv="lossy")
