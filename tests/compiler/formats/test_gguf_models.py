@@ -191,7 +191,7 @@ def test_what_is_missing_or_unknown_is_named(old: str, new: str, said: str, tmp_
         ({"{arch}.rope.scaling.type": "longrope"}, {}, "rope_scaling is of longrope"),
         ({"split.count": 3}, {}, "one of 3 parts"),
         ({}, {"rope_freqs.weight": np.ones(5, "f4")}, "'rope_freqs.weight' is F32 of shape [5], expected F32 of [32]"),
-        ({}, {"rope_freqs.weight": np.zeros(32, "f4")}, "'rope_freqs.weight': divisors.0 must be at least 1e-06, found 0.0"),
+        ({}, {"rope_freqs.weight": np.zeros(32, "f4")}, "divisors.0 must be at least 1e-06, found 0.0"),
         ({}, {"blk.0.ffn_gate_exps.weight": np.ones((4, 32), "f4")}, "'blk.0.ffn_gate_exps.weight' is unexpected"),
         ({}, {f"{Q_PROJ}.weight": np.ones((256, 256), "f4")}, f"'{Q_PROJ}.weight' is unexpected: GGUF files of llama"),
         ({}, {"blk.1.ffn_up.weight": np.ones((4, 32), "f4")}, "'model.layers.1.mlp.up_proj.weight' is unexpected"),
