@@ -48,7 +48,7 @@ class ClosedError(BusyError):
 
 
 class UnavailableError(OutriderError, RuntimeError):
-    """No replica serves a request, or the one that served it is gone and no other can go on."""
+    """No replica serves a request, or the one that served it is gone and no other can continue."""
 
 
 class EmbedError(OutriderError):

@@ -132,7 +132,7 @@ class Tokenizer:
         return _encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of `text` where it goes on from another: nothing is put before it, and no token is special."""
+        """Token ids of `text` where it continues from another: nothing is put before it, and no token is special."""
         if self._continuing is None:
             self._continuing = _without_prefix(self._tokenizer)
         return _encoded(self._continuing, text, add_special_tokens=False)

@@ -99,8 +99,8 @@ _TREE_ACCEPT = OpSchema(
     logit_indices ascends. A token in it whose parent is not in it is the root of a tree (its tip), the others are
     drafted nodes of that tree and stand next to each other. Tokens outside it are pending: committed, KV not yet
     computed.
-    From the root: x = choice(node), as Sample does; if a child of the node holds x, commit x and go on at that child;
-    else commit x and stop. One draw a visited node.
+    From the root: x = choice(node), as Sample does; if a child of the node holds x, commit x and continue at it; else
+    commit x and stop. One draw a visited node.
 
     committed[m + j] is token j of the tree whose root has place m; accepted_count[t] counts the tokens of tree t, the
     extra one included, and is 0 after the last tree; kept_indices[:kept_count] are the pending tokens and the visited
@@ -124,7 +124,7 @@ _CHAIN_ACCEPT = OpSchema(
     The token x of the node at place i was drawn from q = draft_probs[i] (a root's is not read), q summing to
     about 1; p is what Sample draws from at the parent, filters included (greedy: all of it at the argmax). Draws are
     those of the token after the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):
-    x is accepted iff p(x) > 0 and r q(x) <= p(x), and the walk goes on at its node.
+    x is accepted iff p(x) > 0 and r q(x) <= p(x), and the walk continues at its node.
     Otherwise a token that wins a race of weights max(0, p - q), with the noise that Sample takes, is committed, and the
     walk stops. It is drawn from p where nothing is left of p - q, or where skip_sample_adjustment[b] is 1 (debugging:
     the output no longer has the target's distribution). After the last node, if accepted: one more token, as Sample

@@ -94,7 +94,7 @@ def _parser(called: str) -> Parser:
     beams.add_argument(
         "--early-stopping",
         choices=_EARLY_STOPPING,
-        help="once N have ended: end (true), or go on while a live beam scores better as it is (false, the "
+        help="once N have ended: end (true), or continue while a live beam scores better as it is (false, the "
         "default), or could at any length (never)",
     )
     beams.add_argument("--num-return", type=at_least_1, metavar="N", help="print the N best (default 1)")
@@ -215,7 +215,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": line})
         try:
             stream = session.stream(messages=messages, **options)
-        except RequestError as error:  # such as a turn too long: the conversation goes on without it
+        except RequestError as error:  # such as a turn too long: the conversation continues without it
             report_error(error)
             messages.pop()
             continue

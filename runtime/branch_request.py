@@ -107,7 +107,7 @@ def check_branches(
             merged = cast(Options, {**options, **own})
             request = resolve(merged, manifest, grammars, shared=mode == "in-one-sequence")
             if request.generated:
-                raise RequestError("generated is of a request that goes on alone; leave it out.")
+                raise RequestError("generated is of a request that continues alone; leave it out.")
             if "stream_id" not in own:
                 sampling = replace(request.sampling, stream_id=request.sampling.stream_id + place)
                 request = replace(request, sampling=sampling)

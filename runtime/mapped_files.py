@@ -1,7 +1,7 @@
 """The weights of a plan, which engines map into memory: held open, and watched for being written to.
 
-A plan that is moved, removed, or replaced as the compiler does it (built beside, then renamed) goes on being served as
-it was loaded, as its files live as long as somebody has them open. One that a program writes over in place changes
+A plan that is moved, removed, or replaced as the compiler does it (built beside, then renamed) is still served as it
+was loaded, as its files live as long as somebody has them open. One that a program writes over in place changes
 under whoever serves it: nothing can prevent that, so it is told, and no answer is given of such a plan. A file that is
 cut short ends the process (SIGBUS) once a pass reads what is no longer there.
 """

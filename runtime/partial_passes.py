@@ -163,7 +163,7 @@ class PartialPasses:
             sequence.ahead.over = False
 
     def give_up(self, sequence: Sequence, error: PlanError) -> None:
-        """Let the sequence go on over the full cache for good, after a pass over the partial one has failed."""
+        """Let the sequence continue over the full cache for good, after a pass over the partial one has failed."""
         assert sequence.partial is not None
         sequence.partial.give_up(str(error))
         self.retract(sequence)

@@ -316,7 +316,7 @@ class Runtime:
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests, and finish those of `submit` or, without `drain`, cancel them. Sessions and streams
-        that are open go on. So ends a `with` statement.
+        that are open continue. So ends a `with` statement.
 
         Returns whether all were finished after at most `timeout` seconds.
         """

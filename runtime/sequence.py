@@ -37,7 +37,7 @@ UNSEEN = -1
 class Sequence:
     """State between steps: `tokens`, the last of which is the tip, and `computed`, how many of them have KV.
 
-    A step feeds the tokens without KV, so that prefill, decoding, speculation and going on after any cut are one loop.
+    A step feeds the tokens without KV, so that prefill, decoding, speculation and continuing after a cut are one loop.
     `number` is the branch number of the sequence's slots and of its sampling settings. The first `shared` tokens are
     the prefix, whose KV all sequences of the engine share. In lossless partial KV, tokens from `confirmed` on are
     tentative: passes over the partial cache chose them, and a pass over the full one will confirm or retract them.
@@ -77,7 +77,7 @@ class Sequence:
     reason: FinishReason | None = None  # why its tokens end
     stopped: bool = False  # whether its text has ended
     stuck: RequestError | None = None  # why no token may follow, which the next step tells
-    error: RequestError | OpError | None = None  # why it cannot go on
+    error: RequestError | OpError | None = None  # why it cannot continue
     chosen_by: Placement | None = None  # where its last tokens' logits are
 
     @property

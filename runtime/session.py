@@ -154,7 +154,7 @@ class Session:
         whole: bool = False,
         **options: Unpack[Options],
     ) -> Stream:
-        """Append `prompt` (text or token ids; without one the text goes on) and generate, a span a step.
+        """Append `prompt` (text or token ids; without one the text continues) and generate, a span a step.
 
         `chat_template_kwargs` are values that the chat template reads beside `messages`, such as `enable_thinking`.
         With `whole` it is the whole sequence, as `messages` are the whole conversation: KV is kept as far as it agrees

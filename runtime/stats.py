@@ -17,7 +17,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
-    resumed_tokens: int = 0  # that the request had given before, and went on after
+    resumed_tokens: int = 0  # that the request had given before, and continued after
     queued_ms: float = 0.0  # from the submission of a request to the first work on it
     reused_tokens: int = 0  # of the sequence so far, not computed again
     cached_tokens: int = 0  # of those, copied from the prefix cache

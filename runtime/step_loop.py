@@ -527,7 +527,7 @@ class StepLoop:
             self._catch_up_drafters(sequence)
 
     def _give_up(self, sequence: Sequence, error: PlanError) -> None:
-        """Let a sequence go on over the full cache after a pass over the partial one has failed."""
+        """Let a sequence continue over the full cache after a pass over the partial one has failed."""
         assert self._partial is not None
         self._partial.give_up(sequence, error)
         if sequence.ahead is not None and not sequence.disabled:

@@ -54,7 +54,7 @@ _STATUS_OF_ROWS = TensorSpec(STATUS, "int64", (names.LOGITS,))
 _SHARES = TensorSpec("shares", "uint64", (names.LOGITS, "shares", SHARE_BYTES // 8))  # csrc/cuda/row_share.h
 _CANDIDATES = TensorSpec("candidates", "uint64", (names.LOGITS, MOST_CANDIDATES * CANDIDATE_BYTES // 8))
 _CHOSEN = TensorSpec("chosen", "int64", (names.LOGITS,))  # the token that each node would commit; below -1, its fault
-_NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child where the walk goes on, or -1
+_NEXT = TensorSpec("next", "int64", (names.LOGITS,))  # the place of the child where the walk continues, or -1
 _WEIGHED = TensorSpec("weighed", "float64", (names.LOGITS, 2))
 
 _CHILD, _CHILD_SCORE, _FRONTIER = SCHEMAS["TreeExpand"].outputs

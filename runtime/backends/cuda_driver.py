@@ -155,7 +155,7 @@ class CudaDevice:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the device, with its context entered: a session may go on in another thread than it began in."""
+        """Hold the device, with its context entered: a session may continue in another thread than it began in."""
         with self._lock:
             self._enter()
             _drain(self._dropped)

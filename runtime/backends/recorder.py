@@ -65,7 +65,7 @@ class Recorder:
                 for call in calls:
                     call()
             except BaseException:
-                self._device.abort_recording()  # a stream that goes on recording runs nothing
+                self._device.abort_recording()  # a stream that continues recording runs nothing
                 raise
             return self._device.end_recording()
         finally:

@@ -36,8 +36,8 @@ def add_batch(commands: Any) -> None:
         "batch",
         help="answer a file of requests",
         description="Answer a file of requests, OpenAI's batch lines or a parquet table, and write DIR/results.jsonl, "
-        "ordered by custom_id. The same command goes on where an earlier run was ended, killed or out of space. The "
-        "results are the same, byte for byte, from one process, from a cluster of any size, and from runs that go on. "
+        "ordered by custom_id. The same command continues where an earlier run was ended, killed or out of space. The "
+        "results are the same, byte for byte, from one process, from a cluster of any size, and from continued runs. "
         "Requests that are wrong get results that say why. With --ray every node must see PLAN and DIR.",
         epilog="examples: %(prog)s build/branches prompts.jsonl --out build/answers; %(prog)s build/branches "
         "prompts.parquet --out /shared/answers --ray auto --cpus-per-actor 4",

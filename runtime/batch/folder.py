@@ -1,13 +1,13 @@
 """The folder of a batch: parts as they are computed, and in the end `results.jsonl`.
 
-    batch.json      what the results depend on; a run that goes on must agree with it
+    batch.json      what the results depend on; a run that continues must agree with it
     parts/N.jsonl   the results of block N, written as a whole
     parts/N.begun   what actors have of it before: a line "." whenever one begins it, and results as they come
     results.jsonl   all results by id, written as a whole when there are all parts, which then go
     lock            held by the run
 
 A block is a run of requests that stand together in the working order. Where blocks end depends on the number of
-requests and on what the first run was told, so that any later run goes on with the same ones.
+requests and on what the first run was told, so that any later run continues with the same ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.runtime.whole_file import written_whole
 VERSION = 2
 """Of batch.json, raised when what is in it, or how blocks are made, changes."""
 _STATE, _PARTS, _RESULTS, _LOCK = "batch.json", "parts", "results.jsonl", "lock"
-KEPT = "What is written stays: run the same command again to go on from there."
+KEPT = "What is written stays: run the same command again to continue from there."
 _BEGINS = b"."  # a line
 _MODE = 0o666  # of files, less the umask: a cluster's workers may be of another user
 _LEAST = 16  # requests of a block
@@ -105,7 +105,7 @@ class BatchFolder:
 
     @contextmanager
     def begun(self, state: BatchState) -> Iterator[BatchState]:
-        """Hold the folder for a run, which begins a batch or goes on with the same one; yields its state as it is kept.
+        """Hold the folder for a run, which begins a batch or continues the same one; yields its state as it is kept.
 
         Raises RequestError for a folder that has anything else, or another batch, and BusyError where a run holds it.
         Raises OSError where it cannot be written.

@@ -99,7 +99,7 @@ def run_on_ray(
 
 
 def _dealt(blocks: Sequence[_Numbered], count: int) -> list[_Numbered]:
-    """Blocks in the order in which `count` actors take them: each goes on with the neighbours of what it had, whose
+    """Blocks in the order in which `count` actors take them: each continues with the neighbours of what it had, whose
     prompts begin alike, as long as they keep step."""
     share = -(-len(blocks) // count)
     hands = [blocks[start : start + share] for start in range(0, len(blocks), share)]

@@ -36,7 +36,7 @@ class SideBySide:
         self._live.stop()
 
     def add(self, place: int, text: str) -> None:
-        """A text goes on."""
+        """A text continues."""
         self._texts[place] += text
 
     def end(self, place: int, how: str) -> None:

@@ -149,7 +149,7 @@ class AdaptiveSpeculations:
         return known if known is not None and way == _way_of(request) else AdaptiveSpeculation(name, self._prices)
 
     def give_back(self, request: Request, adaptive: AdaptiveSpeculation | None) -> None:
-        """The sequence is over; the next one goes on from there."""
+        """The sequence is over; the next one continues from there."""
         if adaptive is not None and request.drafter is not None:
             self._idle[request.drafter] = _way_of(request), adaptive
 

@@ -604,7 +604,7 @@ class EngineDrafter:
     def _go_on(
         self, chains: List[Sequence], drafted: Mapping[int, tuple[list[int], list[float], list[NDArray[np.float32]]]]
     ) -> list[tuple[int, int, int]]:
-        """Lay out the last token of each chain that goes on; return the tips of that step."""
+        """Lay out the last token of each chain that continues; return the tips of that step."""
         grown: list[tuple[int, int, int]] = []
         alone = self.cache.alone
         if not chains:

@@ -23,7 +23,7 @@ _KEPT = 1 - 1 / 64  # of what earlier rounds have told, after each round
 
 class PriceCurve:
     """Milliseconds of a pass by its rows: between measured sizes on a line, after the last one as the larger half of
-    them goes on. A pass of more rows never costs less: where it was measured so, both cost their mean."""
+    them continues. A pass of more rows never costs less: where it was measured so, both cost their mean."""
 
     def __init__(self, prices: Sequence[Price]) -> None:
         """`prices` ascend by rows."""

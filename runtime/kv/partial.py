@@ -125,6 +125,6 @@ class PartialCache:
 
     def give_up(self, reason: str) -> None:
         """Disable the cache after a failure: from now on, passes read the full cache alone."""
-        _LOG.warning("partial KV is off for this sequence, which goes on with full KV: %s", reason)
+        _LOG.warning("partial KV is off for this sequence, which continues with full KV: %s", reason)
         self.broken = True
         self.forget()

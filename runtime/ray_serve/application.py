@@ -39,7 +39,7 @@ def build(args: Settings | dict[str, Any]) -> serve.Application:
     manifest = open_plan(settings.plan, verify=False).manifest
     replica = serve.deployment(
         name=REPLICA,
-        graceful_shutdown_timeout_s=settings.drain_seconds,  # who then still runs goes on at another one
+        graceful_shutdown_timeout_s=settings.drain_seconds,  # who then still runs continues at another one
         **_scaling(settings, manifest.target),
         **_CARE,
     )(Replica)

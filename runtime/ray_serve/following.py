@@ -1,4 +1,4 @@
-"""A request that goes on wherever a replica is: its spans gathered from one stream after another."""
+"""A request that continues wherever a replica is: its spans gathered from one stream after another."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FollowedRequest:
     """A request, and what it has given: by whichever replica."""
 
     def __init__(self, sent: ReplicaRequest, handle: Handle, *, stays: str | None = None) -> None:
-        """`stays` says why the request cannot go on elsewhere once it has given tokens; None where it can."""
+        """`stays` says why the request cannot continue elsewhere once it has given tokens; None where it can."""
         self.handle = handle
         self.client = sent.client
         self._sent, self._stays = sent, stays

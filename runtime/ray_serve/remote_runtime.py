@@ -116,7 +116,7 @@ class RemoteRuntime:
         return followed
 
     def _why_it_stays(self, request: Request) -> str | None:
-        """Why a request cannot go on elsewhere, after what it has given; None where it can."""
+        """Why a request cannot continue elsewhere, after what it has given; None where it can."""
         drafter = next((each for each in self.manifest.drafters if each.name == request.drafter), None)
         if drafter is not None and rejects([drafter]):
             who = f"those of the drafter {drafter.name!r}, which is accepted by rejection,"
@@ -124,7 +124,7 @@ class RemoteRuntime:
             who = "those of lossy partial KV"
         else:
             return None
-        return f"no other can go on with its tokens, as {who} depend on where rounds end."
+        return f"no other can continue with its tokens, as {who} depend on where rounds end."
 
     def _queue(self, client: str | None) -> Queue:
         """As a scheduler's: who finds a free place does not count as waiting."""

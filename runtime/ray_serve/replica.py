@@ -89,7 +89,7 @@ class Replica:
         if sent.identity != self._identity:
             raise ClosedError("This replica serves another plan than the request was checked for.")
         if foreign := foreign_kernels(self._kernels, sent.kernels):
-            raise ClosedError(f"This replica would go on with other tokens: its machine has {foreign}.")
+            raise ClosedError(f"This replica would continue with other tokens: its machine has {foreign}.")
         handle = await self._submit(sent)
         try:
             with self._callers.serving(sent.caller, handle):

@@ -390,7 +390,7 @@ class _Serving:
     async def _prepared(self, request: Request, record: Record, asked: CompletionRequest | ChatRequest) -> Submission:
         """Have a thread submit what is asked, once there is one for the client; no longer than the client is there.
 
-        A thread that has begun goes on, as it cannot be ended, and others wait for its end.
+        A thread that has begun continues, as it cannot be ended, and others wait for its end.
         """
         most = _PREPARING if record.client is None else _PREPARING_OF_A_KEY
         own, begun = self._of_client.setdefault(record.client, asyncio.Semaphore(most)), False

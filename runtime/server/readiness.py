@@ -27,7 +27,7 @@ class Readiness:
         self._reached, self.draining = phase, False
 
     def reach(self, phase: Phase) -> None:
-        """Go on to `phase`. Nothing comes after DRAINING."""
+        """Continue to `phase`. Nothing comes after DRAINING."""
         if phase is Phase.DRAINING:
             self.draining = True
         else:

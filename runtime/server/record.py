@@ -42,7 +42,7 @@ class Record:
     asked: ChatRequest | CompletionRequest | None = None
     drafter: str | None = None
     answer_id: str | None = None
-    preparing: asyncio.Future[Submission] | None = None  # goes on, though the answer's task is cancelled
+    preparing: asyncio.Future[Submission] | None = None  # continues, though the answer's task is cancelled
     submitted: Submission | None = None
     reservation: Reservation | None = None
     headers: dict[str, str] = field(default_factory=dict)  # that the answer gets, whatever it is

@@ -1,7 +1,7 @@
 """Skeleton-of-thought: an answer is outlined first, and its points are then written as branches, all at once.
 
 Decoding of the outline is constrained by a grammar (`outline.py`). Its KV is then cut back to what stands before it,
-the system's words and the question, and every branch goes on from there: the outline again, its point, what it says.
+the system's words and the question, and every branch continues from there: the outline again, its point, what it says.
 A point that waits for others begins once these have been written, and sees their text; a point with a tool begins once
 that has been called (`beginnings.py`).
 Source: arXiv 2307.15337.

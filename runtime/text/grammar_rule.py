@@ -1,4 +1,4 @@
-"""The rule that a text keeps to a grammar: at each token, those of the vocabulary that it may go on with."""
+"""The rule that a text keeps to a grammar: at each token, those of the vocabulary that it may continue with."""
 
 from __future__ import annotations
 

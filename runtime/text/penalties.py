@@ -58,7 +58,7 @@ class Penalties(LogitsRule):
         logits[ids] = found
 
     def _count(self, path: Sequence[int]) -> None:
-        """Count the tokens of `path`, going on from the path that was counted last."""
+        """Count the tokens of `path`, continuing from the path that was counted last."""
         known = common_length(self._path, path)
         for token in self._path[known:]:
             self._counts[self._place[token]] -= 1

@@ -59,7 +59,7 @@ def prepare_prompt(
     generated: Sequence[int] = (),
     min_tokens: int = 0,
 ) -> Prompt:
-    """Encode `prompt` after the tokens `present` and check that the two can be served, and gone on with.
+    """Encode `prompt` after the tokens `present` and check that the two can be served, and continued with.
 
     Only the text that opens a sequence gets the special tokens a tokenizer adds (such as Llama's first). Its request
     has given the tokens `generated` after the prompt before; a stop string among them counts from `min_tokens` on.

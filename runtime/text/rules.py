@@ -46,7 +46,7 @@ class LogitsRule(ABC):
         """Change `logits`, f32 `[vocab]`, in place: the token after `path` is chosen from them.
 
         `path` are the tokens generated so far, each of which was allowed; it is not to be changed. The next call may be
-        for a path that goes on from any earlier one. Raises RequestError where no token may follow, which ends the
+        for a path that continues from any earlier one. Raises RequestError where no token may follow, which ends the
         generation.
         """
 

@@ -29,7 +29,7 @@ FORMS = tuple(StructuredOutputs.__annotations__)
 
 
 WHITESPACE = r"(?: |\n[ \t]{0,20})"
-"""Between the parts of JSON: bounded, so that a text cannot go on with white space for ever."""
+"""Between the parts of JSON: bounded, so that a text cannot continue with white space for ever."""
 
 
 def guided(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Offline batches in one process: what goes in, what comes out, and that a run that was ended goes on."""
+"""Offline batches in one process: what goes in, what comes out, and that a run that was ended continues."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_an_actor_that_is_killed_costs_what_runs_and_changes_nothing(
             computed += done.new_tokens
             if not before:
                 until = time.monotonic() + 60
-                while not kept:  # the actor goes on with the next blocks, of which it has a part when it dies
+                while not kept:  # the actor continues with the next blocks, of which it has a part when it dies
                     assert time.monotonic() < until
                     os.kill(actor := an_actor(), signal.SIGSTOP)
                     kept = begun_lines(parts)
@@ -113,7 +113,7 @@ def test_an_actor_goes_on_with_a_block_where_the_one_before_it_died(
     with folder.begun(state), folder.beginning(0) as (tries, lines, file):
         assert (tries, lines) == (1, {})
         file.write(b"\n".join(first[:10]) + b"\n" + first[10][:-9])  # cut off by a kill
-    with folder.begun(state):  # of the run as well: another one goes on, and counts its own actors
+    with folder.begun(state):  # of the run as well: another one continues, and counts its own actors
         assert b"\n.\n" not in (folder.path / "parts" / "000000.begun").read_bytes()
         write_block = _BlockWriter(str(branch_plan), str(folder.path), state, {"threads": 1, "share_memory": False})
         columns = {name: [getattr(each, name) for each in blocks[0]] for name in ("custom_id", "text")}

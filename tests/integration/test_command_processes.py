@@ -72,7 +72,7 @@ def test_input_that_is_no_utf_8_is_refused(toy_plan: Path, tmp_path: Path) -> No
     (tmp_path / "latin").write_bytes("café\n".encode("latin-1"))
     for command, status in (["chat", toy_plan], 0), (["generate", toy_plan, "--prompt-file", "-"], 2):
         ended = run(["runtime", *command], f"<{tmp_path / 'latin'}", PYTHONUTF8="0", LC_ALL="C.UTF-8")
-        assert ended.returncode == status  # a conversation goes on without the line
+        assert ended.returncode == status  # a conversation continues without the line
         assert "UTF-8" in ended.stderr.upper()
         assert "Traceback" not in ended.stderr
 

@@ -85,7 +85,7 @@ def test_rounds_are_recorded_and_replayed_where_they_may_be(ended: Ended, record
 
 
 def test_a_replay_does_not_wait_for_the_device(ended: Ended) -> None:
-    """The host goes on to the next stretch of the round."""
+    """The host continues to the next stretch of the round."""
     behind = {after.event for replay, after in pairwise(ended.record) if replay.text.startswith("cudaGraphLaunch ")}
     assert "wait" not in behind
 

@@ -189,7 +189,7 @@ def test_stop_strings(doors: Doors, way: str) -> None:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "server"])
 def test_cancellation(doors: Doors, way: str) -> None:
-    """One ends after its third round, whoever else is in the passes; the others go on."""
+    """One ends after its third round, whoever else is in the passes; the others continue."""
     cancel = threading.Event()
     rounds: list[object] = []
 

@@ -200,7 +200,7 @@ def test_wrong_messages_get_a_sentence(toy: Runtime, arguments, said: str) -> No
     session = toy.session()
     session.generate("y", max_new_tokens=3, ignore_eos=True)
     before = session.token_ids
-    if arguments:  # without any, a session goes on
+    if arguments:  # without any, a session continues
         with pytest.raises(RequestError, match=said):
             session.generate(**arguments)
     assert session.token_ids == before

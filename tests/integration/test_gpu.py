@@ -79,7 +79,7 @@ def test_graphs_change_no_token(plan: Path, target: str, gpu: Runtime) -> None:
 
 
 def test_turns_cuts_and_logits(gpu: Runtime) -> None:
-    """A session that was cut goes on as one that never was."""
+    """A session that was cut continues as one that never was."""
     whole, cut = gpu.session(), gpu.session()
     options = Options(max_new_tokens=12, ignore_eos=True, drafter="head", logprobs=2)
     first = whole.generate(PROMPT, **options)

@@ -322,7 +322,7 @@ def test_a_broken_cache_is_said_once_and_full_kv_goes_on(
                 found = session.generate(tokens, whole=True, partial_kv=mode, **options)  # type: ignore[arg-type]
                 assert found.token_ids == expected
         assert len(caplog.records) == 1
-        assert "goes on with full KV: a stage fails" in caplog.text
+        assert "continues with full KV: a stage fails" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])

@@ -93,7 +93,7 @@ def test_a_node_dies(cluster: tuple[Cluster, str], branch_plan: Path, expected: 
 
 
 def test_a_replica_is_told_to_stop(cluster: tuple[Cluster, str], branch_plan: Path, expected: list[str]) -> None:
-    """What runs there after its time to drain goes on at the other one."""
+    """What runs there after its time to drain continues at the other one."""
     settings = settings_of(branch_plan).model_dump(mode="json")
 
     def deploy(replicas: int) -> None:

@@ -218,7 +218,7 @@ def test_a_nucleus_of_one_token_is_greedy(everything: Runtime, drafter: str) -> 
 
 
 def test_tokens_do_not_depend_on_the_clock(everything: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which draws decide depends on what was drafted, so drafting goes on even where it never pays."""
+    """Which draws decide depends on what was drafted, so drafting continues even where it never pays."""
     drafting_never_pays(monkeypatch)
     options = Options(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
     for drafter in REJECTING:

@@ -1,4 +1,4 @@
-"""A plan that changes while it is loaded or in use: who goes on with it, and who is refused."""
+"""A plan that changes while it is loaded or in use: who continues with it, and who is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that goes on after what it has given elsewhere has the tokens and the text of one that never stopped."""
+"""A request that continues after what it has given elsewhere has the tokens and the text of one that never stopped."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_sessions_go_on_as_well(whole: Runtime) -> None:
 
 
 def test_neighbours_begin_beside_it(whole: Runtime, replica: Runtime) -> None:
-    """Several that go on share passes with several that begin."""
+    """Several that continue share passes with several that begin."""
     options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0}
     expected = [whole.generate(PROMPT, **options, seed=seed) for seed in range(6)]
     handles = [
@@ -139,5 +139,5 @@ def test_refuses_a_stop_string_that_has_ended_it(whole: Runtime) -> None:
 
 
 def test_branches_begin_together(whole: Runtime) -> None:
-    with pytest.raises(RequestError, match="Branch 0: generated is of a request that goes on alone"):
+    with pytest.raises(RequestError, match="Branch 0: generated is of a request that continues alone"):
         whole.generate_branches(PROMPT, n=2, generated=[1])

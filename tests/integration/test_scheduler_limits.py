@@ -76,7 +76,7 @@ def test_a_runtime_may_be_closed_before_its_first_request(branch_plan: Path) -> 
     for one in (runtime, session, handle):
         with pytest.raises(TypeError, match="of its process"):
             pickle.dumps(one)
-    assert session.generate([5], max_new_tokens=1).token_ids  # what is open goes on
+    assert session.generate([5], max_new_tokens=1).token_ids  # what is open continues
     for ask in (runtime.submit, runtime.generate, runtime.stream, runtime.beam_search):
         with pytest.raises(BusyError, match="closed"):
             ask([5])

@@ -188,7 +188,7 @@ def test_what_a_replica_cuts_off_goes_on(runtime: Runtime, monkeypatch: pytest.M
 
 
 class CutOffBehind(Stream):
-    """What the first replica sends of a request that it cuts off after five tokens; the next one goes on."""
+    """What the first replica sends of a request that it cuts off after five tokens; the next one continues."""
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         first = len(self._replicas.sent) == 1
@@ -284,7 +284,7 @@ def test_the_deadline_counts_before_a_replica_takes_the_request(
     monkeypatch.setattr(Replicas, "kind", Late)
     found, _, _ = follow(runtime, [], {**SAMPLED, "drafter": "none"}, deadline=1.6)
     assert found.finish_reason is FinishReason.DEADLINE
-    assert 0 < len(found.token_ids) < 20  # of a replica that goes on for 4 s
+    assert 0 < len(found.token_ids) < 20  # of a replica that continues for 4 s
 
 
 def test_tokens_that_depend_on_rounds_stay_where_they_are(everything: Runtime) -> None:
@@ -293,7 +293,7 @@ def test_tokens_that_depend_on_rounds_stay_where_they_are(everything: Runtime) -
     found, _, replicas = follow(everything, [(0, LOST)], options)
     assert len(found.token_ids) == 40
     assert len(replicas.sent) == 2
-    with pytest.raises(UnavailableError, match=r"no other can go on .* 'classical', which is accepted by rejection"):
+    with pytest.raises(UnavailableError, match=r"no other can continue .* 'classical', which is accepted by rejection"):
         follow(everything, [(2, LOST)], options)
 
 

@@ -171,7 +171,7 @@ def test_memory_is_taken_at_once_and_stays_within_its_bound(text: list[int] | No
 
 
 def test_drafts_and_outputs_of_several_threads_do_not_disturb_each_other() -> None:
-    """Texts are runs of numbers of their own: whatever a draft sees of the memory, it goes on in one of them."""
+    """Texts are runs of numbers of their own: whatever a draft sees of the memory, it continues in one of them."""
     length, memory = 700, NgramMemory(20_000, 64)
     faults: list[object] = []
     over = threading.Event()

@@ -27,7 +27,7 @@ def made(library: tokenizers.Tokenizer, bos: str = "<bos>") -> tuple[Tokenizer, 
     ("make", "bos"), [(families.gemma, "<bos>"), (families.llama, "<s>"), (families.tekken, "<s>")]
 )
 def test_what_opens_a_sequence_begins_with_one_beginning(make: Callable[[], tokenizers.Tokenizer], bos: str) -> None:
-    """A text gets it of the tokenizer, a conversation of its template, what goes on none, and ids are as they are."""
+    """A text gets it of the tokenizer, a conversation of its template, what continues none, and ids are as they are."""
     tokenizer, geometry = made(make(), bos)
     first = tokenizer.token_id(bos)
     assert first is not None

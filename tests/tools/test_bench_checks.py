@@ -1,4 +1,4 @@
-"""What can be refused is refused before anything is built or measured, and what is said while that goes on is true."""
+"""What can be refused is refused before anything is built or measured, and progress messages are true."""
 
 from __future__ import annotations
 

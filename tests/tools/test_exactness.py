@@ -254,7 +254,7 @@ def test_outcomes_part_in_tokens_then_texts_then_reasons_then_logprobs() -> None
         lost = divergence("r", whole, Outcome((5, 7), "ab", "length", told))
         assert lost is not None
         assert (lost.what, lost.index) == ("log-probabilities", place)
-    assert divergence("r", whole, Outcome((5, 7), "ab", "length", logprobs[1:], 1)) is None  # gone on after one token
+    assert divergence("r", whole, Outcome((5, 7), "ab", "length", logprobs[1:], 1)) is None  # continued after one token
     parted = divergence("r", whole, Outcome((5, 8), "ac", "length", logprobs))
     assert parted is not None
     assert (parted.what, parted.index, parted.margin) == ("tokens", 1, 0.125)

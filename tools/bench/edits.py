@@ -1,6 +1,6 @@
 """The task `edit`: a file, the wish for the same file with a name changed, and the changed file's first lines.
 
-After them the file goes on as it did, but for the name: nearly every token stands in the prompt already, in its place.
+After them the file continues as it did, but for the name: nearly every token is in the prompt already, in its place.
 That is how editors ask for code, and the best that drafts of what the prompt holds can meet. The prompts are
 made of those of the task `long`, without chance: the same file gives the same prompts.
 """

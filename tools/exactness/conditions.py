@@ -199,10 +199,10 @@ def _prefix_cache(some: str, quick: bool) -> list[Condition]:
 
 
 def _interrupted(some: str, quick: bool) -> list[Condition]:
-    found = [Condition("interrupted", f"a stream left, gone on, {some}", "interrupted", some)]
+    found = [Condition("interrupted", f"a stream left, continued, {some}", "interrupted", some)]
     if not quick:
         found += [
-            Condition("interrupted", f"cancelled and gone on in company, {some}", "cancelled", some, order=5),
+            Condition("interrupted", f"cancelled and continued in company, {some}", "cancelled", some, order=5),
             Condition("interrupted", f"the same, prompts in a cache, {some}", "cancelled", some, cache="warm", order=6),
         ]
     return found

@@ -17,7 +17,7 @@ from outrider.tools.parting import Logprob, Outcome
 @dataclass
 class Witness:
     """Counts that show that a condition was what it says: tokens that drafts brought, that were reused, that requests
-    went on after, and the target's passes, over all tokens."""
+    continued after, and the target's passes, over all tokens."""
 
     tokens: int = 0
     passes: int = 0
@@ -176,7 +176,7 @@ def _wait_for(handle: Handle, tokens: int) -> list[int]:
 
 
 def interrupted(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
-    """Each left in the middle of its stream, and gone on after what it had given, with another drafter."""
+    """Each left in the middle of its stream, and continued after what it had given, with another drafter."""
     found = []
     for index, each in enumerate(asked):
         stream = run.runtime.stream(each.prompt, **run.options(each))
@@ -191,7 +191,7 @@ def interrupted(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
 
 
 def cancelled(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
-    """All submitted, each cancelled after some tokens, and all gone on together, with other drafters."""
+    """All submitted, each cancelled after some tokens, and all continued together, with other drafters."""
     before = run.runtime.scheduler_stats.rounds
     _warm(run, asked)
     order, draw = _order(run, len(asked))

@@ -151,7 +151,7 @@ def _parser() -> Parser:
         )
     layers = f"of {MODEL} (default {ModelGeometry.layers}) and {BLOCK} (default {BlockGeometry.layers})"
     drafter.add_argument("--layers", type=at_least_1, metavar="N", help=layers)
-    start = f"go on from this trained head; the draft vocabulary of {HEAD} may be another"
+    start = f"continue from this trained head; the draft vocabulary of {HEAD} may be another"
     drafter.add_argument("--start", type=Path, metavar="FOLDER", help=start)
     bits = f"bits of a head's projections in its checkpoint, {FLOAT}: floats (default {USUAL})"
     drafter.add_argument("--bits", choices=[str(each) for each in (*BITS, FLOAT)], help=bits)

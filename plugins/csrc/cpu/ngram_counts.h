@@ -56,7 +56,7 @@ class NgramCounts {
   // The next token of the sequence, and those that were `likely` in its place.
   void extend(u32 token, const u32* likely, i64 likely_count);
 
-  // A token that the sequence is supposed to go on with: contexts end in it, and nothing is counted. Back to where the
+  // A token that the sequence is supposed to continue with: contexts end in it, and nothing is counted. Back to where the
   // sequence was before the first of those; needed before `extend`.
   void go_ahead(u32 token);
   void go_back();
@@ -112,7 +112,7 @@ class NgramCounts {
   Suffixes text_;
   std::array<Trust, 2> trust_;  // the sequence's, the memory's
   Place now_;
-  std::vector<u32> tokens_;    // of the sequence, and those that it is supposed to go on with
+  std::vector<u32> tokens_;    // of the sequence, and those that it is supposed to continue with
   std::size_t counted_ = 0;    // of these, the sequence's
   std::shared_ptr<NgramMemory> memory_;
   std::size_t followed_ = 0;   // tokens that now_.recalled knows of, in this version of the memory

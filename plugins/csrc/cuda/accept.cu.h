@@ -136,7 +136,7 @@ OUTRIDER_DEVICE i64 fault_of_step(const volatile i64* chosen, i64 count) {
   return fold(own, Largest());
 }
 
-// Thread 0 of one block. `chosen` holds each node's token, or its fault, and `next` the place of the child to go on
+// Thread 0 of one block. `chosen` holds each node's token, or its fault, and `next` the place of the child to continue
 // at, or kNobody. They were written by other blocks of this launch: read past this multiprocessor's own cache.
 // `fault` is the step's; the first one that the walk comes to is told where that has none.
 OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const volatile i64* next, const Outputs& out,
@@ -180,7 +180,7 @@ OUTRIDER_DEVICE i64 end_of_tree(const Trees& trees, i64 place) {
   return end;
 }
 
-// What each node of the step would commit, and the place of the child to go on at, or kNobody.
+// What each node of the step would commit, and the place of the child to continue at, or kNobody.
 struct Nodes {
   i64* chosen;
   i64* next;

@@ -2,7 +2,7 @@
 //
 // Threads run in shuffled order between two barriers, and so do blocks, one after another: a kernel whose result
 // depends on the order is noticed. Fibers are entered once, and from then on switched by jumps, which take no
-// system call. The lanes of a warp wait for each other too, and go on when all of them are at the same collective.
+// system call. The lanes of a warp wait for each other too, and continue when all of them are at the same collective.
 #pragma once
 
 #include <setjmp.h>

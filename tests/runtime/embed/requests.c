@@ -415,7 +415,7 @@ static void queued(const char *plan) {
   EXPECT_OK(outrider_runtime_close(runtime));
 }
 
-/* A closed runtime's requests go on, those that wait as well. */
+/* A closed runtime's requests continue, those that wait as well. */
 static void closed(const char *plan) {
   outrider_runtime *runtime = open_with(plan, "{\"threads\": 1, \"scheduler\": {\"max_running\": 1}}");
   outrider_params *params = slow_params(20);

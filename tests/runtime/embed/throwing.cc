@@ -33,7 +33,7 @@ static int32_t logits_throw(void *, const int64_t *, size_t count, float *, size
   throw std::runtime_error("");
 }
 
-// A request whose notification throws is cancelled; one whose function of logits throws ends, and the others go on.
+// A request whose notification throws is cancelled; one whose function of logits throws ends, and the others continue.
 static void requests(outrider_runtime *runtime) {
   outrider_params *params = params_of(60), *throwing = params_of(20), *slow = params_of(100);
   outrider_request *request = nullptr, *told = nullptr, *failing = nullptr;

@@ -30,7 +30,7 @@ static void handles(const char *plan) {
   EXPECT_OK(outrider_runtime_close(runtime));
   BAD_HANDLE(outrider_runtime_close(runtime), "destroyed");
   BAD_HANDLE(outrider_session_create(runtime, &other), "destroyed");
-  EXPECT_OK(outrider_generate(session, "import", 6, NULL, NULL, NULL, &result)); /* sessions go on */
+  EXPECT_OK(outrider_generate(session, "import", 6, NULL, NULL, NULL, &result)); /* sessions continue */
   EXPECT_OK(outrider_result_destroy(result));
   BAD_HANDLE(outrider_result_text(result, &data, &length), "destroyed");
   EXPECT_OK(outrider_session_destroy(session));

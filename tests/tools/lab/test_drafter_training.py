@@ -1,4 +1,4 @@
-"""All drafters from a tiny target: they learn, what is written is what was trained, and a stopped run goes on."""
+"""All drafters from a tiny target: they learn, what is written is what was trained, and a stopped run continues."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_block_head_goes_on_from_another_of_its_geometry_alone(folder: Path, l
     train_dspark(tiny_run(folder, 0.0), lessons, BLOCK, "second", start)
     second = load_block(folder / "out" / "second", lessons.teacher.model.config)
     assert all(torch.equal(*pair) for pair in zip(trained.parameters(), second.parameters(), strict=True))
-    assert f"went on from the head in `{start}`" in (folder / "out" / "second" / "README.md").read_text()
+    assert f"continued from the head in `{start}`" in (folder / "out" / "second" / "README.md").read_text()
     for other, key in ((replace(BLOCK, markov_rank=5), "markov"), (replace(BLOCK, taps=(2, 4)), "taps")):
         with pytest.raises(CheckpointError, match=rf"another geometry \({key}\)"):
             train_dspark(tiny_run(folder, 0.0), lessons, other, "third", start)

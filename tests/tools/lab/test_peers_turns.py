@@ -1,4 +1,4 @@
-"""Modes of several engines run in turn; what fails is listed with its reason, and everything else goes on."""
+"""Modes of several engines run in turn; what fails is listed with its reason, and everything else continues."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
  *
  *   ./chat PLAN [MAX_NEW_TOKENS [TEMPERATURE [SEED]]]
  *
- * Every line goes on after what was said before. An empty line starts over, the end of input leaves.
+ * Every line continues after what was said before. An empty line starts over, the end of input leaves.
  */
 #include <outrider.h>
 #include <stdio.h>

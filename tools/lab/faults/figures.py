@@ -16,7 +16,7 @@ class Figures:
     Every request that is `sent` ends as one of the next five: `answered` whole, and compared; `refused` with an error
     that the scenario provokes; `cut`, as its client left, or its deadline or the server's end came, and what had come
     until then compared; `lost`: no answer, or an error that nothing excuses; `different`: other tokens than plain
-    decoding's. `retried` requests went on on another replica. `faults` counts what the scenario did to the server.
+    decoding's. `retried` requests continued on another replica. `faults` counts what the scenario did to the server.
     """
 
     name: str

@@ -36,7 +36,7 @@ def run(setting: Setting, figures: Figures) -> None:
 
 
 def _fill(setting: Setting, figures: Figures, folder: Path, fill: Callable[[Server, Path, int], None]) -> None:
-    """Save a prefix cache, fail to save the next, with and without an old one, and go on with the first."""
+    """Save a prefix cache, fail to save the next, with and without an old one, and continue with the first."""
     kept, half = folder / "kept", len(setting.questions) // 2
     none = folder / "none"
     with setting.serve("--cache-file", str(kept)) as server:

@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve are killed (SIGKILL) at random moments under load; their requests go on on other replicas."""
+"""Replicas on Ray Serve are killed (SIGKILL) at random under load; their requests continue on others."""
 
 from __future__ import annotations
 

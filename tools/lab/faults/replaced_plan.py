@@ -1,6 +1,6 @@
 """A plan that is replaced, moved, removed or written over while it is served.
 
-Replaced by a rename, as the compiler does it, moved or removed: the server goes on with the plan that it has loaded,
+Replaced by a rename, as the compiler does it, moved or removed: the server continues with the plan that it has loaded,
 and a new one serves what is in the folder then, or says that nothing is. Written over in place: answers stop, with an
 error that says so, and none has other tokens.
 """

@@ -1,4 +1,4 @@
-"""A replica on Ray Serve may take no more memory: it dies, fails or hangs, and its requests go on on other replicas.
+"""A replica on Ray Serve may take no more memory: it dies, fails or hangs, and its requests continue on other replicas.
 
 One that hangs is replaced by Ray once it has missed three health checks, and has had its time to drain: its requests
 wait so long.

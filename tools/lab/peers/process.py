@@ -24,7 +24,7 @@ class WorkerError(OutriderError):
 
 
 class LostEngineError(WorkerError):
-    """The process of `engine` ended, or does not rest: none of its modes can go on."""
+    """The process of `engine` ended, or does not rest: none of its modes can continue."""
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(reason)

@@ -33,7 +33,7 @@ chain whose tip is token i+1, and depth d (from 0) chooses token i+2+d after the
 
 @dataclass(frozen=True)
 class Continuation:
-    """A held-out prompt of `prompt` tokens and how the target goes on at `temperature`: int64 `[length]`."""
+    """A held-out prompt of `prompt` tokens and how the target continues at `temperature`: int64 `[length]`."""
 
     ids: Tensor
     prompt: int
@@ -136,7 +136,7 @@ def by_depth(hits: NDArray[np.bool_]) -> list[float]:
 def mean_by_depth(values: NDArray[np.float64], kept: NDArray[np.float64]) -> list[float]:
     """The mean of `values` at each depth over the chains that got there, `[chains, depths]` each.
 
-    `kept` is the chance of each token's chain to go on after it. The chains are those that p drew: one that q drew
+    `kept` is the chance of each token's chain to continue after it. The chains are those that p drew: one that q drew
     and p accepted has min(p, q) / p of their weight at each token before. So of the overlaps, the mean is the share
     of tokens drawn from q that p accepts.
     """

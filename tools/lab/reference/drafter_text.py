@@ -34,7 +34,7 @@ class WindowSource(Protocol):
 
 
 class GeneratedText:
-    """Rows of `window` tokens: a prompt cut from training text, and how the target goes on.
+    """Rows of `window` tokens: a prompt cut from training text, and how the target continues.
 
     Kept as uint16 in `folder/generated.bin`. What another target wrote is thrown away. `seconds` is the time that
     generating has taken so far, over all runs.

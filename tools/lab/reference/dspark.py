@@ -116,7 +116,7 @@ def train_dspark(
     """Train a head, write it to `run.out/name`, and measure what was written.
 
     Its projections are rounded to `bits` bits as it is written.
-    `start` is the folder of a trained head of the same geometry to go on from.
+    `start` is the folder of a trained head of the same geometry to continue from.
     """
     teacher, folder = lessons.teacher, run.out / name
     target = teacher.model.config
@@ -263,7 +263,7 @@ def _about(head: BlockHead, sha256: str, start: Path | None, bits: int) -> str:
     c = head.config
     kind = "" if c.markov is None else c.markov.kind
     size = sum(p.numel() for p in head.parameters()) / 1e6
-    begun = "" if start is None else f",\nwhich went on from the head in `{start}`"
+    begun = "" if start is None else f",\nwhich continued from the head in `{start}`"
     return f"""A DSpark draft head of {size:.2f}M parameters for `../target` (weights {sha256[:12]}) in
 DeepSpec's layout without its copies of the target's embedding and output weights, which serve it;
 {described(bits)}:

@@ -76,7 +76,7 @@ def train_eagle3(
     """Train a head in `steps` unrolled steps, write it to `run.out/name`, and measure what was written.
 
     Its projections are rounded to `bits` bits as it is written.
-    `start` is the folder of a trained head of the same sizes to go on from; its draft vocabulary may be another.
+    `start` is the folder of a trained head of the same sizes to continue from; its draft vocabulary may be another.
     """
     teacher, folder = lessons.teacher, run.out / name
     target = teacher.model.config
@@ -198,7 +198,7 @@ def _coverage(head: Eagle3Head, lessons: Lessons) -> float:
 def _about(head: Eagle3Head, sha256: str, start: Path | None, bits: int) -> str:
     c = head.config
     size = sum(p.numel() for p in head.parameters()) / 1e6
-    begun = "" if start is None else f",\nwhich went on from the head in `{start}`"
+    begun = "" if start is None else f",\nwhich continued from the head in `{start}`"
     return f"""An EAGLE3 draft head of {size:.2f}M parameters for `../target` (weights {sha256[:12]}) in
 SpecForge's layout, {described(bits)}:
 hidden {c.hidden_size}, intermediate {c.intermediate_size}, {c.num_heads} query and

@@ -51,7 +51,7 @@ class CachedExecution:
 
 @torch.no_grad()
 def generate(model: Decoder, prompts: Tensor, temperatures: Tensor, new: int, rng: torch.Generator) -> Tensor:
-    """int64 `[batch, prompt + new]`: the prompts and how the model goes on.
+    """int64 `[batch, prompt + new]`: the prompts and how the model continues.
 
     `prompts` int64 `[batch, prompt]`; `temperatures` f32 `[batch]`, 0 for greedy rows. An end token does not end a
     row: what follows it is the opening of another text.

@@ -1,7 +1,7 @@
 """The loop that every training here shares: Muon and AdamW, rates and windows by progress, checkpoints.
 
 Progress is the share of the training time used, so that a GPU and two CPU cores run the same schedule, and a run
-that is stopped goes on from its checkpoint.
+that is stopped continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Training:
         self._optimizers = optimizers(self.model, self.matrices)
 
     def resume(self, device: str) -> bool:
-        """Go on from the checkpoint, if there is one. Raises `CheckpointError` where it belongs to another model."""
+        """Continue from the checkpoint, if there is one. Raises `CheckpointError` where it belongs to another model."""
         if not self.checkpoint.exists():
             return False
         state = torch.load(self.checkpoint, weights_only=True, map_location=device)
