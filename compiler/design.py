@@ -206,15 +206,17 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
     views = {}
     for layer in range(geometry.layers):
         for plane, cache in enumerate((names.k_cache(layer), names.v_cache(layer))):
-            views[names.of(model, cache)] = View(buffer=names.of(model, names.KV), plane=2 * layer + plane)
+            views[names.buffer_name(model, cache)] = View(
+                buffer=names.buffer_name(model, names.KV), plane=2 * layer + plane
+            )
     return views
 
 
 def query_views(geometry: Geometry) -> dict[str, View]:
     """Return each layer's queries as a plane of one buffer, which an op reads as a whole."""
-    whole = names.of(names.TARGET, names.QUERIES)
+    whole = names.buffer_name(names.TARGET, names.QUERIES)
     return {
-        names.of(names.TARGET, names.queries(layer)): View(buffer=whole, plane=layer)
+        names.buffer_name(names.TARGET, names.queries(layer)): View(buffer=whole, plane=layer)
         for layer in range(geometry.layers)
     }
 

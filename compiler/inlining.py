@@ -65,7 +65,7 @@ class _Inliner:
             assert value.name
             replacement = made[value.name]
             if value.name in free:
-                flag = self._input(free[value.name], names.of(stage.model, free[value.name]))
+                flag = self._input(free[value.name], names.buffer_name(stage.model, free[value.name]))
                 chosen = ir.node("Cast", [flag], {"to": ir.DataType.BOOL})
                 select = ir.node("Where", [chosen.outputs[0], value, replacement])
                 nodes += [chosen, select]
@@ -80,7 +80,7 @@ class _Inliner:
         """Append the op, which reads outputs and inputs of the graph, and add its outputs after the graph's own."""
         node, nodes = self._node(stage)
         for output, spec in zip(node.outputs, node_outputs(stage.run), strict=True):
-            buffer = self._memory[stage.outputs.get(spec.name, names.of(stage.model, spec.name))]
+            buffer = self._memory[stage.outputs.get(spec.name, names.buffer_name(stage.model, spec.name))]
             output.name, output.shape = spec.name, ir.Shape(buffer.shape)
             self._graph.outputs.append(output)
         for new in nodes:

@@ -57,9 +57,11 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
     by_rejection = _op("ChainAccept", model)  # ChainAccept also serves trees with coupled acceptance
     rejecting = [drafter for drafter in drafters if rejects([drafter])]
     together = branches > 1 or any(isinstance(d, GraphDrafter) and d.entropy is not None for d in rejecting)
-    tokens = names.of(model, names.COMMITTED)
+    tokens = names.buffer_name(model, names.COMMITTED)
     results = Results(
-        tokens=tokens, counts=names.of(model, names.ACCEPTED_COUNT), kept=names.of(model, names.KEPT_INDICES)
+        tokens=tokens,
+        counts=names.buffer_name(model, names.ACCEPTED_COUNT),
+        kept=names.buffer_name(model, names.KEPT_INDICES),
     )
     listed = program_list(drafters, branches, engines, partial=partial is not None)
     programs = {
@@ -96,7 +98,10 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
 
 def _over_partial(program: Program) -> Program:
     """Return `program` with the target's stages on the partial KV cache and its slot table."""
-    own = {names.of(names.TARGET, tensor): names.of(names.PARTIAL, tensor) for tensor in (names.KV, names.BIM)}
+    own = {
+        names.buffer_name(names.TARGET, tensor): names.buffer_name(names.PARTIAL, tensor)
+        for tensor in (names.KV, names.BIM)
+    }
 
     def moved(bound: Mapping[str, str]) -> dict[str, str]:
         return {
@@ -114,7 +119,7 @@ def _over_partial(program: Program) -> Program:
 
 
 def _in_partial(buffer: str) -> str:
-    return names.of(names.PARTIAL, buffer.removeprefix(f"{names.TARGET}."))
+    return names.buffer_name(names.PARTIAL, buffer.removeprefix(f"{names.TARGET}."))
 
 
 def _refresh(partial: PartialKv) -> Program:
@@ -130,7 +135,9 @@ def _refresh(partial: PartialKv) -> Program:
 
     def stage(name: str, more: Mapping[str, int]) -> Stage:
         def buffer(parameter: str) -> str:
-            return names.of(names.TARGET if parameter in of_target else names.PARTIAL, own.get(parameter, parameter))
+            return names.buffer_name(
+                names.TARGET if parameter in of_target else names.PARTIAL, own.get(parameter, parameter)
+            )
 
         schema = SCHEMAS[name]
         return Stage(
@@ -156,7 +163,7 @@ def _unasked(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     def unread(stage: Stage) -> dict[str, str]:
         if names.STATUS not in stage.outputs:
             return stage.outputs
-        return stage.outputs | {names.STATUS: names.of(stage.model, names.UNREAD_STATUS)}
+        return stage.outputs | {names.STATUS: names.buffer_name(stage.model, names.UNREAD_STATUS)}
 
     return tuple(stage.model_copy(update={"outputs": unread(stage)}) for stage in stages)
 
@@ -169,12 +176,12 @@ def _engine(model: str, engine: Engine, drafted: Mapping[str, str] | None = None
 
     def buffer(tensor: str) -> str:
         if model != names.TARGET and tensor == names.FEATURES:
-            return names.of(names.TARGET, tensor)
+            return names.buffer_name(names.TARGET, tensor)
         if drafted and tensor in drafted:
-            return names.of(names.TARGET, drafted[tensor])
+            return names.buffer_name(names.TARGET, drafted[tensor])
         if tensor in _SHARED:
             return tensor
-        return names.of(model, tensor)
+        return names.buffer_name(model, tensor)
 
     return Stage(
         kind=StageKind.ENGINE,
@@ -190,7 +197,7 @@ def _op(name: str, model: str, bound: Mapping[str, str] | None = None) -> Stage:
 
     def buffer(parameter: str) -> str:
         tensor = (bound or {}).get(parameter, parameter)
-        return tensor if tensor in _SHARED else names.of(model, tensor)
+        return tensor if tensor in _SHARED else names.buffer_name(model, tensor)
 
     schema = SCHEMAS[name]
     return Stage(

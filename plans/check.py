@@ -240,7 +240,7 @@ def _buffers(
         yield f"buffers: are {total} bytes together, more than the {LARGEST_SESSION} a session may have"
     needed: list[Tensor] = []
     for model, geometry in models.items():
-        kv = found.get(names.of(model, names.KV))
+        kv = found.get(names.buffer_name(model, names.KV))
         kv_dtype = kv.dtype if kv is not None else DType.FLOAT32
         if model in graphs:
             needed += drafter_buffers(graphs[model], geometry, models[names.TARGET], kv_dtype)
@@ -337,7 +337,7 @@ class _Names:
             (results.counts, names.ACCEPTED_COUNT),
             (results.kept, names.KEPT_INDICES),
         ):
-            if buffer is not None and (buffer not in written or buffer != names.of(names.TARGET, tensor)):
+            if buffer is not None and (buffer not in written or buffer != names.buffer_name(names.TARGET, tensor)):
                 yield f"the results in {buffer!r} are not the target's {tensor!r}, written by a stage"
 
 

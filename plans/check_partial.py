@@ -48,7 +48,7 @@ def refresh_problems(program: Program, partial: PartialKv) -> Iterator[str]:
             yield f"{stage.run} has other attributes than partial_kv says"
         for parameter, buffer in (stage.inputs | stage.outputs).items():
             owner = names.TARGET if parameter in _OF_TARGET else names.PARTIAL
-            if buffer != names.of(owner, names.KV if parameter == "partial_kv" else parameter):
+            if buffer != names.buffer_name(owner, names.KV if parameter == "partial_kv" else parameter):
                 yield f"{stage.run} binds {parameter!r} to {buffer!r}"
 
 

@@ -24,7 +24,7 @@ PROBED = "P"  # rows of a probe; no size of a step
 TARGET = "target"
 
 
-def of(model: str, tensor: str) -> str:
+def buffer_name(model: str, tensor: str) -> str:
     """The buffer that holds `tensor` for `model`; its symbols are that model's. Buffers without a dot are shared."""
     return f"{model}.{tensor}"
 

@@ -110,7 +110,9 @@ def _step(g: Geometry, kv_dtype: DType) -> _Table:
 
 
 def _named(model: str, table: _Table) -> tuple[Tensor, ...]:
-    return tuple(Tensor(name=names.of(model, name), dtype=d, shape=shape) for name, (d, shape) in table.items())
+    return tuple(
+        Tensor(name=names.buffer_name(model, name), dtype=d, shape=shape) for name, (d, shape) in table.items()
+    )
 
 
 def sampling_buffers(branches: int) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ class MappedFiles:
                 raise PlanError(f"{path} cannot be read ({error}); build the plan again") from None
 
     @classmethod
-    def of(cls, plan: Plan, backend: str) -> MappedFiles:
+    def from_plan(cls, plan: Plan, backend: str) -> MappedFiles:
         """Those of a backend: graphs are read when they are loaded, and what lies beside them is mapped."""
         paths = [file.path for file in plan.manifest.files if file.path.startswith(f"engines/{backend}/")]
         return cls(plan.root / path for path in paths if path.endswith(".bin"))
@@ -44,11 +44,11 @@ class MappedFiles:
         entry = path, number, _written(number)
         self._held.append(entry)
 
-        def let_go() -> None:
+        def release() -> None:
             self._held.remove(entry)
             os.close(number)
 
-        return let_go
+        return release
 
     def check(self) -> None:
         """Raise PlanError where a file has been written to since it was opened; a microsecond."""

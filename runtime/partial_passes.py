@@ -36,7 +36,7 @@ class PartialPasses:
         self._full, self._drafting, self._target, self._step = full, drafting, target, parts.step
         rectangular = loaded.plan.engines[names.TARGET].rectangular
         self.cache = KvCache(names.PARTIAL, parts.buffers, parts.step, target, rectangular=rectangular)
-        parts.buffers.of(names.PARTIAL, names.LAYER_WINDOWS)[:] = target.layer_windows or 0
+        parts.buffers.array(names.PARTIAL, names.LAYER_WINDOWS)[:] = target.layer_windows or 0
         longest, refresh = longest_draft(loaded.manifest.drafters), parts.programs[names.REFRESH]
         self._rows = [
             PartialCache(settings, parts.buffers, table, refresh, longest, row)
@@ -44,7 +44,7 @@ class PartialPasses:
         ]
         self._intervals = Intervals(parts.step.max_nodes)
 
-    def of(self, sequence: Sequence) -> PartialCache:
+    def cache_for(self, sequence: Sequence) -> PartialCache:
         """The partial cache of the sequence's row."""
         return self._rows[self._full.row_of(sequence.number)]
 
@@ -61,7 +61,7 @@ class PartialPasses:
         sequence.queries = None
         if request.partial_kv == "off":
             return
-        partial = sequence.partial = self.of(sequence)
+        partial = sequence.partial = self.cache_for(sequence)
         settings, asked = partial.settings, request.partial_budget
         most = settings.n_retrieval_blocks
         fixed = None if asked == "auto" else most if asked is None else asked
@@ -69,7 +69,7 @@ class PartialPasses:
         sequence.budget = Budget(most, fixed, tokens // settings.block_size, sequence.end - tokens, needed)
         if request.partial_kv == "lossless":
             sequence.ahead = RunAhead(
-                self._intervals.of(request, tokens),
+                self._intervals.interval_for(request, tokens),
                 sequence.budget,
                 sequence.generation.stats,
                 request.eos_token_ids,
@@ -162,10 +162,10 @@ class PartialPasses:
         if sequence.ahead is not None:
             sequence.ahead.over = False
 
-    def give_up(self, sequence: Sequence, error: PlanError) -> None:
+    def disable(self, sequence: Sequence, error: PlanError) -> None:
         """Let the sequence continue over the full cache for good, after a pass over the partial one has failed."""
         assert sequence.partial is not None
-        sequence.partial.give_up(str(error))
+        sequence.partial.disable(str(error))
         self.retract(sequence)
 
     def note_step(self, placed: Iterable[Placement], passes: int, *, over_partial: bool) -> None:

@@ -129,8 +129,8 @@ class Runtime:
         check_exactness(exactness)
         opened = open_plan(Path(plan), verify=verify)
         chosen = choose_backend(opened.manifest.backends, backend)
-        share, files = share_memory and on_processor(chosen.backend), MappedFiles.of(opened, chosen.backend)
-        shared_engines = SharedEngines.of(opened, kernels_here(), files, verify) if share else None
+        share, files = share_memory and on_processor(chosen.backend), MappedFiles.from_plan(opened, chosen.backend)
+        shared_engines = SharedEngines.from_plan(opened, kernels_here(), files, verify) if share else None
         return cls(
             opened,
             chosen,

@@ -23,7 +23,7 @@ from outrider.plans.errors import OpError, PlanError, RequestError
 from outrider.plans.manifest import Manifest, longest_draft, rejects
 from outrider.runtime.branch_request import Mode
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
-from outrider.runtime.drafters.base import Draft, TreeInPlace, within
+from outrider.runtime.drafters.base import Draft, TreeInPlace, clip_draft
 from outrider.runtime.drafters.drafting import DraftBudget, Drafting
 from outrider.runtime.drafters.engine import Choose
 from outrider.runtime.execution.assembly import LoadedPlan, assemble
@@ -243,7 +243,7 @@ class StepLoop:
         self._open[number] = sequence
         self.cache.open(number)
         if self._partial is not None:
-            self._partial.of(sequence).reset()
+            self._partial.cache_for(sequence).reset()
         return sequence
 
     def admit(self, id: int, tokens: List[int], request: Request) -> Sequence:
@@ -308,7 +308,7 @@ class StepLoop:
         del sequence.tokens[length:]
         self._truncate_caches(sequence, min(length, sequence.computed))
         if self._partial is not None:
-            self._partial.of(sequence).truncate(length)
+            self._partial.cache_for(sequence).truncate(length)
         self.drafting.truncate(sequence, length)
 
     def _truncate_caches(self, sequence: Sequence, computed: int) -> None:
@@ -469,7 +469,7 @@ class StepLoop:
         caches = [self.cache, *(drafter.cache for drafter in self.drafting.engine_drafters.values())]
         if self._partial is not None:
             caches.append(self._partial.cache)
-            self._partial.of(sequence).truncate(end)
+            self._partial.cache_for(sequence).truncate(end)
         if end <= sequence.shared:
             self.drafting.truncate(sequence, end)
         if not sequence.disabled and not sequence.over:
@@ -529,7 +529,7 @@ class StepLoop:
     def _give_up(self, sequence: Sequence, error: PlanError) -> None:
         """Let a sequence continue over the full cache after a pass over the partial one has failed."""
         assert self._partial is not None
-        self._partial.give_up(sequence, error)
+        self._partial.disable(sequence, error)
         if sequence.ahead is not None and not sequence.disabled:
             self._catch_up_drafters(sequence)  # the drafter has missed what the failed pass replaced
 
@@ -544,7 +544,9 @@ class StepLoop:
         if alone:
             each = live[0]
             start, allowed = self._begin_pass(each, partial_room, confirming, chunk)
-            cache.tidy(1 + self._longest_draft)  # what neighbours have left must not keep a draft from being made
+            cache.compact_if_worthwhile(
+                1 + self._longest_draft
+            )  # what neighbours have left must not keep a draft from being made
             draft = confirming[each] if confirming else self.drafting.propose_one(allowed, cache.length)
             drafted_at = perf_counter()
             placed = [lay_out_one(step, cache, each, start, chunk, draft)]
@@ -637,7 +639,7 @@ class StepLoop:
             nonlocal cut_at
             cut_at = perf_counter()
             if limited:
-                self._cut(first, lambda parent, scores: within(parent, scores, limits.tokens, limits.depth))
+                self._cut(first, lambda parent, scores: clip_draft(parent, scores, limits.tokens, limits.depth))
             if length is not None:
                 drafted = first.drafted
                 self._cut(first, lambda parent, scores: length.choose(parent, scores, first.fed))
@@ -659,7 +661,7 @@ class StepLoop:
         for each in placed:
             draft = each.draft
             if isinstance(draft, Draft) and draft.probs is not None and each.drafted:
-                probs = self.buffers.of(names.TARGET, names.DRAFT_PROBS)
+                probs = self.buffers.array(names.TARGET, names.DRAFT_PROBS)
                 probs[each.first + 1 : each.first + 1 + each.drafted] = draft.probs[: each.drafted]
                 self.buffers.send(names.TARGET, names.DRAFT_PROBS, (each.first + 1 + each.drafted) * probs.shape[1])
 
@@ -681,7 +683,7 @@ class StepLoop:
         found: list[CommittedTokens] = []
         kept = program.kept
         if not alone and kept is not None:
-            kept = kept[: int(self.buffers.of(names.TARGET, names.KEPT_COUNT)[0])].copy()
+            kept = kept[: int(self.buffers.array(names.TARGET, names.KEPT_COUNT)[0])].copy()
         for each in placed:
             sequence, taken, count = each.sequence, each.fed, 1
             if each.root >= 0 and program.counts is not None:
@@ -782,7 +784,7 @@ class StepLoop:
         if request.on_round is not None:
             mine = np.zeros(0, np.int64) if placed.kept is None else placed.kept[placed.fed :]
             on_path = mine[: min(len(ids), count - 1)]
-            trials = self.buffers.of(names.TARGET, names.TRIALS) if request.drafter in self._rejecting else None
+            trials = self.buffers.array(names.TARGET, names.TRIALS) if request.drafter in self._rejecting else None
             committed.round = read_round(
                 self.target_step, placed.root, placed.first, placed.drafted, ids, on_path, placed.draft, trials
             )
@@ -882,7 +884,7 @@ class StepLoop:
         if partial:
             if self._partial is None:
                 raise RequestError("The plan has no partial KV cache; build it with partial_kv.enabled.")
-            row = self._partial.of(sequence)
+            row = self._partial.cache_for(sequence)
             cache, start, room = self._partial.cache, row.computed, row.room
         tokens = sequence.tokens
         most = min(self.target_step.max_nodes, self._geometry.context - len(tokens), room - 1)

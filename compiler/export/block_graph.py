@@ -98,7 +98,7 @@ class _Block:
     def first(self) -> Tensor:
         return self._biased(self._tips.token.unsqueeze(1), 0)
 
-    def behind(self, token: Tensor, level: int) -> Tensor:
+    def logits_after(self, token: Tensor, level: int) -> Tensor:
         if self._state is not None and level == 0:
             self._state = self._state.expand(-1, self._graph.tree.top_k, -1)
         return self._biased(self._graph.target_ids(token), level + 1)

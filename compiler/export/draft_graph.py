@@ -63,7 +63,7 @@ class Growth(Protocol):
         """Return the logits after the tips."""
         ...
 
-    def behind(self, token: Tensor, level: int) -> Tensor:
+    def logits_after(self, token: Tensor, level: int) -> Tensor:
         """Return the logits after the frontiers' nodes, whose draft tokens are `[n, k]`."""
         ...
 
@@ -285,7 +285,7 @@ class DraftGraph(nn.Module):
         expanded: list[Tensor] = []  # the frontiers of all levels, as candidate indices, in the order of their slots
         for level in range(tree.depth):
             expanded.append(node)
-            token, score, frontier = expand(growth.behind(node_token, level), k, node_score, level + 1)
+            token, score, frontier = expand(growth.logits_after(node_token, level), k, node_score, level + 1)
             tokens.append(token)
             scores.append(score)
             parents.append(node if chain else torch.index_select(node, 1, self.parent_of))
@@ -350,7 +350,7 @@ class DraftGraph(nn.Module):
         probabilities = [none]
         for depth in range(tree.nodes - 1):
             if depth:
-                logits = growth.behind(tokens[-1], depth - 1)
+                logits = growth.logits_after(tokens[-1], depth - 1)
             token, probability = draft_sample(of_chains(logits), self._noise(tips, depth), tips.sampling)
             tokens.append(token)
             if model.vocabulary is not None:

@@ -23,7 +23,7 @@ class RopeTables(nn.Module):
             for name, table in zip(("cos", "sin"), rope.tables(positions), strict=True):
                 self.register_buffer(self._name(name, index), torch.from_numpy(table).to(dtype))
 
-    def of(self, rope: Rope) -> tuple[Tensor, Tensor]:
+    def cos_and_sin(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines `[positions, size / 2]` of a rotation."""
         index = self.ropes.index(rope)
         return getattr(self, self._name("cos", index)), getattr(self, self._name("sin", index))
@@ -73,7 +73,7 @@ class GraphExecution:
         rope = self._attention.kinds[layer].rope
         if rope is None:
             return x
-        cos, sin = self._tables.of(rope)
+        cos, sin = self._tables.cos_and_sin(rope)
         part = 0 if rope.size == self._attention.head_dim else rope.size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, self._positions, num_heads=heads, rotary_embedding_dim=part

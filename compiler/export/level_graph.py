@@ -82,7 +82,7 @@ class _Levels:
     def first(self) -> Tensor:
         return self._logits(self._tips.hidden)
 
-    def behind(self, token: Tensor, level: int) -> Tensor:
+    def logits_after(self, token: Tensor, level: int) -> Tensor:
         self._hidden, self._bias = self._graph.run_level(token, self._hidden, self._bias, level, self._tips)
         return self._logits(self._hidden)
 

@@ -86,7 +86,7 @@ class Nodes:
     def load(self, tensor: str, index: Node, *, real: bool) -> Node:
         return self._make(Word.LOAD_REAL if real else Word.LOAD_INTEGER, (index,), tensor)
 
-    def within(self, place: Node, length: Node) -> Node:
+    def clamp(self, place: Node, length: Node) -> Node:
         """Return a place in a dimension: one below 0 counts from the end; what is read of data may be anything, and one
         that is out of range becomes 0."""
         if place.word is not Word.CONSTANT and not _reads(place):

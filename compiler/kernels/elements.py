@@ -337,7 +337,7 @@ def gather(e: Emitter, node: ir.Node) -> None:
         outer = _divided(e, place, count) if axis else nodes.constant(0)
         if axis:
             place = nodes.apply(Word.MODULO, place, nodes.size(count))
-        chosen = nodes.within(at_place.at(place), nodes.size(length))
+        chosen = nodes.clamp(at_place.at(place), nodes.size(length))
         if axis:
             chosen = nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, outer, nodes.size(length)), chosen)
         within = nodes.apply(Word.MODULO, index, nodes.size(inner))
@@ -353,7 +353,7 @@ def gather_elements(e: Emitter, node: ir.Node) -> None:
 
     def at(index: Node) -> Node:
         outer = _divided(e, index, inner * count)
-        own = nodes.within(places.at(index), nodes.size(length))
+        own = nodes.clamp(places.at(index), nodes.size(length))
         chosen = nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, outer, nodes.size(length)), own)
         within = nodes.apply(Word.MODULO, index, nodes.size(inner))
         return of.at(nodes.apply(Word.ADD, nodes.apply(Word.MULTIPLY, chosen, nodes.size(inner)), within))

@@ -16,7 +16,7 @@ def draft_sample(logits: NDArray[np.float32], settings: DraftSettings) -> tuple[
     for tree in range(trees):
         for node in range(nodes):
             row = logits[tree, node].astype(np.float64)
-            if settings.of(tree).temperature > 0:
+            if settings.row(tree).temperature > 0:
                 weights = kept_weights(row, settings, tree)
                 token[tree, node] = (weights / settings.noise[tree]).argmax()
                 probability[tree, node] = weights / weights.sum()

@@ -18,7 +18,7 @@ class DraftSettings:
     noise: NDArray[np.float32]
     draft_sampling: NDArray[np.floating]
 
-    def of(self, tree: int) -> Sampling:
+    def row(self, tree: int) -> Sampling:
         return sampling_of(self.draft_sampling, tree)
 
 
@@ -52,7 +52,7 @@ def kept_weights(logits: NDArray[np.float64], settings: DraftSettings, tree: int
     """Return weights `[V]` under temperature, then top-k, then top-p, with cuts searched among the likeliest tokens,
     then min-p.
     """
-    sampling = settings.of(tree)
+    sampling = settings.row(tree)
     top_k, top_p = int(sampling.top_k), sampling.top_p
     weights = weights_of(logits, sampling.temperature)
     likely = best(logits, LIKELY)
@@ -72,7 +72,7 @@ def chosen_log_probs(
 ) -> NDArray[np.float64]:
     """Return the log-probability `[V]` of each token to win the target's race: the schema of TreeExpand."""
     pace = kept_weights(logits, settings, tree) / settings.noise[tree]
-    every = weights_of(logits, settings.of(tree).temperature)
+    every = weights_of(logits, settings.row(tree).temperature)
     mass: NDArray[np.float64] = (1 - doubt) * pace / pace.sum() + doubt * every / every.sum()
     return np.log(np.maximum(mass, 1e-30))
 
@@ -92,7 +92,7 @@ def tree_expand(
         for node in range(nodes):
             row = logits[tree, node].astype(np.float64)
             log_probs = row - (row.max() + np.log(np.exp(row - row.max()).sum()))
-            if settings.of(tree).temperature > 0:
+            if settings.row(tree).temperature > 0:
                 log_probs = chosen_log_probs(row, settings, tree, doubt)
             children = best(log_probs, top_k)
             place = slice(node * top_k, (node + 1) * top_k)

@@ -104,7 +104,7 @@ class DeviceBuffers(Buffers):
         """Of the rows of both slot tables of every model."""
         rows: dict[tuple[str, int], tuple[TableRow, ...]] = {}
         for model in (name.rpartition(".")[0] for name in self.memory if name.rpartition(".")[2] == names.BIM):
-            tables = [names.of(model, table) for table in TABLES]
+            tables = [names.buffer_name(model, table) for table in TABLES]
             firsts = [self._layout.offsets[name] // 8 for name in tables]
             for row in range(len(self.arrays[tables[0]])):
                 hosts = [self.arrays[name][row] for name in tables]
@@ -117,11 +117,11 @@ class DeviceBuffers(Buffers):
     def _pool(self) -> TokenPool:
         """Of the target's branches, for as many tokens as its KV cache has slots."""
         addresses = {
-            name: self.memory[names.of(names.TARGET, name)].address
+            name: self.memory[names.buffer_name(names.TARGET, name)].address
             for name in (names.TOKEN_IDS, names.POSITIONS, names.BRANCH, names.LOGIT_INDICES, names.COMMITTED)
         }
         (branches,) = self.memory[names.SEED].shape
-        slots = self.memory[names.of(names.TARGET, names.KV)].shape[3]
+        slots = self.memory[names.buffer_name(names.TARGET, names.KV)].shape[3]
         return TokenPool(self.device, self.allocate, addresses, branches, slots)
 
     @property
@@ -165,7 +165,7 @@ class DeviceBuffers(Buffers):
         return self._scratch[key]
 
     def rows(self, model: str, tensor: str, start: int, stop: int) -> NDArray[Any]:
-        name = names.of(model, tensor)
+        name = names.buffer_name(model, tensor)
         memory, rows = self.memory[name], self.arrays[name][start:stop]
         offset = memory.address + start * memory.row_bytes
         with self.device.lock():
@@ -175,19 +175,19 @@ class DeviceBuffers(Buffers):
         return rows
 
     def send(self, model: str, tensor: str, elements: int) -> None:
-        name = names.of(model, tensor)
+        name = names.buffer_name(model, tensor)
         memory = self.memory[name]
         with self.device.lock():
             self.device.to_device(memory.address, self.arrays[name].ctypes.data, elements * memory.itemsize)
 
     def send_rows(self, model: str, tensor: str, start: int, stop: int) -> None:
-        name = names.of(model, tensor)
+        name = names.buffer_name(model, tensor)
         memory, rows = self.memory[name], self.arrays[name][start:stop]
         with self.device.lock():
             self.device.to_device(memory.address + start * memory.row_bytes, rows.ctypes.data, rows.nbytes)
 
     def kv(self, model: str) -> Sequence[KvMemory]:
-        whole = self.memory[names.of(model, names.KV)]
+        whole = self.memory[names.buffer_name(model, names.KV)]
         planes, rows, heads, slots, size = whole.shape
         shape = KvShape(planes, heads, slots, size, rows * heads, whole.dtype.numpy)
         return [DeviceKv(self.device, whole.address + row * heads * slots * shape.line, shape) for row in range(rows)]
@@ -196,7 +196,7 @@ class DeviceBuffers(Buffers):
         self.exchange.changes.note(model, row, start, stop)
 
     def copy_rows(self, source: tuple[str, str, int], to: tuple[str, str, int], count: int = 1) -> None:
-        (a, i), (b, j) = ((self.memory[names.of(model, tensor)], row) for model, tensor, row in (source, to))
+        (a, i), (b, j) = ((self.memory[names.buffer_name(model, tensor)], row) for model, tensor, row in (source, to))
         with self.device.lock():
             self.device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, count * a.row_bytes)
 

@@ -177,7 +177,7 @@ class _Bound:
     shape: tuple[tuple[int, int | None], ...]  # a number, or the place of a size
 
     @classmethod
-    def of(cls, tensor: Tensor, memory: Memory) -> _Bound:
+    def from_tensor(cls, tensor: Tensor, memory: Memory) -> _Bound:
         shape = list[tuple[int, int | None]]()
         for axis, dim in enumerate(tensor.shape):
             if dim == names.CAPACITY:
@@ -204,7 +204,7 @@ class _BoundEngine:
         self._session, self._place, self._buffers = session, place, buffers
         self._file = engine.file
         self._inputs, self._outputs = (
-            [_Bound.of(tensor, buffers.memory[bound[tensor.name]]) for tensor in tensors]
+            [_Bound.from_tensor(tensor, buffers.memory[bound[tensor.name]]) for tensor in tensors]
             for tensors in (engine.inputs, engine.outputs)
         )
         self._graphs = graphs

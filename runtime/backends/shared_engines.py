@@ -47,7 +47,7 @@ class SharedEngines:
     verify: bool = True
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: Plan, kernels: Mapping[str, str], files: MappedFiles, verify: bool = True
     ) -> SharedEngines | None:
         """Those of a plan for these `kernels`; None, with a warning, where there is no cache folder."""
@@ -88,12 +88,12 @@ class SharedEngines:
             return False
         weights = made / _WEIGHTS
         # Held before it is read, so that what is written to it meanwhile is noticed.
-        let_go = self.files.hold(weights) if weights.exists() else None
+        release = self.files.hold(weights) if weights.exists() else None
         wrong = _what_is_wrong(made, self.verify)
         if wrong is None:
             return True
-        if let_go is not None:
-            let_go()
+        if release is not None:
+            release()
         _LOG.warning("%s: %s; it is made again", made, wrong)
         return False
 

@@ -234,7 +234,7 @@ class BatchFolder:
     def _copy(self, places: Iterable[tuple[str, int, int, int]], results: Any) -> None:
         with _Opened(self._part) as parts:
             for _, number, offset, length in places:
-                file = parts.of(number)
+                file = parts.part(number)
                 file.seek(offset)
                 results.write(file.read(length))
 
@@ -264,7 +264,7 @@ class _Opened:
     def __init__(self, path_of: Any) -> None:
         self._path_of, self._files = path_of, dict[int, Any]()
 
-    def of(self, number: int) -> Any:
+    def part(self, number: int) -> Any:
         file = self._files.pop(number, None) or self._path_of(number).open("rb")
         self._files[number] = file  # the last used stand last
         if len(self._files) > self._MOST:

@@ -58,7 +58,7 @@ class TreeInPlace:
 NOTHING = Draft((), ())
 
 
-def within(
+def clip_draft(
     parent: Sequence[int],
     scores: Sequence[float] | NDArray[np.float32] | None,
     tokens: int | None,

@@ -19,7 +19,7 @@ import numpy as np
 from outrider.plans import names
 from outrider.plans.manifest import GraphDrafter, NgramDrafter
 from outrider.runtime.drafters import make_host_drafter
-from outrider.runtime.drafters.base import NOTHING, Draft, TreeInPlace, within
+from outrider.runtime.drafters.base import NOTHING, Draft, TreeInPlace, clip_draft
 from outrider.runtime.drafters.engine import LEAST_CHANCE, EngineDrafter, chain_rounds, tree_shape
 from outrider.runtime.drafters.kept_features import KeptFeatures
 from outrider.runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
@@ -362,7 +362,7 @@ def _kept_features(loaded: LoadedPlan, parts: Assembly) -> KeptFeatures | None:
     if not loaded.manifest.target.feature_size:
         return None
     first = parts.step.most
-    count = len(parts.buffers.of(names.TARGET, names.FEATURES)) - first - 1
+    count = len(parts.buffers.array(names.TARGET, names.FEATURES)) - first - 1
     return KeptFeatures(parts.buffers, first, count)
 
 
@@ -391,7 +391,7 @@ def _limited(draft: Draft, sequence: Sequence) -> Draft:
     limits = sequence.request.limits
     if limits.tokens is None and limits.depth is None:
         return draft
-    nodes = within(np.asarray(draft.parent).tolist(), draft.scores, limits.tokens, limits.depth)
+    nodes = clip_draft(np.asarray(draft.parent).tolist(), draft.scores, limits.tokens, limits.depth)
     return draft if len(nodes) == len(draft) else _part(draft, nodes)
 
 

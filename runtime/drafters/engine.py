@@ -100,18 +100,18 @@ class EngineDrafter:
         )
         self._keeps_levels = engine.keeps_levels and not self.paired
         gathers = compact is not None and settings.compacts and engine.keeps_levels
-        self._tree_slots = TreeSlots(name, buffers.of, self._step, compact) if gathers and compact else None
+        self._tree_slots = TreeSlots(name, buffers.array, self._step, compact) if gathers and compact else None
         nodes = self._nodes = settings.tree.nodes
         self._token_ids, self._parent, self._score = (
-            buffers.of(name, each).reshape(-1, nodes)
+            buffers.array(name, each).reshape(-1, nodes)
             for each in (names.TREE_TOKEN_IDS, names.TREE_PARENT, names.TREE_SCORE)
         )
-        self._entropy = buffers.of(name, names.DRAFT_ENTROPY).reshape(-1) if settings.entropy is not None else None
-        self._tip_position = buffers.of(name, names.TIP_POSITION)
-        self._feature_indices = buffers.of(name, names.FEATURE_INDICES) if self.paired else None
+        self._entropy = buffers.array(name, names.DRAFT_ENTROPY).reshape(-1) if settings.entropy is not None else None
+        self._tip_position = buffers.array(name, names.TIP_POSITION)
+        self._feature_indices = buffers.array(name, names.FEATURE_INDICES) if self.paired else None
         # The feature of a prefix's last token goes into every sequence after it: it is kept after the steps' own.
         self._kept = kept
-        self._kept_feature = len(buffers.of(names.TARGET, names.FEATURES)) - 1 if self.paired else 0
+        self._kept_feature = len(buffers.array(names.TARGET, names.FEATURES)) - 1 if self.paired else 0
         self._states: dict[int, _State] = {}
         self._prefix: list[int] = []
         self._prefix_synced = 0  # tokens of the prefix that `sync_prefix` has seen
@@ -428,7 +428,7 @@ class EngineDrafter:
             self._lay_out_features(sequence, first, count, 0)
             if window is not None:
                 window.make_room(count)
-            self.cache.tidy(count + self._step.reach_of(1))
+            self.cache.compact_if_worthwhile(count + self._step.reach_of(1))
             self.cache.begin_alone(tokens[first + lead : first + lead + count], first, sequence.number)
             if first + count == end:
                 return True

@@ -34,15 +34,15 @@ class PriceCurve:
         span = rows[-1] - rows[middle]
         self._slope = float(ms[-1] - ms[middle]) / span if span else 0.0
 
-    def of(self, rows: int) -> float:
+    def price(self, rows: int) -> float:
         """Milliseconds of a pass of so many rows."""
         return self._table[rows] if rows <= self._most else self._table[-1] + self._slope * (rows - self._most)
 
-    def behind(self, rows: int, count: int) -> list[float]:
+    def prices_after(self, rows: int, count: int) -> list[float]:
         """Milliseconds of passes of 1, 2, ... `count` rows more than `rows`."""
         if rows + count <= self._most:
             return self._table[rows + 1 : rows + 1 + count]
-        return [self.of(rows + more) for more in range(1, 1 + count)]
+        return [self.price(rows + more) for more in range(1, 1 + count)]
 
 
 def worth_verifying(drafts: Sequence[Sequence[float]], rows: int, curve: PriceCurve, rate: float) -> list[list[int]]:
@@ -63,7 +63,7 @@ def _best_count(ranked: Sequence[float], rows: int, curve: PriceCurve, rate: flo
     """How many of the nodes, whose chances are `ranked`, the best first, are worth their price; the most of those
     numbers that are worth the same, and at least one node where there is one."""
     chances, best, found = 0.0, -inf, 0
-    for place, price in enumerate(curve.behind(rows, len(ranked))):
+    for place, price in enumerate(curve.prices_after(rows, len(ranked))):
         chances += ranked[place]
         gain = chances - rate * price
         if gain >= best:
@@ -96,7 +96,7 @@ class VerifyLength:
         """A round has committed `tokens` by a pass of `rows`: of its `whole` seconds, the pass took `verifying`."""
         self._rounds += 1
         self._tokens = _KEPT * self._tokens + tokens
-        self._priced = _KEPT * self._priced + self.curve.of(rows)
+        self._priced = _KEPT * self._priced + self.curve.price(rows)
         self._verifying = _KEPT * self._verifying + verifying
         self._whole = _KEPT * self._whole + whole
 

@@ -109,9 +109,9 @@ class Buffers:
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
 
-    def of(self, model: str, tensor: str) -> NDArray[Any]:
+    def array(self, model: str, tensor: str) -> NDArray[Any]:
         """Return the buffer that holds `tensor` for `model`, as the host sees it."""
-        return self.arrays[names.of(model, tensor)]
+        return self.arrays[names.buffer_name(model, tensor)]
 
     def op(self, name: str, bound: Mapping[str, str], attributes: Mapping[str, int | float]) -> native.BoundOp:
         """Return op `name` on the buffers that `bound` names for its tensors. Raises what `native.create` does."""
@@ -119,7 +119,7 @@ class Buffers:
 
     def rows(self, model: str, tensor: str, start: int, stop: int) -> NDArray[Any]:
         """Return rows `[start, stop)` of a large buffer's first dimension: a view, valid until the next step."""
-        return self.of(model, tensor)[start:stop]
+        return self.array(model, tensor)[start:stop]
 
     def send(self, model: str, tensor: str, elements: int) -> None:
         """Note that the host has written the first `elements` of a large buffer."""
@@ -129,11 +129,11 @@ class Buffers:
 
     def copy_rows(self, source: tuple[str, str, int], to: tuple[str, str, int], count: int = 1) -> None:
         """Copy rows of a large buffer, from `(model, tensor, index)` on, to others, which they do not overlap."""
-        self.of(*to[:2])[to[2] : to[2] + count] = self.of(*source[:2])[source[2] : source[2] + count]
+        self.array(*to[:2])[to[2] : to[2] + count] = self.array(*source[:2])[source[2] : source[2] + count]
 
     def kv(self, model: str) -> Sequence[KvMemory]:
         """Return the rows of a model's KV cache."""
-        kv = self.of(model, names.KV)
+        kv = self.array(model, names.KV)
         return [HostKv(kv[:, row]) for row in range(kv.shape[1])]
 
     def taken(self) -> None:

@@ -45,7 +45,7 @@ def lay_out_one(
 ) -> Placement:
     """Lay out the step of a sequence that has row 0 to itself: at most `chunk` tokens from `start` on, and a draft."""
     fed = sequence.length - start
-    cache.tidy(min(fed, chunk) + (len(draft) if draft is not None else 0))
+    cache.compact_if_worthwhile(min(fed, chunk) + (len(draft) if draft is not None else 0))
     if fed > chunk:
         cache.begin_alone(sequence.part(start, chunk), start, sequence.number)
         return Placement(sequence, start, chunk)

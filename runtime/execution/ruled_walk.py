@@ -38,7 +38,7 @@ class RuledWalk:
         self.nanoseconds = [0]
         self._buffers, self._step = buffers, step
         self._by_rejection = buffers.arrays[names.BY_REJECTION]
-        self._logits = buffers.of(names.TARGET, names.LOGITS_OUT)
+        self._logits = buffers.array(names.TARGET, names.LOGITS_OUT)
         self._raw = np.zeros(self._logits.shape[1], np.float32)  # the row that is being changed, as it was
         self._own: dict[str, NDArray[Any]] = {
             names.LOGIT_INDICES: np.zeros(1, np.int64),

@@ -38,12 +38,12 @@ class Step:
         self.largest_view, self.reach, self.buckets = limits[names.VIEW], 0, buckets
         self._capacity = self._slots = geometry.capacity  # of the KV cache that the step appends to
         self._views = buckets.view if buckets else range(geometry.view_bucket, self.largest_view, geometry.view_bucket)
-        self.token_ids = buffers.of(model, names.TOKEN_IDS)
-        self.positions = buffers.of(model, names.POSITIONS)
-        self.branch = buffers.of(model, names.BRANCH)
-        self.parent = buffers.of(model, names.PARENT)
-        self.row_splits = buffers.of(model, names.ROW_SPLITS)
-        self.past_length = buffers.of(model, names.PAST_LENGTH)
+        self.token_ids = buffers.array(model, names.TOKEN_IDS)
+        self.positions = buffers.array(model, names.POSITIONS)
+        self.branch = buffers.array(model, names.BRANCH)
+        self.parent = buffers.array(model, names.PARENT)
+        self.row_splits = buffers.array(model, names.ROW_SPLITS)
+        self.past_length = buffers.array(model, names.PAST_LENGTH)
         self.most, self.most_rows = len(self.token_ids), len(self.past_length)
         self._count = np.arange(self.most + 1)  # ready-made chains: parents, and offsets of positions
         self._row = 0  # the row that new tokens go to
@@ -158,7 +158,7 @@ class DraftStep(Step):
         self.sizes[_TIPS], self.sizes[_GROWN] = 1, self._nodes
         self._tips: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         if geometry.branches > 1:
-            rows, branches = (buffers.of(drafter.name, name) for name in (names.TIP_INDICES, names.TIP_BRANCH))
+            rows, branches = (buffers.array(drafter.name, name) for name in (names.TIP_INDICES, names.TIP_BRANCH))
             self._tips = rows.reshape(-1), branches.reshape(-1)
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int, slots: int | None = None) -> None:
@@ -220,9 +220,9 @@ class TargetStep(Step):
         super().__init__(names.TARGET, buffers, geometry, limits, buckets)
         self.max_nodes = limits[names.LOGITS] - 1
         self.drafted = 0  # nodes of the draft after the tip; what fills a bucket is not among them
-        self.logit_indices = buffers.of(names.TARGET, names.LOGIT_INDICES)
-        self._attn_bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
-        self._free_bias = buffers.of(names.TARGET, names.FREE_BIAS)
+        self.logit_indices = buffers.array(names.TARGET, names.LOGIT_INDICES)
+        self._attn_bias = buffers.array(names.TARGET, names.ATTN_BIAS).reshape(-1)
+        self._free_bias = buffers.array(names.TARGET, names.FREE_BIAS)
 
     def begin(self, past: int, position: int, tokens: list[int], branch: int, slots: int | None = None) -> None:
         """Begin as any step does, without logits (`append_tip`) and without a draft (`append_nodes`, `expect_tree`)."""

@@ -212,13 +212,13 @@ class KvCache:
                 continue
             if self._compact is None:
                 continue
-            source, count = (self._buffers.of(self._model, name) for name in (names.KEPT_INDICES, names.KEPT_COUNT))
+            source, count = (self._buffers.array(self._model, name) for name in (names.KEPT_INDICES, names.KEPT_COUNT))
             for to, slots in _moves(table, len(source)):
                 start = int(slots[0])
                 step.begin_moves(start, int(slots[-1]) + 1 - start, row)
                 source[: len(slots)] = slots - start
                 count[0] = len(slots)
-                self._buffers.of(self._model, names.MOVE_TO)[row] = to
+                self._buffers.array(self._model, names.MOVE_TO)[row] = to
                 self._compact.run()
                 self._note("compacted", row, len(slots))
             self.compactions += table.compact() > 0
@@ -250,7 +250,7 @@ class KvCache:
         if not self._pooled:
             self._fill_rows(0)
 
-    def tidy(self, most: int) -> None:
+    def compact_if_worthwhile(self, most: int) -> None:
         """Make room for a step of `most` slots where there are dead ones."""
         if self._dead:
             self.make_room(most)

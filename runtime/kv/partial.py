@@ -39,12 +39,12 @@ class PartialCache:
     ) -> None:
         self.settings, self._slots, self._refresh, self._row = settings, slots, refresh, row
         self._most = 1 + longest_draft  # tokens of a step
-        self._kept_indices = buffers.of(names.TARGET, names.KEPT_INDICES)
-        self._kept_count = buffers.of(names.TARGET, names.KEPT_COUNT)
+        self._kept_indices = buffers.array(names.TARGET, names.KEPT_INDICES)
+        self._kept_count = buffers.array(names.TARGET, names.KEPT_COUNT)
         self._asked = tuple(
-            buffers.of(names.PARTIAL, name) for name in (names.ROW, names.COVERED, names.SUMMARISED, names.BUDGET)
+            buffers.array(names.PARTIAL, name) for name in (names.ROW, names.COVERED, names.SUMMARISED, names.BUDGET)
         )  # of `refresh`, whichever row it fills
-        self._buffers, self._resident = buffers, buffers.of(names.PARTIAL, names.RESIDENT)[row]
+        self._buffers, self._resident = buffers, buffers.array(names.PARTIAL, names.RESIDENT)[row]
         self.budget = settings.n_retrieval_blocks
         self.reset()
 
@@ -97,7 +97,7 @@ class PartialCache:
         try:
             self._refresh.run()
         except PlanError as error:
-            self.give_up(str(error))
+            self.disable(str(error))
             return False
         self._summarised = max(self._summarised, settings.candidates(tokens))
         self._front = settings.filled(tokens, self.budget)
@@ -123,7 +123,7 @@ class PartialCache:
         if length < self.computed:
             self.forget()
 
-    def give_up(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """Disable the cache after a failure: from now on, passes read the full cache alone."""
         _LOG.warning("partial KV is off for this sequence, which continues with full KV: %s", reason)
         self.broken = True

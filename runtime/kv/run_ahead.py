@@ -97,7 +97,7 @@ class Intervals:
         self._most = most
         self._measured: dict[tuple[object, object], _Measured] = {}
 
-    def of(self, request: Request, tokens: int) -> Interval:
+    def interval_for(self, request: Request, tokens: int) -> Interval:
         """The interval measured for the same sampling after a similar context; else a new one."""
         key, unseeded = (request.drafter, request.partial_budget), replace(request.sampling, seed=0, stream_id=0)
         known = self._measured.get(key)

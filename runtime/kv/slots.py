@@ -22,8 +22,8 @@ class SlotTable:
 
     def __init__(self, model: str, buffers: Buffers, step: Step, row: int = 0) -> None:
         self._step, self._buffers, self._model, self._row = step, buffers, model, row
-        self._bim = buffers.of(model, names.BIM)[row]
-        self._positions = buffers.of(model, names.SLOT_POSITIONS)[row]
+        self._bim = buffers.array(model, names.BIM)[row]
+        self._positions = buffers.array(model, names.SLOT_POSITIONS)[row]
         self._bim.fill(EMPTY)
         self._changed(0, len(self._bim))
         self.length = 0

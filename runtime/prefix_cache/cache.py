@@ -158,7 +158,7 @@ class PrefixCache:
         """Release the match's KV. A second time changes nothing."""
         with self._lock:
             if match.held is not None:
-                self._tree.let_go(match.held)
+                self._tree.release(match.held)
                 match.held = None
 
     def contains(self, tokens: Sequence[int], owner: str = "") -> bool:
@@ -194,11 +194,11 @@ class PrefixCache:
                 node = found.node if end is None else self._add(found, tokens[:end], kv)
             finally:
                 if found.node is not None:
-                    self._tree.let_go(found.node)
+                    self._tree.release(found.node)
             if self.config.enable_auto_eviction and self._usage() > self.config.eviction_threshold and node is not None:
                 self._tree.hold(node)
                 self._evict(int(self.config.eviction_target * self.config.max_cached_tokens))
-                self._tree.let_go(node)
+                self._tree.release(node)
             if self.config.enable_stats:
                 self._stats.insert_ms += _since(began)
         finally:

@@ -95,11 +95,11 @@ class RadixTree(Generic[V]):
             node.used = self._clock
 
     def hold(self, node: Node[V]) -> None:
-        """Add a reference: the node and its ancestors are not evicted or removed until `let_go`."""
+        """Add a reference: the node and its ancestors are not evicted or removed until `release`."""
         for each in _upwards(node):
             each.references += 1
 
-    def let_go(self, node: Node[V]) -> None:
+    def release(self, node: Node[V]) -> None:
         """Drop a reference. A node that was split since is the lower part, and both parts lose theirs."""
         for each in _upwards(node):
             assert each.references > 0, "a node was let go more often than held"

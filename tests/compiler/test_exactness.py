@@ -33,7 +33,7 @@ class Feeder:
         manifest = open_plan(toy_plan, verify=False).manifest
         plan = manifest.backends["onnxruntime-cpu"]
         # Room for logits of every token of a step, which no plan of one tip needs.
-        logits = {names.of(names.TARGET, name) for name in (names.LOGIT_INDICES, names.LOGITS_OUT)}
+        logits = {names.buffer_name(names.TARGET, name) for name in (names.LOGIT_INDICES, names.LOGITS_OUT)}
         buffers = tuple(
             b.model_copy(update={"shape": (names.NEW, *b.shape[1:])}) if b.name in logits else b for b in plan.buffers
         )
@@ -56,9 +56,9 @@ class Feeder:
         return self._logits(bias, n, view)
 
     def _logits(self, bias: NDArray[np.float32], n: int, view: int) -> Logits:
-        self.buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)[: bias.size] = bias.reshape(-1)
+        self.buffers.array(names.TARGET, names.ATTN_BIAS).reshape(-1)[: bias.size] = bias.reshape(-1)
         self.run([n, view, n, 1, 2, n, n, 1, 1])
-        logits = self.buffers.of(names.TARGET, names.LOGITS_OUT)
+        logits = self.buffers.array(names.TARGET, names.LOGITS_OUT)
         return logits.reshape(-1)[: n * self.vocabulary].reshape(n, -1).copy()
 
     def tree(self, past: int, tokens: list[int], parents: list[int]) -> Logits:
@@ -153,7 +153,7 @@ def test_the_number_of_threads_does_not_change_a_bit(toy_plan, one_by_one: Logit
 
 def test_what_lies_in_the_kv_cache_behind_the_tail_changes_no_bit(feeder: Feeder, one_by_one: Logits) -> None:
     """Rejected drafts leave garbage there."""
-    kv = feeder.buffers.of(names.TARGET, names.KV)
+    kv = feeder.buffers.array(names.TARGET, names.KV)
     assert kv.dtype == DType.FLOAT32.numpy
     for garbage in (0.0, 1e30, -1e30):
         kv.fill(garbage)
@@ -162,7 +162,7 @@ def test_what_lies_in_the_kv_cache_behind_the_tail_changes_no_bit(feeder: Feeder
 
 @pytest.mark.parametrize("garbage", [1e38, np.inf, np.nan])
 def test_garbage_that_overflows_does_not_reach_the_logits(feeder: Feeder, one_by_one: Logits, garbage: float) -> None:
-    feeder.buffers.of(names.TARGET, names.KV).fill(garbage)
+    feeder.buffers.array(names.TARGET, names.KV).fill(garbage)
     found = feeder.chunks([5], 128)
-    feeder.buffers.of(names.TARGET, names.KV).fill(0)
+    feeder.buffers.array(names.TARGET, names.KV).fill(0)
     np.testing.assert_array_equal(found.view(np.uint32), one_by_one.view(np.uint32))

@@ -143,7 +143,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
         return step(self, *arguments)
 
     def poisoned(cache: KvCache) -> None:
-        kv, live = cache._buffers.of(cache._model, "kv"), engines[0].sequences if engines else []
+        kv, live = cache._buffers.array(cache._model, "kv"), engines[0].sequences if engines else []
         mine = [each.number for each in live if spared is None or each.tokens[each.shared :][: len(spared)] == spared]
         for row, slots in enumerate(cache._rows):
             others = ~np.isin(slots.owners, [*mine, SHARED])

@@ -34,10 +34,10 @@ class Oracle:
         self.met: list[Any] = []  # branches: no two have one identity
         self.slots: list[list[Any]] = [[] for _ in engine.cache.tables]
         step, buffers = engine.target_step, engine.buffers
-        self.bias = buffers.of(names.TARGET, names.ATTN_BIAS).reshape(-1)
-        self.kept = buffers.of(names.TARGET, names.KEPT_INDICES)
-        self.kept_count = buffers.of(names.TARGET, names.KEPT_COUNT)
-        self.move_to = buffers.of(names.TARGET, names.MOVE_TO)
+        self.bias = buffers.array(names.TARGET, names.ATTN_BIAS).reshape(-1)
+        self.kept = buffers.array(names.TARGET, names.KEPT_INDICES)
+        self.kept_count = buffers.array(names.TARGET, names.KEPT_COUNT)
+        self.move_to = buffers.array(names.TARGET, names.MOVE_TO)
         self.step = step
         self.wrap(engine.programs[names.PREFILL], self.prefilled)
         for name, program in engine.programs.items():

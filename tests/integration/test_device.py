@@ -150,7 +150,7 @@ def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
 def test_large_buffers_stay_on_the_device(runtime: Runtime) -> None:
     layout = lay_out(runtime.loaded.plan)
     assert {name.rpartition(".")[2] for name in layout.offsets}.isdisjoint(LARGE)
-    assert names.of(names.TARGET, names.LOGIT_INDICES) in layout.offsets
+    assert names.buffer_name(names.TARGET, names.LOGIT_INDICES) in layout.offsets
     assert all(offset % 256 == 0 for offset in layout.offsets.values())
 
 
@@ -173,7 +173,7 @@ def test_kv_that_is_not_finite_is_computed_again(runtime: Runtime) -> None:
     for each in (session, other):
         each.generate(PROMPT, max_new_tokens=3, drafter="none", ignore_eos=True)
     expected = other.generate(max_new_tokens=3, drafter="none").token_ids
-    kv = session.buffers.memory[names.of(names.TARGET, names.KV)]
+    kv = session.buffers.memory[names.buffer_name(names.TARGET, names.KV)]
     nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
     with session.buffers.device.lock():
         session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
@@ -184,7 +184,7 @@ def test_a_binding_that_onnxruntime_refuses_is_an_error_of_ours(runtime: Runtime
     engine = cuda_plan.manifest.backends[CUDA].engines["chain"]
     buffers = StepLoop(runtime.loaded).buffers
     unknown = engine.inputs[0].model_copy(update={"name": "unknown"})
-    bound = {t.name: names.of("chain", names.TOKEN_IDS) for t in (*engine.inputs, *engine.outputs, unknown)}
+    bound = {t.name: names.buffer_name("chain", names.TOKEN_IDS) for t in (*engine.inputs, *engine.outputs, unknown)}
     device_engine = onnxruntime_cuda.DeviceEngine(
         cpu_session(cuda_plan.file(engine.file)), engine.model_copy(update={"inputs": (unknown,)}), ("cpu", 0)
     )

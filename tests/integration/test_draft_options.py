@@ -11,7 +11,7 @@ import pytest
 
 from outrider import Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
-from outrider.runtime.drafters.base import within
+from outrider.runtime.drafters.base import clip_draft
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from tests.conftest import TOY_DRAFTERS
@@ -163,9 +163,9 @@ def test_what_cannot_be_is_refused(everything: Runtime, drafter: str, limits: di
 def test_nodes_within_limits() -> None:
     parent = [-1, -1, 0, 0, 1, 2]
     scores = [-0.1, -0.2, -0.1, -3.0, -0.4, -0.2]
-    assert within(parent, scores, None, None) == [0, 1, 2, 3, 4, 5]
-    assert within(parent, scores, 3, None) == [0, 1, 2]
-    assert within(parent, scores, 4, None) == [0, 1, 2, 5]
-    assert within(parent, scores, None, 1) == [0, 1]
-    assert within(parent, scores, 4, 2) == [0, 1, 2, 4]
-    assert within([-1, 0, 1], None, 2, None) == [0, 1]
+    assert clip_draft(parent, scores, None, None) == [0, 1, 2, 3, 4, 5]
+    assert clip_draft(parent, scores, 3, None) == [0, 1, 2]
+    assert clip_draft(parent, scores, 4, None) == [0, 1, 2, 5]
+    assert clip_draft(parent, scores, None, 1) == [0, 1]
+    assert clip_draft(parent, scores, 4, 2) == [0, 1, 2, 4]
+    assert clip_draft([-1, 0, 1], None, 2, None) == [0, 1]

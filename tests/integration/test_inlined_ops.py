@@ -91,7 +91,7 @@ def runtime(plan: Plan, backend: EmulatedTensorRt, monkeypatch: pytest.MonkeyPat
 
 
 def fill_cache(session: Any, number: float) -> None:
-    kv, device = session.buffers.memory[names.of(names.TARGET, names.KV)], session.buffers.device
+    kv, device = session.buffers.memory[names.buffer_name(names.TARGET, names.KV)], session.buffers.device
     filled = np.full(int(np.prod(kv.shape)), number, np.float32)
     with device.lock():
         device.to_device(kv.address, filled.ctypes.data, filled.nbytes)
@@ -118,9 +118,9 @@ def test_whether_an_engine_could_accept_is_asked_where_a_program_goes_by_it(plan
         for stage in program.stages
         if stage.kind is StageKind.ENGINE and stage.run == names.TARGET
     }
-    unread = {name for name, buffer in told.items() if buffer == names.of(names.TARGET, names.UNREAD_STATUS)}
+    unread = {name for name, buffer in told.items() if buffer == names.buffer_name(names.TARGET, names.UNREAD_STATUS)}
     assert unread == {names.PREFILL, names.BEAM, names.speculate("drawn")}
-    assert {told[name] for name in told.keys() - unread} == {names.of(names.TARGET, names.STATUS)}
+    assert {told[name] for name in told.keys() - unread} == {names.buffer_name(names.TARGET, names.STATUS)}
 
 
 def test_logits_that_are_not_numbers_are_no_error_where_no_token_is_chosen(runtime: Runtime) -> None:

@@ -23,7 +23,7 @@ def drafter_of(session: Session, name: str) -> EngineDrafter:
 
 
 def kv_of(session: Session, name: str, length: int) -> NDArray[np.float32]:
-    kv: NDArray[np.float32] = session.buffers.of(name, names.KV)[:, :, :, :length]
+    kv: NDArray[np.float32] = session.buffers.array(name, names.KV)[:, :, :, :length]
     return kv
 
 
@@ -39,8 +39,8 @@ def test_kept_indices_are_those_of_feeding_the_tokens(toy: Runtime, name: str, s
     fresh.generate(session.token_ids[:length], drafter=name, max_new_tokens=3, **ALWAYS)
     assert drafter_of(fresh, name).cache.length >= length
     np.testing.assert_allclose(kv_of(session, name, length), kv_of(fresh, name, length), atol=1e-5)
-    np.testing.assert_array_equal(session.buffers.of(name, names.SLOT_POSITIONS)[0, :length], np.arange(length))
-    assert (session.buffers.of(name, names.BIM)[0, :length] == 0).all()
+    np.testing.assert_array_equal(session.buffers.array(name, names.SLOT_POSITIONS)[0, :length], np.arange(length))
+    assert (session.buffers.array(name, names.BIM)[0, :length] == 0).all()
 
 
 def fed_and_lacking(session: Session, name: str, sampling: Options) -> tuple[list[Fed], list[Fed]]:
@@ -54,7 +54,7 @@ def fed_and_lacking(session: Session, name: str, sampling: Options) -> tuple[lis
         run()
 
     program.run = noted  # type: ignore[method-assign]
-    row = np.array([-1, 0, 1, 2, -1]) if name == "chain" else session.buffers.of(name, names.TREE_SLOTS)
+    row = np.array([-1, 0, 1, 2, -1]) if name == "chain" else session.buffers.array(name, names.TREE_SLOTS)
     fed: list[Fed] = []
     lacking: list[Fed] = []
 
@@ -99,8 +99,8 @@ def test_accepted_rows_are_moved_together_and_those_in_place_not_at_all(
     session, start = toy.session(), 20
     rows, compact = drafter_of(session, "bushy")._tree_slots, session.programs[names.compact("bushy")]
     assert rows is not None
-    session.buffers.of("bushy", names.TREE_SLOTS)[: len(row)] = row
-    slots = session.buffers.of("bushy", names.KV)
+    session.buffers.array("bushy", names.TREE_SLOTS)[: len(row)] = row
+    slots = session.buffers.array("bushy", names.KV)
     slots[:] = np.arange(slots.shape[3]).reshape(-1, 1)  # each slot holds its number
     before = compact.nanoseconds[0]
     assert rows.gather(start, np.array(path, np.int64)) == len(kept)

@@ -96,7 +96,7 @@ def test_a_saved_prefix_cache_gives_what_a_cold_start_gives(plan: Path, alone: R
         assert [entry.logprob for entry in warm.logprobs] == [entry.logprob for entry in cold.logprobs]
         assert warm.stats.cached_tokens == len(PROMPT) - 1
         warm_kv, cold_kv = (
-            session.buffers.of(names.TARGET, names.KV)[:, 0, :, : len(PROMPT)]
+            session.buffers.array(names.TARGET, names.KV)[:, 0, :, : len(PROMPT)]
             for session in (warm_session, cold_session)
         )
         np.testing.assert_array_equal(warm_kv.view(np.uint8), cold_kv.view(np.uint8))

@@ -357,7 +357,7 @@ def swap_kv(session: Session, numbers: NDArray[np.float32]) -> NDArray[np.float3
     """Fill the target's KV cache; return what was there."""
     buffers = session.buffers
     assert isinstance(buffers, DeviceBuffers)
-    kv = buffers.memory[names.of(names.TARGET, names.KV)]
+    kv = buffers.memory[names.buffer_name(names.TARGET, names.KV)]
     found = np.empty(int(np.prod(kv.shape)), np.float32)
     filled = np.broadcast_to(numbers, found.shape) if len(numbers) == 1 else numbers
     filled = np.ascontiguousarray(filled)

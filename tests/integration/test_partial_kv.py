@@ -51,9 +51,11 @@ def lossy_session(long: Runtime, length: int, new: int = 3, drafter: str = "none
 def test_the_partial_cache_holds_what_the_references_choose(long: Runtime, length: int) -> None:
     session, _ = lossy_session(long, length)
     buffers = session.buffers
-    kv, queries = buffers.of(names.TARGET, names.KV), buffers.of(names.TARGET, names.QUERIES)
-    own = {name: buffers.of(names.PARTIAL, name) for name in (names.KEY_MAX, names.KEY_MIN, names.SELECTED, names.KV)}
-    covered = int(buffers.of(names.PARTIAL, names.COVERED)[0])
+    kv, queries = buffers.array(names.TARGET, names.KV), buffers.array(names.TARGET, names.QUERIES)
+    own = {
+        name: buffers.array(names.PARTIAL, name) for name in (names.KEY_MAX, names.KEY_MIN, names.SELECTED, names.KV)
+    }
+    covered = int(buffers.array(names.PARTIAL, names.COVERED)[0])
     assert covered == length
     most, least = np.zeros_like(own[names.KEY_MAX]), np.zeros_like(own[names.KEY_MIN])
     windows = np.zeros(kv.shape[0] // 2, np.int64)
@@ -78,7 +80,7 @@ def replayed_queries(long: Runtime, length: int) -> np.ndarray:
     session = long.session()
     session.generate(prompt(3, length), max_new_tokens=1, drafter="none", partial_kv="off", ignore_eos=True)
     last = (length - 1) % 16 + 1
-    return session.buffers.of(names.TARGET, names.QUERIES)[:, :last].copy()
+    return session.buffers.array(names.TARGET, names.QUERIES)[:, :last].copy()
 
 
 @pytest.mark.parametrize("length", [57, 100])
@@ -106,7 +108,7 @@ def test_a_pass_over_the_partial_cache_is_attention_over_what_it_holds(
     length, new = 90, 4
     session, found = lossy_session(long, length, new, drafter)
     model = AutoModelForCausalLM.from_pretrained(toy_recipe.parent / "target", dtype=torch.float32)
-    kv = torch.from_numpy(session.buffers.of(names.PARTIAL, names.KV)[:, 0])
+    kv = torch.from_numpy(session.buffers.array(names.PARTIAL, names.KV)[:, 0])
     filled = 4 + 12 + 8 + length % 4
     cache = DynamicCache()
     for layer in range(model.config.num_hidden_layers):

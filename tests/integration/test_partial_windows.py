@@ -87,7 +87,7 @@ def buffered(one: Runtime, family: str, *, told: bool) -> tuple[np.ndarray, np.n
     length, new = 100, 5
     options = {"max_new_tokens": new, "drafter": "none", "ignore_eos": True, "auto_disable": False}
     session = one.session()
-    windows = session.buffers.of(names.PARTIAL, names.LAYER_WINDOWS)
+    windows = session.buffers.array(names.PARTIAL, names.LAYER_WINDOWS)
     kept = windows.copy()
     assert (kept > 0).tolist() == list(SLIDING[family])
     try:

@@ -43,7 +43,7 @@ def said(generation: Any) -> tuple[list[int], list[Any]]:
 
 def rows(session: Session, model: str, tokens: int) -> NDArray[np.float32]:
     """Those of the sequence's first tokens in a model's KV cache."""
-    found: NDArray[np.float32] = session.buffers.of(model, names.KV)[:, 0, :, :tokens]
+    found: NDArray[np.float32] = session.buffers.array(model, names.KV)[:, 0, :, :tokens]
     return found
 
 

@@ -94,7 +94,7 @@ def test_what_is_under_way_gives_nothing_more_of_a_plan_that_is_written_over(pla
 def test_a_plan_that_is_replaced_while_it_is_loaded_is_refused(
     plan: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = MappedFiles.of
+    original = MappedFiles.from_plan
 
     def replaced(opened: Plan, backend: str) -> MappedFiles:
         Place(plan).put(copy_plan(other, plan.with_name("new")))

@@ -223,7 +223,7 @@ def test_kv_that_is_not_finite_is_computed_again(toy: Runtime, drafter: str) -> 
     session, other = toy.session(), toy.session()
     for each in (session, other):
         each.generate(PROMPTS[0], **asked(drafter=drafter, max_new_tokens=10))
-    session.buffers.of(names.TARGET, names.KV)[:] = np.nan
+    session.buffers.array(names.TARGET, names.KV)[:] = np.nan
     assert (
         session.generate([5], **asked(drafter=drafter)).token_ids
         == other.generate([5], **asked(drafter=drafter)).token_ids

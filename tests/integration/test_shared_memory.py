@@ -37,7 +37,7 @@ def int8_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def folder_of(runtime: Runtime) -> Path:
-    shared = SharedEngines.of(runtime._plan, kernels_here(), MappedFiles())
+    shared = SharedEngines.from_plan(runtime._plan, kernels_here(), MappedFiles())
     assert shared is not None
     return shared.folder
 

@@ -20,7 +20,7 @@ def held_rows(session: Session, drafter: str) -> dict[int, np.ndarray]:
     """Rows of the drafter's KV cache by their numbers in the sequence."""
     kept = session.engine.drafting.engine_drafters[drafter].cache.window
     assert kept is not None
-    kv = session.buffers.of(drafter, names.KV)[:, 0]
+    kv = session.buffers.array(drafter, names.KV)[:, 0]
     gap = kept._front if kept._dropped else kept.slots.length
     return {slot + kept._dropped * (slot >= gap): kv[:, :, slot].copy() for slot in range(kept.slots.length)}
 

@@ -27,7 +27,7 @@ class Memory:
             names.SLOT_POSITIONS: np.zeros((1, capacity), np.int64),
         }
 
-    def of(self, model: str, tensor: str) -> np.ndarray:
+    def array(self, model: str, tensor: str) -> np.ndarray:
         return self.arrays[tensor]
 
     def changed(self, model: str, row: int, start: int, stop: int) -> None:

@@ -90,9 +90,9 @@ class AgainstADictionary(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def let_go(self, data: Any) -> None:
+    def release(self, data: Any) -> None:
         node, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.tree.let_go(node)
+        self.tree.release(node)
 
     @rule(tokens=TOKENS, owner=OWNERS)
     def remove(self, tokens: list[int], owner: str) -> None:
@@ -170,7 +170,7 @@ def test_a_lower_part_that_is_let_go_lets_go_of_the_upper_one() -> None:
     tree.hold(node)
     insert(tree, [1, 2, 5])
     assert [each.references for each in tree.find([1, 2, 3, 4]).nodes] == [1, 1]
-    tree.let_go(node)
+    tree.release(node)
     assert all(each.references == 0 for each in tree.walk())
     with pytest.raises(AssertionError, match="more often"):
-        tree.let_go(node)
+        tree.release(node)

@@ -53,7 +53,7 @@ def test_chains_bring_the_most_tokens_a_second_from_any_rate_on(
     chances, curve = list(accumulate(own, mul)), curve_of(steps)
 
     def speed(nodes: int) -> float:
-        return (1 + sum(chances[:nodes])) / (draft + curve.of(1 + nodes))
+        return (1 + sum(chances[:nodes])) / (draft + curve.price(1 + nodes))
 
     best = max(map(speed, range(1, 1 + len(chances))))
     for _ in range(20):
@@ -76,7 +76,7 @@ def test_no_other_nodes_of_several_trees_bring_more_by_a_rate(
 
     def gain(one: Sequence[int], other: Sequence[int]) -> float:
         chances = sum(first[1][node] for node in one) + sum(second[1][node] for node in other)
-        return chances - rate * curve.of(rows + len(one) + len(other))
+        return chances - rate * curve.price(rows + len(one) + len(other))
 
     one, other = worth_verifying([first[1], second[1]], rows, curve, rate)
     assert one in list(closed(first[0]))
@@ -119,14 +119,14 @@ def test_a_node_that_costs_a_lot_is_verified_for_those_behind_it_that_cost_nothi
 def test_more_rows_never_count_as_cheaper() -> None:
     measured = [Price(rows=1, ms=1.0), Price(rows=2, ms=1.5), Price(rows=3, ms=1.3), Price(rows=5, ms=2.0)]
     curve = PriceCurve(measured)
-    found = curve.behind(0, 19)
+    found = curve.prices_after(0, 19)
     assert found[:5] == pytest.approx([1.0, 1.4, 1.4, 1.7, 2.0])
     assert all(one <= other for one, other in pairwise(found))
     assert found[10] - found[9] == pytest.approx(0.6 / 3)  # as from 2 rows to 5
-    assert found == [curve.of(rows) for rows in range(1, 20)]
-    assert curve.behind(2, 2) == found[2:4]
-    assert curve.behind(7, 2) == found[7:9]
-    assert PriceCurve(measured[:1]).behind(0, 7) == [1.0] * 7
+    assert found == [curve.price(rows) for rows in range(1, 20)]
+    assert curve.prices_after(2, 2) == found[2:4]
+    assert curve.prices_after(7, 2) == found[7:9]
+    assert PriceCurve(measured[:1]).prices_after(0, 7) == [1.0] * 7
 
 
 def test_chances_are_the_drafters_own_until_something_was_verified() -> None:
@@ -183,7 +183,7 @@ def simulated(steps: Sequence[float], draft: float, said: float, true: float, sl
         while came < len(nodes) and draw.random() < true:
             came += 1
         length.note_verified(parent[: len(nodes)], scores[: len(nodes)], set(range(came)))
-        verifying = slower * curve.of(1 + len(nodes))
+        verifying = slower * curve.price(1 + len(nodes))
         length.note_round(1 + len(nodes), 1 + came, verifying, verifying + slower * draft)
     assert length.rate is not None
     return len(nodes), length.rate
@@ -199,7 +199,7 @@ def test_rounds_come_to_the_best_length_whatever_the_drafter_says(
 
     def speed(nodes: int) -> float:
         tokens = sum(true**depth for depth in range(nodes + 1))
-        return tokens / (draft + curve.of(1 + nodes))
+        return tokens / (draft + curve.price(1 + nodes))
 
     nodes, rate = simulated(steps, draft, said, true)
     assert speed(nodes) > 0.97 * max(map(speed, range(1, 9)))

@@ -28,7 +28,7 @@ class Prompts:
         """Hash of the token ids, as JSON without spaces: the same for the same prompts in the same order."""
         return sha256(json.dumps(self.ids, separators=(",", ":")).encode()).hexdigest()
 
-    def of(self, task: str) -> Prompts:
+    def select(self, task: str) -> Prompts:
         """Prompts of one task."""
         chosen = [ids for ids, other in zip(self.ids, self.tasks, strict=True) if other == task]
         return Prompts(chosen, [task] * len(chosen))

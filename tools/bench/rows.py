@@ -158,7 +158,7 @@ def by_task(runs: Sequence[Run], plain: Sequence[Run], prompts: Prompts) -> dict
     for task in dict.fromkeys(task for task in prompts.tasks if task):
         pairs = [(run, p) for run, p in zip(runs, plain, strict=True) if prompts.tasks[run.prompt] == task]
         stats = [run.stats for run, _ in pairs]
-        of = prompts.of(task)
+        of = prompts.select(task)
         drafted = sum(s.drafted for s in stats)
         found[task] = {
             "task": task,

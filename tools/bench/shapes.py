@@ -39,7 +39,7 @@ class Variant:
     otherwise: str | None = None
 
     @classmethod
-    def of(cls, settings: Drafter, drafter: str) -> Variant:
+    def from_drafter(cls, settings: Drafter, drafter: str) -> Variant:
         """What the plan's `settings` describe, which were made of those of `drafter`."""
         if isinstance(settings, NgramDrafter):
             longest = settings.max_draft

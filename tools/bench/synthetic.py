@@ -63,7 +63,7 @@ class _ForcedEngine:
             names.LOGITS_OUT,
         )
         token_ids, parent, positions, row_splits, logit_indices, logits = (
-            buffers.of(names.TARGET, column) for column in columns
+            buffers.array(names.TARGET, column) for column in columns
         )
 
         def forced(sizes: list[int]) -> None:

@@ -57,7 +57,7 @@ def plan_to_measure(options: argparse.Namespace) -> Iterator[tuple[Path, list[Va
         drafted = {d.name: tokens_of_block(recipe, d) for d in recipe.drafters if isinstance(d, BlockSection)}
         shaped = [(d, within_block(shapes, drafted[d.name]) if d.name in drafted else shapes) for d, shapes in shaped]
     if recipe is None or _all_own(shaped):
-        yield options.plan, [PLAIN_DECODING, *(Variant.of(drafter, drafter.name) for drafter, _ in shaped)]
+        yield options.plan, [PLAIN_DECODING, *(Variant.from_drafter(drafter, drafter.name) for drafter, _ in shaped)]
         return
     prices = read_pass_prices(options.plan)
     with TemporaryDirectory(prefix="outrider-bench-") as folder:
@@ -66,7 +66,7 @@ def plan_to_measure(options: argparse.Namespace) -> Iterator[tuple[Path, list[Va
         built = read_manifest(plan)
         if prices is not None and prices.identity == manifest.identity:
             write_pass_prices(prices.model_copy(update={"identity": built.identity}), plan)
-        measured = (Variant.of(d, origins[d.name]) for d in built.drafters if d.name in origins)
+        measured = (Variant.from_drafter(d, origins[d.name]) for d in built.drafters if d.name in origins)
         yield plan, [PLAIN_DECODING, *measured]
 
 

@@ -49,7 +49,7 @@ class Side:
                     pausing.wait(_STEP_SECONDS * draw.randrange(4))
         return [futures[place].result() for place in range(len(asked))]
 
-    def behind(self, asked: Sequence[Asked], beginning: Callable[[Asked], Asked]) -> list[Outcome]:
+    def answers_after(self, asked: Sequence[Asked], beginning: Callable[[Asked], Asked]) -> list[Outcome]:
         """Each after another request, which `beginning` makes of it."""
         found = []
         for each in asked:
@@ -135,8 +135,12 @@ def _rows(first: Side, drafting: Sequence[Side], asked: Sequence[Asked], at_once
     if not quick:
         yield Row("alone", "again, in reverse order", first.server, lambda: first.alone(asked[::-1])[::-1])
         yield Row("alone", "streamed", first.server, lambda: first.alone(asked, stream=True), streams=True)
-    yield Row("warm prompt", "each twice in a row, the second", first.server, lambda: first.behind(asked, _itself))
-    yield Row("warm prompt", "after one that begins alike", first.server, lambda: first.behind(asked, _beginning))
+    yield Row(
+        "warm prompt", "each twice in a row, the second", first.server, lambda: first.answers_after(asked, _itself)
+    )
+    yield Row(
+        "warm prompt", "after one that begins alike", first.server, lambda: first.answers_after(asked, _beginning)
+    )
     yield Row("company", f"{at_once} at once", first.server, lambda: first.company(asked, at_once))
     if not quick:
         yield Row(

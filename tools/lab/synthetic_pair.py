@@ -64,7 +64,7 @@ class Shape:
     intermediate: int
 
     @classmethod
-    def of(cls, parameters: int, layers: int | None) -> Shape:
+    def from_parameters(cls, parameters: int, layers: int | None) -> Shape:
         """The shape of a target with about this many parameters, embedding and head included."""
         layers = layers or max(4, round(24 * (parameters / 150e6) ** 0.25))
         hidden = max(1, round(math.sqrt(parameters / (12 * layers)) / (2 * HEAD_DIM))) * 2 * HEAD_DIM
@@ -104,7 +104,7 @@ def write_pair(
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> dict[str, object]:
     """Write `out/target`, `out/draft`, `out/held_out.jsonl` and `out/model.yaml`; returns what was made."""
-    shape = Shape.of(parameters, layers)
+    shape = Shape.from_parameters(parameters, layers)
     if not 1 <= draft_layers < shape.layers:
         raise OutriderError(
             f"--draft-layers is {draft_layers}; the target has {shape.layers} layers, pass 1 to {shape.layers - 1}"

@@ -82,7 +82,7 @@ def test_the_published_geometry_has_its_published_size() -> None:
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
-    shape = Shape.of(500_000, 4)
+    shape = Shape.from_parameters(500_000, 4)
     first, again, other = (synthetic_pair.draw_target(shape, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
@@ -90,7 +90,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 
 @pytest.mark.parametrize("parameters", [10_000_000, 40_000_000, 150_000_000])
 def test_sizes_are_met(parameters: int) -> None:
-    s = Shape.of(parameters, None)
+    s = Shape.from_parameters(parameters, None)
     found = 2 * 1024 * s.hidden + s.layers * (3 * s.hidden**2 + 3 * s.hidden * s.intermediate)
     assert abs(found / parameters - 1) < 0.01
 
