@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import abc
 from time import perf_counter
 
 from outrider.runtime.branch_request import BranchRequest, Mode
 from outrider.runtime.generation import FinishReason, Generation, Run, Span
-from outrider.runtime.sequence import Sequence as Branch
+from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import Stats
 from outrider.runtime.step_loop import StepLoop
 
@@ -16,12 +16,12 @@ _WAIT = 0.05  # seconds that a beginning which is not known yet is waited for, w
 
 def run_branches(
     engine: StepLoop,
-    prefix: Sequence[int],
-    asked: Sequence[BranchRequest],
+    prefix: abc.Sequence[int],
+    asked: abc.Sequence[BranchRequest],
     max_parallel: int,
     mode: Mode,
     stats: Stats,
-    keep_for: Collection[str | None] = (),
+    keep_for: abc.Collection[str | None] = (),
 ) -> Run:
     """Yield the spans of all branches as they are committed; at most `max_parallel` live at once. Fills `stats`.
 
@@ -42,7 +42,7 @@ def run_branches(
         waiting = sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens)
         ended: dict[int, Generation] = {}
         beginnings = {place: each.token_ids for place, each in waiting if each.late is None}
-        running: list[Branch] = []
+        running: list[Sequence] = []
         while waiting or running:
             for place, each in [(place, each) for place, each in waiting if each.request.cancelled]:
                 waiting.remove((place, each))

@@ -6,7 +6,7 @@ them: only the tokens stay on the device. What a sequence is given after its end
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections import abc
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ class LaunchedRounds:
         self._program, self._buffers, self._step, self._cache, self._watch = program, buffers, step, cache, watch
         self.outstanding: Launch | None = None
 
-    def serves(self, sequences: List[Sequence]) -> bool:
+    def serves(self, sequences: abc.Sequence[Sequence]) -> bool:
         """Whether a round of all these may be launched: one at least decodes, and nobody watches or drafts."""
         if not self._program.launches or self._cache.alignment is not None:
             return False
@@ -50,7 +50,7 @@ class LaunchedRounds:
             decodes = decodes or each.decoding
         return decodes
 
-    def launch(self, sequences: List[Sequence], chunk: int) -> Launch:
+    def launch(self, sequences: abc.Sequence[Sequence], chunk: int) -> Launch:
         """Launch a round of the sequences, which takes at most `chunk` tokens of prompts; `advance` is next."""
         step, cache, alone = self._step, self._cache, self._cache.alone
         if alone:

@@ -3,8 +3,8 @@ partial KV that runs ahead."""
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
-from collections.abc import Sequence as List
 
 from outrider.runtime.drafters.base import Draft
 from outrider.runtime.execution.layout import Placement
@@ -12,8 +12,8 @@ from outrider.runtime.sequence import CommittedTokens, Sequence
 
 
 def note_round(
-    placed: List[Placement],
-    found: List[CommittedTokens],
+    placed: abc.Sequence[Placement],
+    found: abc.Sequence[CommittedTokens],
     confirming: Mapping[Sequence, Draft],
     partial_room: Mapping[Sequence, int] | None,
     began: float,

@@ -11,7 +11,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Sequence as List
+from collections import abc
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -193,7 +193,7 @@ class Scheduler:
 
     def submit(
         self,
-        asked: List[BranchRequest],
+        asked: abc.Sequence[BranchRequest],
         priority: int = 0,
         deadline: float | None = None,
         *,
@@ -363,7 +363,7 @@ class Scheduler:
         with self._changed:
             self._stats.kv_used, self._stats.kv_reserved = used, reserved
 
-    def _show(self, engine: StepLoop, committed: List[CommittedTokens]) -> None:
+    def _show(self, engine: StepLoop, committed: abc.Sequence[CommittedTokens]) -> None:
         for each in committed:
             self._deliver(engine.show(each))
 

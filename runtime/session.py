@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as List
 from contextlib import contextmanager
 from time import perf_counter
 from typing import NoReturn, Unpack
@@ -55,7 +55,7 @@ class Session:
         """The engine that the session has borrowed."""
         return self._take()[0]
 
-    def _take(self, ids: List[int] = ()) -> tuple[StepLoop, Sequence]:
+    def _take(self, ids: abc.Sequence[int] = ()) -> tuple[StepLoop, Sequence]:
         """Return the engine and the sequence; an engine that is borrowed now may have the beginning of `ids`."""
         if self._engine is None or self._sequence is None:
             engine = self._pool.borrow(ids)
@@ -133,7 +133,7 @@ class Session:
 
     def generate(
         self,
-        prompt: str | List[int] | None = None,
+        prompt: str | abc.Sequence[int] | None = None,
         *,
         messages: Messages | None = None,
         chat_template_kwargs: TemplateVariables | None = None,
@@ -147,7 +147,7 @@ class Session:
 
     def stream(
         self,
-        prompt: str | List[int] | None = None,
+        prompt: str | abc.Sequence[int] | None = None,
         *,
         messages: Messages | None = None,
         chat_template_kwargs: TemplateVariables | None = None,
@@ -169,17 +169,19 @@ class Session:
         """Check options against the plan. Raises RequestError."""
         return resolve(options, self._manifest, self._pool.loaded.grammars)
 
-    def run(self, prompt: str | List[int], request: Request, *, whole: bool = False) -> Run:
+    def run(self, prompt: str | abc.Sequence[int], request: Request, *, whole: bool = False) -> Run:
         """Generate as `stream` does, from checked options: a span a pass, None for a pass over a part of a prompt."""
         return self._run(prompt, whole, request, self._prepare(prompt, whole, request), self._changes)
 
-    def _prepare(self, prompt: str | List[int], whole: bool, request: Request) -> Prompt:
+    def _prepare(self, prompt: str | abc.Sequence[int], whole: bool, request: Request) -> Prompt:
         present, given, least = [] if whole else self.token_ids, request.generated, request.min_tokens
         return prepare_prompt(
             prompt, present, request.stop, self._tokenizer, self._geometry, generated=given, min_tokens=least
         )
 
-    def _run(self, prompt: str | List[int], whole: bool, request: Request, prepared: Prompt, changes: int) -> Run:
+    def _run(
+        self, prompt: str | abc.Sequence[int], whole: bool, request: Request, prepared: Prompt, changes: int
+    ) -> Run:
         with self._exclusive:
             if changes != self._changes:  # the session was used between the call and the first span
                 prepared = self._prepare(prompt, whole, request)
@@ -234,7 +236,7 @@ class Session:
         text = TextStream(self._tokenizer, self.token_ids)
         return text.push(token_ids).text + text.finish()
 
-    def time_round(self, chain: List[int], drafter: str | None, *, partial: bool = False) -> float:
+    def time_round(self, chain: abc.Sequence[int], drafter: str | None, *, partial: bool = False) -> float:
         """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens after it.
 
         `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain; None verifies the
@@ -254,7 +256,7 @@ class Session:
     # Beam search.
 
     @contextmanager
-    def exploring(self, prompt: str | List[int], request: Request, stats: Stats) -> Iterator[Prompt]:
+    def exploring(self, prompt: str | abc.Sequence[int], request: Request, stats: Stats) -> Iterator[Prompt]:
         """Hold the session for `read` and `look_ahead` after `prompt`, which has not been appended yet.
 
         At the end the sequence is what it was, with the prompt if it was read, and `stats` has the times of the stages.

@@ -7,9 +7,8 @@ prompts of those that have just come. Each has the tokens that it would have alo
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Collection, Iterator, Mapping
-from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -118,7 +117,7 @@ class StepLoop:
 
     def begin(
         self,
-        prefix: List[int] = (),
+        prefix: abc.Sequence[int] = (),
         drafters: Collection[str | None] = (),
         mode: Mode = "in-one-sequence",
         *,
@@ -177,7 +176,7 @@ class StepLoop:
             self.prefix_cache.keep_prefix(self.prefix, self._owner)
 
     @property
-    def sequences(self) -> List[Sequence]:
+    def sequences(self) -> abc.Sequence[Sequence]:
         """Open sequences: those that have KV here."""
         return list(self._open.values())
 
@@ -234,7 +233,7 @@ class StepLoop:
     def _end(self, tokens: int, request: Request) -> int:
         return min(self._geometry.context, tokens + request.max_new_tokens)
 
-    def open(self, tokens: List[int] = (), *, number: int | None = None, id: int = 0) -> Sequence:
+    def open(self, tokens: abc.Sequence[int] = (), *, number: int | None = None, id: int = 0) -> Sequence:
         """A sequence of `tokens` after the prefix; it gets `number`, one that is free, or the lowest."""
         number = self._free[-1] if number is None else number
         self._free.remove(number)
@@ -246,7 +245,7 @@ class StepLoop:
             self._partial.cache_for(sequence).reset()
         return sequence
 
-    def admit(self, id: int, tokens: List[int], request: Request) -> Sequence:
+    def admit(self, id: int, tokens: abc.Sequence[int], request: Request) -> Sequence:
         """Open a sequence that fits, and begin its generation; its spans carry `id`."""
         number = None
         if self.prefix_cache is not None and not self.prefix:
@@ -359,7 +358,7 @@ class StepLoop:
 
     # A step.
 
-    def step(self, sequences: List[Sequence], chunk: int | None = None) -> list[CommittedTokens]:
+    def step(self, sequences: abc.Sequence[Sequence], chunk: int | None = None) -> list[CommittedTokens]:
         """One round of all: propose, lay out, verify, accept, commit. Returns the tokens that each sequence gets.
 
         A pass takes at most `chunk` tokens of prompts (default: all that it has room for). Sequences that are over are
@@ -374,7 +373,7 @@ class StepLoop:
         self._loaded.files.check()
         return found
 
-    def _step(self, sequences: List[Sequence], chunk: int) -> list[CommittedTokens]:
+    def _step(self, sequences: abc.Sequence[Sequence], chunk: int) -> list[CommittedTokens]:
         found: list[CommittedTokens] = []
         full: list[Sequence] = []
         partial_room: dict[Sequence, int] = {}
@@ -411,7 +410,7 @@ class StepLoop:
                 found += self._retry_each(full, chunk)
         return found
 
-    def _retry_each(self, live: List[Sequence], chunk: int) -> list[CommittedTokens]:
+    def _retry_each(self, live: abc.Sequence[Sequence], chunk: int) -> list[CommittedTokens]:
         """Retry a pass that an op has refused, one sequence at a time: a sequence's tokens depend on no other.
 
         KV of a prompt that is not finite may come from another sequence of the same pass, so every such prompt is
@@ -477,7 +476,7 @@ class StepLoop:
         for cache in caches:
             cache.erase(sequence.number)
 
-    def _step_behind(self, sequences: List[Sequence], chunk: int) -> list[CommittedTokens]:
+    def _step_behind(self, sequences: abc.Sequence[Sequence], chunk: int) -> list[CommittedTokens]:
         """Commit a round that is outstanding, or is launched here, once the one after it is launched too."""
         rounds = self._launched
         present, following = rounds.outstanding, None
@@ -534,7 +533,7 @@ class StepLoop:
             self._catch_up_drafters(sequence)  # the drafter has missed what the failed pass replaced
 
     def _pass(
-        self, live: List[Sequence], chunk: int, partial_room: Mapping[Sequence, int] | None = None
+        self, live: abc.Sequence[Sequence], chunk: int, partial_room: Mapping[Sequence, int] | None = None
     ) -> list[CommittedTokens]:
         """Run a pass over the full cache, or over the partial one, where each may add `partial_room` tokens."""
         step, began, alone = self.target_step, perf_counter(), self.cache.alone
@@ -605,7 +604,7 @@ class StepLoop:
         nodes, most = min(self.target_step.max_nodes, room - 1), sequence.request.limits.tokens
         return start, DraftBudget(sequence, nodes if most is None else min(nodes, most), pending == 1)
 
-    def _choose(self, placed: List[Placement], *, partial: bool) -> Program:
+    def _choose(self, placed: abc.Sequence[Placement], *, partial: bool) -> Program:
         """The program of the step that is laid out."""
         drafted, tips = 0, False
         for each in placed:
@@ -618,7 +617,7 @@ class StepLoop:
             name = tree.program
         return self.programs[names.partial(name) if partial else name]
 
-    def _run(self, program: Program, placed: List[Placement]) -> float | None:
+    def _run(self, program: Program, placed: abc.Sequence[Placement]) -> float | None:
         """Run a pass. Before it verifies, cut a tree that was drafted in place to its request's limits, and to what is
         worth verifying; before it accepts, apply the rules of its sequences.
 
@@ -656,7 +655,7 @@ class StepLoop:
         engine.cut_in_place(self.target_step, placed.draft, choose)
         placed.drafted = self.target_step.drafted
 
-    def _lay_out_probs(self, placed: List[Placement]) -> None:
+    def _lay_out_probs(self, placed: abc.Sequence[Placement]) -> None:
         """Put the distributions that chains were drawn from where acceptance by rejection reads them."""
         for each in placed:
             draft = each.draft
@@ -667,7 +666,7 @@ class StepLoop:
 
     def _commit(
         self,
-        placed: List[Placement],
+        placed: abc.Sequence[Placement],
         confirming: Mapping[Sequence, Draft],
         program: Program,
         cache: KvCache,
@@ -714,7 +713,7 @@ class StepLoop:
             self._partial.note_step(placed, self.passes, over_partial=partial_room is not None)
         return found
 
-    def _insert_beginnings(self, placed: List[Placement]) -> None:
+    def _insert_beginnings(self, placed: abc.Sequence[Placement]) -> None:
         """Keep the KV of prompts, as others may begin alike; their drafters have taken them in by the second round."""
         assert self.prefix_cache is not None
         for each in placed:
@@ -877,7 +876,7 @@ class StepLoop:
         self._loaded.files.check()
         return self.logits(0, len(tokens))
 
-    def time_round(self, sequence: Sequence, chain: List[int], *, drafts: bool, partial: bool) -> float:
+    def time_round(self, sequence: Sequence, chain: abc.Sequence[int], *, drafts: bool, partial: bool) -> float:
         """Milliseconds of the target's part of a round; see `Session.time_round`."""
         self._truncate_caches(sequence, min(sequence.computed, max(len(sequence.tokens) - 1, 0)))
         cache, start, room = self.cache, sequence.computed, self.cache.room(sequence.number)

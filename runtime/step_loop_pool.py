@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence as List
+from collections import abc, deque
 
 from outrider.runtime.execution.assembly import LoadedPlan
 from outrider.runtime.prefix_cache.cache import PrefixCache
@@ -33,7 +32,7 @@ class StepLoopPool:
             self._all.add(engine)
         return engine
 
-    def borrow(self, tokens: List[int] = ()) -> StepLoop:
+    def borrow(self, tokens: abc.Sequence[int] = ()) -> StepLoop:
         """Return an idle engine, or a new one.
 
         With a prefix cache an engine may still have a sequence; the idle engine whose sequence shares most with
@@ -56,7 +55,7 @@ class StepLoopPool:
         self.idle.append(engine)
 
     @property
-    def engines(self) -> List[StepLoop]:
+    def engines(self) -> abc.Sequence[StepLoop]:
         """All engines, lent or idle."""
         with self._counting:
             return list(self._all)

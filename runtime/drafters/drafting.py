@@ -6,8 +6,8 @@ the others; of trees, the nodes that are likeliest of all are taken.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as List
 from dataclasses import replace
 from heapq import nlargest
 from math import log
@@ -78,7 +78,7 @@ class Drafting:
 
     # Between runs.
 
-    def begin(self, prefix: List[int], drafters: set[str | None], *, pooled: bool, here: bool) -> None:
+    def begin(self, prefix: abc.Sequence[int], drafters: set[str | None], *, pooled: bool, here: bool) -> None:
         """Expect sequences after `prefix` that ask these drafters, or none; the prefix may have KV `here` already."""
         asked = self._of(drafters)
         for engine in self.engine_drafters.values():
@@ -90,12 +90,12 @@ class Drafting:
                 engine.begin(prefix, pooled=pooled)
         self._prefix_engines = asked if prefix else []
 
-    def has_prefix(self, prefix: List[int], drafters: set[str | None]) -> bool:
+    def has_prefix(self, prefix: abc.Sequence[int], drafters: set[str | None]) -> bool:
         """Whether the engines of these drafters have the KV of the prefix."""
         return all(engine.has_prefix(prefix) for engine in self._of(drafters))
 
     @property
-    def of_prefix(self) -> List[EngineDrafter]:
+    def of_prefix(self) -> abc.Sequence[EngineDrafter]:
         """Engine drafters that compute KV of the prefix."""
         return self._prefix_engines
 
@@ -131,7 +131,7 @@ class Drafting:
         if sequence.engine_drafter is not None:
             sequence.engine_drafter.open(sequence)
 
-    def remember(self, sequence: Sequence, output: List[int]) -> None:
+    def remember(self, sequence: Sequence, output: abc.Sequence[int]) -> None:
         """Keep what a generation of a sequence has put out for drafts to come, where its drafter has a memory.
 
         As many tokens of its prompt go along as contexts reach back: as contexts, never to be drafted themselves. May
@@ -185,14 +185,16 @@ class Drafting:
                 return True
         return False
 
-    def propose(self, live: Mapping[int, DraftBudget], following: List[Sequence], nodes: int) -> dict[int, Draft]:
+    def propose(
+        self, live: Mapping[int, DraftBudget], following: abc.Sequence[Sequence], nodes: int
+    ) -> dict[int, Draft]:
         """Drafts by number for the sequences of a pass, `nodes` in all; `live` says what each may use.
 
         `following` are all whose drafters are enabled: heads take in what those have committed.
         """
         chains: dict[int, tuple[Sequence, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
-        forced: dict[int, List[int]] = {}
+        forced: dict[int, abc.Sequence[int]] = {}
         for number, (each, limit, by_engine) in live.items():
             if limit <= 0:
                 continue
@@ -258,7 +260,7 @@ class Drafting:
         self,
         live: Mapping[int, DraftBudget],
         chains: Mapping[int, tuple[Sequence, int]],
-        forced: Mapping[int, List[int]],
+        forced: Mapping[int, abc.Sequence[int]],
         drafts: dict[int, Draft],
         budget: int,
     ) -> dict[int, Draft]:
@@ -366,7 +368,7 @@ def _kept_features(loaded: LoadedPlan, parts: Assembly) -> KeptFeatures | None:
     return KeptFeatures(parts.buffers, first, count)
 
 
-def _forced(sequence: Sequence, limit: int) -> List[int]:
+def _forced(sequence: Sequence, limit: int) -> abc.Sequence[int]:
     """Return the tokens that a rule of the sequence forces; none by rejection, where tokens depend on the draft."""
     host, engine = sequence.host_drafter, sequence.engine_drafter
     if limit > 0 and not (host is None and engine is None) and not (engine is not None and engine.rejects):
@@ -376,7 +378,7 @@ def _forced(sequence: Sequence, limit: int) -> List[int]:
     return ()
 
 
-def _chain(tokens: List[int]) -> Draft:
+def _chain(tokens: abc.Sequence[int]) -> Draft:
     return Draft(tokens, range(-1, len(tokens) - 1))
 
 
@@ -395,7 +397,7 @@ def _limited(draft: Draft, sequence: Sequence) -> Draft:
     return draft if len(nodes) == len(draft) else _part(draft, nodes)
 
 
-def _part(tree: Draft, nodes: List[int]) -> Draft:
+def _part(tree: Draft, nodes: abc.Sequence[int]) -> Draft:
     """Cut a tree to some of its nodes, ascending, which include all of their ancestors."""
     place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
     scores = None if tree.scores is None else [tree.scores[node] for node in nodes]
@@ -409,7 +411,7 @@ def _part(tree: Draft, nodes: List[int]) -> Draft:
     )
 
 
-def _left(draft: Draft, nodes: List[int]) -> Draft:
+def _left(draft: Draft, nodes: abc.Sequence[int]) -> Draft:
     """Cut a draft to the nodes that are worth verifying."""
     return draft if len(nodes) == len(draft) else replace(_part(draft, nodes), left_out=len(draft) - len(nodes))
 

@@ -9,8 +9,8 @@ before that, a head takes in what its sequences have committed, or keeps the fea
 from __future__ import annotations
 
 import logging
+from collections import abc
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from math import inf, log
 
@@ -32,7 +32,7 @@ from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import Stopwatch
 
-Choose = Callable[[List[int], List[float]], List[int]]
+Choose = Callable[[abc.Sequence[int], abc.Sequence[float]], abc.Sequence[int]]
 """Chooses nodes of a draft, ascending and with all of their ancestors, by parents (-1 for the tip) and scores."""
 
 LEAST_CHANCE = 0.2
@@ -126,7 +126,7 @@ class EngineDrafter:
         self._forget_states()
         self._prefix, self._prefix_synced = [], 0
 
-    def has_prefix(self, prefix: List[int]) -> bool:
+    def has_prefix(self, prefix: abc.Sequence[int]) -> bool:
         """Whether all tokens of the prefix that can have KV here do."""
         return self._prefix == list(prefix) and self._prefix_synced == len(self._prefix)
 
@@ -146,7 +146,7 @@ class EngineDrafter:
             self._kept.release(state.features[kept:])
         state.features = state.features[:kept]
 
-    def begin(self, prefix: List[int], *, pooled: bool) -> None:
+    def begin(self, prefix: abc.Sequence[int], *, pooled: bool) -> None:
         """Forget everything, and expect sequences after `prefix`."""
         self.arrange(pooled=pooled)
         self._prefix = list(prefix)
@@ -438,7 +438,7 @@ class EngineDrafter:
     # Any number of sequences.
 
     def draft(
-        self, wanting: Mapping[int, int], following: List[Sequence], *, in_place: bool = False
+        self, wanting: Mapping[int, int], following: abc.Sequence[Sequence], *, in_place: bool = False
     ) -> dict[int, Draft]:
         """Draft after the tips of the sequences that are `wanting`, by number: at most so many nodes where it draws
         a token at a time.
@@ -513,7 +513,7 @@ class EngineDrafter:
             waiting.pop(0)
         return grown
 
-    def _trees(self, grown: List[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    def _trees(self, grown: abc.Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
         """Yield the index of each tree in the drafter's buffers, and the number of its sequence."""
         place, row, each = 0, -1, self._step.tips
         for at, _, number in grown:
@@ -602,7 +602,9 @@ class EngineDrafter:
         }
 
     def _go_on(
-        self, chains: List[Sequence], drafted: Mapping[int, tuple[list[int], list[float], list[NDArray[np.float32]]]]
+        self,
+        chains: abc.Sequence[Sequence],
+        drafted: Mapping[int, tuple[list[int], list[float], list[NDArray[np.float32]]]],
     ) -> list[tuple[int, int, int]]:
         """Lay out the last token of each chain that continues; return the tips of that step."""
         grown: list[tuple[int, int, int]] = []

@@ -7,7 +7,7 @@ does not come to are left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections import abc
 from math import isfinite
 from time import perf_counter_ns
 from typing import Any
@@ -48,7 +48,7 @@ class RuledWalk:
         }
         self._choices: dict[int, native.BoundOp] = {}  # by row of logits
 
-    def run(self, placed: List[Placement]) -> None:
+    def run(self, placed: abc.Sequence[Placement]) -> None:
         """Apply the rules of the sequences to the rows of logits that the accept stage will choose from.
 
         Where a rule allows no token, its row stays, and `Placement.stuck` tells.

@@ -5,7 +5,7 @@ A sequence here is the prefix that all sequences share or, where there is none, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections import abc
 
 from outrider.plans import names
 from outrider.runtime.drafters.drafting import Drafting
@@ -26,7 +26,7 @@ class CacheClient:
 
     # The prefix that all sequences share.
 
-    def recall_prefix(self, prefix: List[int], owner: str) -> int:
+    def recall_prefix(self, prefix: abc.Sequence[int], owner: str) -> int:
         """Copy the known KV of an owner's prefix that has just begun, for the target and all its drafters; return how
         many tokens have KV.
 
@@ -50,7 +50,7 @@ class CacheClient:
         self._cache.note_reused(tokens)
         return tokens
 
-    def keep_prefix(self, prefix: List[int], owner: str) -> None:
+    def keep_prefix(self, prefix: abc.Sequence[int], owner: str) -> None:
         """Insert an owner's prefix whose KV has been computed."""
         kept = {names.TARGET: (len(prefix), self._target.prefix_kv())}
         for drafter in self._drafting.of_prefix:
@@ -59,12 +59,12 @@ class CacheClient:
 
     # Sequences after no prefix.
 
-    def number_for(self, tokens: List[int], owner: str, free: List[int]) -> int:
+    def number_for(self, tokens: abc.Sequence[int], owner: str, free: abc.Sequence[int]) -> int:
         """Choose the free number whose row holds the most of the owner's `tokens`."""
         tokens = list(tokens)
         return max(free, key=lambda number: (common_length(self._still_held(number, owner), tokens), -number))
 
-    def _still_held(self, number: int, owner: str) -> List[int]:
+    def _still_held(self, number: int, owner: str) -> abc.Sequence[int]:
         """Return the tokens of an ended sequence of this owner if the row still holds their KV: padding of a batch
         overwrites it."""
         left_by, tokens = self._left.get(number, ("", []))

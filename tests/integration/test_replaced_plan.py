@@ -100,7 +100,7 @@ def test_a_plan_that_is_replaced_while_it_is_loaded_is_refused(
         Place(plan).put(copy_plan(other, plan.with_name("new")))
         return original(opened, backend)
 
-    monkeypatch.setattr(MappedFiles, "of", replaced)
+    monkeypatch.setattr(MappedFiles, "from_plan", replaced)
     with pytest.raises(PlanError, match="was replaced while it was loaded; load it again"):
         Runtime.load(plan, threads=1)
 
