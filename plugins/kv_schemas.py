@@ -30,8 +30,7 @@ KV_GATHER = OpSchema(
     slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
     Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
     where they are cost nothing. A step may have fewer rows than the cache: its first ones.
-    Errors: ValueError for splits, tokens after the last split, and slots outside the cache, before anything is moved.
-    Source: DESIGN section 5.""",
+    Errors: ValueError for splits, tokens after the last split, and slots outside the cache, before anything is moved.""",
     inputs=(
         _KV,
         per_new_token("source"),
@@ -68,7 +67,7 @@ BLOCK_SUMMARY = OpSchema(
     of kv are K and V of each layer in turn; of an int8 cache (`plans.kv_slots`), keys are integers times their scale,
     rounded to float32.
     Errors: ValueError for numbers out of range and more candidates than there is room for, before anything is written.
-    Source: DESIGN section 8; seed 004; arXiv 2512.02337.""",
+    Source: arXiv 2512.02337.""",
     inputs=(
         _KV,
         _LAYER_WINDOWS,
@@ -100,7 +99,7 @@ BLOCK_SELECT = OpSchema(
     ascending; -1 after them. Queries of a layer lie from its plane's start on, tokens one after another.
     Errors: ValueError for numbers out of range, and for a budget that does not reach a layer's window where there are
     more candidates, before anything is written.
-    Source: DESIGN section 8; FEATURES row 33; seed 004; arXiv 2512.02337 (equations 1 to 3).""",
+    Source: arXiv 2512.02337 (equations 1 to 3).""",
     inputs=(
         TensorSpec(names.QUERIES, "float32", ("layers", names.NEW, "num_heads * head_dim")),
         per_new_token(names.KEPT_INDICES),
@@ -132,7 +131,7 @@ PARTIAL_KV_GATHER = OpSchema(
     leaves it, the same number of blocks for every layer and head. `resident` says which block lies in each place of the
     row's retrieval already (-1: none): it is not copied again, and follows.
     Errors: ValueError for counts and blocks out of range, and too little room, before anything is moved.
-    Source: DESIGN section 8; FEATURES rows 31 and 33.""",
+    Source: arXiv 2512.02337.""",
     inputs=(
         _KV,
         one(names.ROW),

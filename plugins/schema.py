@@ -30,7 +30,7 @@ SLOT = "slot_size"  # of a KV cache: elements of a slot for one head (`plans.kv_
 
 
 class Purpose(IntEnum):
-    """The last word of the Philox counter, which keeps the kinds of draws apart (DESIGN section 7)."""
+    """The last word of the Philox counter, which keeps the kinds of draws apart."""
 
     TARGET = 0
     DRAFT = 1
@@ -38,7 +38,7 @@ class Purpose(IntEnum):
 
 
 class FilterOrder(IntEnum):
-    """When the temperature is applied: before top-k and top-p (seed 003), or to the tokens they leave (seed 001)."""
+    """When the temperature is applied: before top-k and top-p, or to the tokens they leave."""
 
     TEMPERATURE_FIRST = 0
     TEMPERATURE_LAST = 1

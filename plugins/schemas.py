@@ -63,8 +63,7 @@ _BIM_MASK = OpSchema(
     of the same row; -1: its parent is committed; a prefill is a chain). All other keys are masked.
     Places after a row's tokens fill up the rectangle: they see key 0 alone, so that no softmax is over nothing.
     S >= a row's tokens and T >= past_length[r] + its tokens, for every row.
-    Errors: ValueError for extents, splits, past_length, parents or branches out of range, before anything is written.
-    Source: DESIGN section 4, "Visibility"; seed 000.""",
+    Errors: ValueError for extents, splits, past_length, parents or branches out of range, before anything is written.""",
     inputs=(
         TensorSpec(names.BIM, INTEGER, (names.ROWS, CAPACITY)),
         per_row(names.PAST_LENGTH),
@@ -83,8 +82,7 @@ _SAMPLE = OpSchema(
 
     committed[m] = choice(logits[m], sampling[b], noise), with n = logit_indices[m], b = branch[n] and the noise of
     (seed[b], stream[b], positions[n] + 1, purpose): an exponential race among the tokens that the filters keep.
-    Errors: ValueError for extents, indices or settings out of range, and for logits with NaN or with -inf alone.
-    Source: DESIGN section 7.""",
+    Errors: ValueError for extents, indices or settings out of range, and for logits with NaN or with -inf alone.""",
     inputs=_CHOICE_INPUTS,
     outputs=(_COMMITTED,),
     attributes=(_PURPOSE,),
@@ -107,7 +105,7 @@ _TREE_ACCEPT = OpSchema(
     nodes, ascending. Entries of committed[:M] and kept_indices[:N] that say nothing are -1.
     Errors: as Sample, and ValueError for parents out of range, indices not ascending, trees not contiguous or too many.
     An error found before the walk leaves the outputs as they were.
-    Source: DESIGN section 7; arXiv 2408.07978 for the invariance.""",
+    Source: arXiv 2408.07978 for the invariance.""",
     inputs=(*_CHOICE_INPUTS, *_TREE_INPUTS),
     outputs=_ACCEPT_OUTPUTS,
     attributes=(_PURPOSE,),
@@ -137,7 +135,7 @@ _CHAIN_ACCEPT = OpSchema(
     quotient: 0 where p(x) is, else infinite where q(x) is 0.
     Errors: as TreeAccept, and ValueError for such trees that are no chains, drafted tokens outside the vocabulary,
     draft_probs that are negative, NaN or infinite, and skip_sample_adjustment and by_rejection other than 0 and 1.
-    Source: DESIGN section 7; seed 001; arXiv 2211.17192 (algorithm 1); arXiv 2302.01318.""",
+    Source: arXiv 2211.17192 (algorithm 1); arXiv 2302.01318.""",
     inputs=(
         *_CHOICE_INPUTS,
         *_TREE_INPUTS,
@@ -158,8 +156,7 @@ _RACE_NOISE = OpSchema(
     distributed: by the default purpose the target's own, so that the drafter runs the race that the target will.
     Not written where the temperature of b is 0. draft_sampling is sampling, rounded to the nearest float32: what is
     drafted is a guess, and backends without float64 make it too.
-    Errors: ValueError for an unknown purpose.
-    Source: DESIGN section 7.""",
+    Errors: ValueError for an unknown purpose.""",
     inputs=(
         TensorSpec(names.TIP_POSITION, INTEGER, (_SLOTS,)),
         *_CHOICE_SLOTS,
@@ -187,7 +184,7 @@ _BRANCH_ATTENTION = OpSchema(
     exp(sinks[h]) in its sum as well: a key without a value, under no cap. Where `later` is 1, the bias may show a token
     of the step that comes after the query's, else none. Where `asks` is 0, nobody reads `out`: its numbers are any
     finite ones. Stands in graphs only, and is lowered there: no CPU kernel.
-    Source: DESIGN section 4; the cap, Gemma 2 (arXiv 2408.00118); sinks, gpt-oss.""",
+    Source: the cap, Gemma 2 (arXiv 2408.00118); sinks, gpt-oss.""",
     inputs=(
         TensorSpec("q", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
         TensorSpec("k", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
@@ -243,7 +240,7 @@ _DRAFT_SAMPLE = OpSchema(
     drafter's distribution under the branch's temperature, top-k, top-p (their cuts looked for among the 64 likeliest
     tokens) and min-p; greedy, all of it at the argmax.
     Stands in graphs only: a function body of standard ops, or the CUDA kernel.
-    Source: DESIGN section 7; seed 001.""",
+    Source: arXiv 2211.17192.""",
     inputs=(
         TensorSpec("logits", "float32", ("trees", "nodes", _VOCABULARY)),
         *_DRAFT_SETTINGS,
@@ -273,7 +270,7 @@ _TREE_EXPAND = OpSchema(
     A probability counts as 1e-30 at least.
     Candidates are node-major, a node's best first; frontier holds the top_k best of them, best first. Of equals, the
     lower index comes first. Stands in graphs only: a function body of standard ops, or the CUDA kernel.
-    Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858) for the tree.""",
+    Source: EAGLE-2 (arXiv 2406.16858) for the tree.""",
     inputs=(
         TensorSpec("logits", "float32", (*_FRONTIER, _VOCABULARY)),
         TensorSpec("score", "float32", _FRONTIER),
@@ -298,7 +295,7 @@ _TREE_RERANK = OpSchema(
     the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. candidate holds
     these indices, ascending; parent counts nodes, 0 is the root. Stands in graphs only: a function body of standard
     ops, or the CUDA kernel.
-    Source: DESIGN section 7; EAGLE-2 (arXiv 2406.16858).""",
+    Source: EAGLE-2 (arXiv 2406.16858).""",
     inputs=(
         TensorSpec("candidate_token", INTEGER, _CANDIDATES),
         TensorSpec("candidate_score", "float32", _CANDIDATES),

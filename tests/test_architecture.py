@@ -94,6 +94,18 @@ def test_our_packages_are_imported_by_the_name_that_is_installed() -> None:
     assert [line.partition(":")[0] for line in named] == ["tools/lab/paired_worker.py"], named  # of older checkouts
 
 
+def test_nothing_refers_to_documents_outside_the_tree() -> None:
+    cited = re.compile(r"\b(DESIGN|FEATURES|HOUSE|FACTS) (section|row)|\bseed 00\d")
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    found = [
+        name
+        for name in listed.stdout.split()
+        if name.endswith((".py", ".pyi", ".h", ".cc", ".c", ".md")) and name != "tests/test_architecture.py"
+        if not name.startswith("tools/results/") and cited.search((REPOSITORY / name).read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("package", ["compiler", "runtime"])
 def test_command_lines_are_known_to_commands_alone(package: str) -> None:
     """Neither `commands` nor a command's module is imported by anything that is no command."""

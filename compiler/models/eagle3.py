@@ -3,7 +3,7 @@
 At position i the head sees the pair (feature i, token i+1). `fuse` makes h of the target's three residual streams,
 `layer` maps h and an embedding to the next h, and `logits` scores the draft vocabulary. The next level of a draft feeds
 that h back. Like the decoder, the head computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves
-rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840); FEATURES, "EAGLE3 checkpoints".
+rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Who sees whom: one rule for prefill, chain, tree and branch (DESIGN section 4, "Visibility").
+// Who sees whom: one rule for prefill, chain, tree and branch.
 #pragma once
 
 #include "portable.h"

@@ -1,7 +1,7 @@
 // The choice of a token from its logits: argmax, or who wins an exponential race (race.h) among those that filters keep.
 //
 // Weights are integers (exp in units of 2^-40), so their sums do not depend on the order of summation, and neither does
-// the chosen token: one thread, many lanes or a GPU block choose alike. DESIGN section 7; plugins/reference/choice.py.
+// the chosen token: one thread, many lanes or a GPU block choose alike. plugins/reference/choice.py.
 #pragma once
 
 #include "exp.h"

@@ -3,7 +3,7 @@
 // With noise E that is exponentially distributed, min E / w falls on an id as often as its share of the weights says.
 // Noise is a function of (seed, stream, position, purpose, id), computed in plain IEEE float32 without contraction, so
 // that every machine gives the same bits. Close weights give close races: who is ahead changes at a near tie alone,
-// whatever happens to the other ids. DESIGN section 7; plugins/reference/race.py.
+// whatever happens to the other ids. plugins/reference/race.py.
 #pragma once
 
 #include "choice.h"

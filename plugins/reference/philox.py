@@ -32,7 +32,7 @@ def position_words(seed: int, stream: int, position: int, purpose: int) -> tuple
 
 
 def uniform(seed: int, stream: int, position: int, purpose: int) -> int:
-    """Return the integer u in [0, 2**53) that stands for u / 2**53 (DESIGN section 7); arguments as of
+    """Return the integer u in [0, 2**53) that stands for u / 2**53; arguments as of
     `position_words`."""
     x0, x1, _, _ = position_words(seed, stream, position, purpose)
     return (x0 >> 5) << 26 | x1 >> 6

@@ -59,7 +59,7 @@ def tree_accept(
     parent: NDArray[np.int64],
     purpose: Purpose = Purpose.TARGET,
 ) -> Accepted:
-    """Apply the rule of DESIGN section 7 to every tree of the step; shapes as in the schema of TreeAccept."""
+    """Walk every tree of the step along the target's own choices; shapes as in the schema of TreeAccept."""
     place_of = {row: place for place, row in enumerate(logit_indices.tolist())}
 
     def step(node: int) -> tuple[int, int | None]:

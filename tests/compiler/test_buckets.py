@@ -42,7 +42,6 @@ def test_a_plan_has_them_where_devices_record(cuda_plan: Plan, toy_plan: Path) -
 
 
 def test_batches_are_those_of_the_field() -> None:
-    """FEATURES row 27: 2, 4, 8, 16, 24 and so on, and as many sequences as there may be."""
     assert batch_buckets(1) == ()
     assert batch_buckets(2) == (2,)
     assert batch_buckets(7) == (2, 4, 7)

@@ -56,7 +56,7 @@ LogProbs = Callable[[list[int]], NDArray[np.float64]]
 
 
 def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, int]]:
-    """(token, parent node, depth, score, row) of the nodes after the root, by DESIGN section 7, word by word.
+    """(token, parent node, depth, score, row) of the nodes after the root, by the definition of the tree.
 
     Row r is the r-th node that a level runs; -1 where none does.
     """

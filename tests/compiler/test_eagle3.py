@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, object]] = {
 
 
 class NumpyHead:
-    """FEATURES, "EAGLE3 checkpoints", in float64: one row, whose keys and values grow with every call of `level`."""
+    """An EAGLE3 head in float64: one row, whose keys and values grow with every call of `level`."""
 
     def __init__(self, tensors: dict[str, Tensor], case: dict[str, object]) -> None:
         self.w = {name: tensor.double().numpy() for name, tensor in tensors.items()}

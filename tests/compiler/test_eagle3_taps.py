@@ -31,7 +31,7 @@ def test_default_taps_of_a_target(layers: int, taps: tuple[int, ...], tmp_path: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ids_of_layers_whose_output_is_read_are_one_lower(layout: Layout, tmp_path: Path) -> None:
-    """What SpecForge names by default for 94 layers, [1, 46, 90], is the default of FEATURES, [2, 47, 91]."""
+    """What SpecForge names by default for 94 layers, [1, 46, 90], is ours, [2, 47, 91]."""
     target = target_config(layers=94)
     write_eagle3(tmp_path, layout=layout)
     default = read_eagle3_config(tmp_path, target).aux_layers

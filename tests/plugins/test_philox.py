@@ -1,4 +1,4 @@
-"""Uniform numbers are Philox4x32-10 with the counter of DESIGN section 7."""
+"""Uniform numbers are Philox4x32-10 with a counter of stream, position and purpose."""
 
 import numpy as np
 import pytest

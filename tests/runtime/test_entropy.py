@@ -22,7 +22,7 @@ PROMPT = [(37 * i) % 299 + 1 for i in range(30)]
 
 
 def rule(settings: EntropyGamma, entropies: list[float]) -> list[int]:
-    """FEATURES row 15, word by word, re-clamped."""
+    """The definition, clamped again."""
     lengths, ema = [], None
     for entropy in entropies:
         gamma = max(settings.gamma_min, min(int((1 - entropy) * settings.gamma_max), settings.gamma_max))

@@ -1,4 +1,4 @@
-"""The prefix cache: worked figures of seed 002, what it keeps and gives up, and 100,000 operations of threads."""
+"""The prefix cache: worked figures, what it keeps and gives up, and 100,000 operations of threads."""
 
 from __future__ import annotations
 

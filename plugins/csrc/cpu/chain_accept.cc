@@ -108,7 +108,7 @@ class ChainAccept {
                     std::to_string(*fault) + "; a probability is finite and at least 0.");
   }
 
-  // The rule of seed 001: accept the drafted token when r q <= p, else replace it. A chain's next node is its child.
+  // The rule of arXiv 2211.17192: accept the drafted token when r q <= p, else replace it. A chain's next node is its child.
   Visit weigh(const Trees& chains, i64 node, i64 end) const {
     const i64 drafted = node + 1;
     if (drafted == end) return {choices_.at(node), kNothing};  // the bonus

@@ -28,7 +28,7 @@ from outrider.tools.lab.reference.tasks import outline_examples, retrieval_examp
 from tests.conftest import REPOSITORY
 
 REFERENCE = REPOSITORY / "plans" / "reference"
-POINT = re.compile(r"^(\d+)\.<(\d+)><(\w+)>\[-\](.+)$")  # FEATURES row 10
+POINT = re.compile(r"^(\d+)\.<(\d+)><(\w+)>\[-\](.+)$")
 MODULE = '''"""Reading and writing of simple tables."""
 
 def read(path):
