@@ -30,7 +30,7 @@ KV_GATHER = OpSchema(
     slot source_base[r] + (source[i] - row_splits[r]) -> slot destination[r] + (entries before i that r owns).
     Tokens that ascend within a row and slots that do not lie below their destinations arrive whole. Slots that stay
     where they are cost nothing. A step may have fewer rows than the cache: its first ones.
-    Errors: ValueError for splits, tokens after the last split, and slots outside the cache, before anything is moved.""",
+    Errors: ValueError for splits, tokens after the last split, and slots outside the cache, before any move.""",
     inputs=(
         _KV,
         per_new_token("source"),

@@ -63,7 +63,7 @@ _BIM_MASK = OpSchema(
     of the same row; -1: its parent is committed; a prefill is a chain). All other keys are masked.
     Places after a row's tokens fill up the rectangle: they see key 0 alone, so that no softmax is over nothing.
     S >= a row's tokens and T >= past_length[r] + its tokens, for every row.
-    Errors: ValueError for extents, splits, past_length, parents or branches out of range, before anything is written.""",
+    Errors: ValueError for extents, splits, past_length, parents or branches out of range, before any write.""",
     inputs=(
         TensorSpec(names.BIM, INTEGER, (names.ROWS, CAPACITY)),
         per_row(names.PAST_LENGTH),

@@ -60,7 +60,7 @@ def chain_accept(
     skip_sample_adjustment: NDArray[np.int64],
     by_rejection: NDArray[np.int64],
 ) -> WeighedChains:
-    """Apply the rule of arXiv 2211.17192 to chains of branches with rejection, and TreeAccept's rule to other branches' trees.
+    """Apply the rule of arXiv 2211.17192 to chains of branches with rejection, and TreeAccept's rule to others.
 
     Shapes as in the schema of ChainAccept.
     """

@@ -1,8 +1,9 @@
 """Recorded draft trees, and how much of each a smaller tree would have had accepted.
 
 A tree of `top_k` children, recorded to some depth with all its nodes, holds every shallower and smaller one: a level
-grows in the same way however many follow it, and the nodes that are kept are the best of those levels. So
-for one `top_k` the replay is the definition itself, not a model of it, as long as the recording kept enough nodes: of a shallower tree it knows those that were among its own best, and what it lacks counts as refused.
+grows in the same way however many follow it, and the nodes that are kept are the best of those levels. So for
+one `top_k` the replay is the definition itself, not a model of it, as long as the recording kept enough nodes: of a
+shallower tree it knows those that were among its own best, and what it lacks counts as refused.
 One thing is assumed: that the tips at which the recorded rounds began are like those of other trees' rounds.
 """
 
