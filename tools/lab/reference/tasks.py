@@ -1,7 +1,7 @@
 """Tasks made from source files: outlines (`[PLAN]` lines, then one function per branch) and retrieval.
 
-The outline format of `runtime/skeleton/outline.py`: `[DIRECT] ... [END]`, or `[PLAN]`,
-lines `1.<len><tool>[-]Title`, `[END]`. `len` is the point's length in tokens, rounded up to tens. A branch continues from the whole plan: the
+The outline format of `runtime/skeleton/outline.py`: `[DIRECT] ... [END]`, or `[PLAN]`, lines `1.<len><tool>[-]Title`
+and `[END]`. `len` is the point's length in tokens, rounded up to tens. A branch continues from the whole plan: the
 point's line again, then its function, then `[END]`.
 """
 
