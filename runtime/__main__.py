@@ -39,7 +39,7 @@ _EARLY_STOPPING: dict[str, EarlyStopping] = {"false": False, "true": True, "neve
 _OF_BEAMS = {"length_penalty", "early_stopping", "num_return"}
 _WITH_BEAMS = {
     "plan", "backend", "threads", "exactness", "prompt", "prompt_file", "token_ids", "max_new_tokens", "ignore_eos",
-    "json",
+    "eos_token_ids", "json",
 }  # fmt: skip
 
 
@@ -126,8 +126,6 @@ def _generate(arguments: argparse.Namespace) -> int:
         return _beam_search(arguments)
     if given := _given(arguments, _OF_BEAMS):
         raise RequestError(f"{given[0]} is an option of beam search; add --beams N, or leave it out.")
-    if arguments.logprobs is not None and not arguments.json:
-        raise RequestError("--logprobs are printed with --json only; add it.")
     prompt = None if arguments.message is not None else read_prompt(arguments)
     messages = [{"role": "user", "content": arguments.message}] if prompt is None else None
     options = read_options(arguments)
@@ -167,8 +165,8 @@ def _beam_search(arguments: argparse.Namespace) -> int:
         options["early_stopping"] = _EARLY_STOPPING[arguments.early_stopping]
     if arguments.num_return is not None:
         options["num_return"] = arguments.num_return
-    if arguments.ignore_eos:
-        options["eos_token_ids"] = []
+    if arguments.ignore_eos or arguments.eos_token_ids is not None:
+        options["eos_token_ids"] = [] if arguments.ignore_eos else arguments.eos_token_ids
     results = load(arguments).beam_search(prompt, **options)
     if arguments.json:
         print_json(beams_json(results))

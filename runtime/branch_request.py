@@ -13,7 +13,7 @@ from outrider.plans.manifest import Geometry, Manifest
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.generation import Generation
 from outrider.runtime.numbers import shown
-from outrider.runtime.options.options import Options
+from outrider.runtime.options.options import OPTIONS, Options
 from outrider.runtime.options.request import Request, resolve
 from outrider.runtime.sampling import new_seed
 from outrider.runtime.text.grammars import Grammars
@@ -103,14 +103,14 @@ def check_branches(
     asked = []
     for place, branch in enumerate(given):
         try:
-            own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS}
+            own = {n: value for n, value in branch.items() if n not in _NO_OPTIONS and value is not None}
             merged = cast(Options, {**options, **own})
             request = resolve(merged, manifest, grammars, shared=mode == "in-one-sequence")
             if request.generated:
                 raise RequestError("generated is of a request that continues alone; leave it out.")
             if "stream_id" not in own:
-                sampling = replace(request.sampling, stream_id=request.sampling.stream_id + place)
-                request = replace(request, sampling=sampling)
+                stream = OPTIONS["stream_id"].kind.check(request.sampling.stream_id + place, "stream_id")
+                request = replace(request, sampling=replace(request.sampling, stream_id=stream))
             predicted = branch.get("predicted_tokens", request.max_new_tokens)
             if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 1:
                 raise RequestError(f"predicted_tokens is {shown(predicted)}; pass a whole number of at least 1.")

@@ -24,6 +24,6 @@ def shown(given: object) -> str:
     """A value as an error message shows it, shortened if it is long."""
     try:
         spelled = repr(given)
-    except ValueError:  # Python spells no number of more than 4,300 digits
-        return "a number of too many digits"
+    except Exception:  # Python spells no number of more than 4,300 digits; an object of a caller's may raise anything
+        return "a number of too many digits" if isinstance(given, int) else f"an object of type {type(given).__name__}"
     return spelled if len(spelled) <= _LONGEST else f"{spelled[:_LONGEST]}..."

@@ -185,9 +185,9 @@ class Runtime:
         Several are served at once, or one after another where the plan has one branch, with the tokens that each would
         get alone.
 
-        Of the `options`, all of which `outrider options` explains, these are asked for most: `max_new_tokens`
-        (128), `temperature` (0: greedy), `top_k`, `top_p`, `min_p`, `seed`, `stop` (texts), `drafter` (a name, or
-        "none"), `logprobs` (how many), `structured_outputs` (such as `{"json": schema}`), `ignore_eos` (False).
+        Of the `options`, all of which `outrider options` explains, these are asked for most: `max_new_tokens` (128),
+        `temperature` (0: greedy), `top_k`, `top_p`, `min_p`, `seed`, `stop` (texts), `drafter` (a name, or "none"),
+        `logprobs` (how many), `structured_outputs` (such as `{"json": schema}`), `ignore_eos` (False).
 
         Raises RequestError, before anything runs.
         """

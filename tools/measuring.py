@@ -64,7 +64,7 @@ def run_in_turn(
     warm_up = items[:1] if warm_up is None else warm_up
     if begin is None:
         with measuring([1.0] * (len(cases) * (len(warm_up) + reps * len(items)))) as shown:
-            return run_in_turn(cases, items, reps, run, warm_up=warm_up, begin=shown, leave=leave)
+            return run_in_turn(cases, items, reps, run, warm_up=warm_up, begin=shown, leave=leave, within=within)
     found: dict[Case, list[Result]] = {case: [] for case in cases}
     for repetition, index, item, case in turns(cases, items, reps, warm_up):
         while case in found:

@@ -35,7 +35,7 @@ def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
 def same_share(expected: Sequence[int], found: Sequence[int]) -> float:
     """Share of the expected tokens before the first that differs."""
     index = first_difference(expected, found)
-    return 1.0 if index is None else index / len(expected)
+    return 1.0 if index is None else index / max(len(expected), 1)
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,9 @@ OUTRIDER_HD inline void add_distance(Spread& spread, float logit, float top) {
 }
 
 // The least weight, at the temperature, of a logit that lies at most `top_n_sigma` standard deviations of its row below
-// the largest (top-n-sigma, arXiv 2411.07641).
+// the largest (top-n-sigma, arXiv 2411.07641). 0 where all logits lie within a unit of the largest: nothing is cut.
 OUTRIDER_HD inline u64 sigma_cut(double top_n_sigma, const Spread& spread, double temperature) {
+  if (spread.sum == 0) return 0;
   const double count = static_cast<double>(spread.count);
   const double mean = static_cast<double>(spread.sum) / count;
   const double variance = static_cast<double>(spread.squares) / count - mean * mean;

@@ -84,11 +84,14 @@ def sigma_cut(logits: NDArray[np.float32], top_n_sigma: float, temperature: floa
     with np.errstate(invalid="ignore"):
         gaps = np.where(finite == top, 0.0, np.minimum(np.float64(top) - finite, 2.0**12))
     distances = [int(gap * 2.0**8) for gap in gaps.tolist()]
+    if not sum(distances):
+        return 0
     count = float(len(distances))
     mean = float(sum(distances)) / count
     variance = float(sum(each * each for each in distances)) / count - mean * mean
     sigma = np.sqrt(variance) / 2.0**8 if variance > 0.0 else 0.0
-    x = -(top_n_sigma * sigma) / temperature
+    with np.errstate(over="ignore"):
+        x = -(top_n_sigma * sigma) / temperature
     return int(shared_exp(np.array(x)) * _WEIGHT_ONE) if x >= _NO_WEIGHT_BELOW else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -83,9 +84,9 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     for name, option in offered(Doors.COMMAND).items():
         spelling = _spelling(option)
-        help = f"turn off: {option.help}" if option.default is True else option.help
-        help += "; repeatable" if spelling.get("action") == "append" else ""
-        help += "" if option.default in (None, (), {}, False, True) else f" (default {option.default})"
+        help = (option.flag_help or option.help) + ("; repeatable" if spelling.get("action") == "append" else "")
+        known = option.default not in (None, ()) and not isinstance(option.default, bool)
+        help += f" (default {option.default})" if known else ""
         parser.add_argument(flag_of(name), dest=name, help=help, **spelling)
 
 
@@ -99,10 +100,9 @@ def _spelling(option: Option) -> dict[str, Any]:
     """Keyword arguments of `add_argument` for an option."""
     match option.kind:
         case Whole() as kind:
-            return {"type": partial(_whole_or_word, kind), "metavar": "|".join(["N", *kind.words])}
+            return {"type": partial(_number, kind), "metavar": "|".join(["N", *kind.words])}
         case Real() as kind:
-            limits = {"least": kind.least, "most": kind.most, "above": kind.above}
-            return {"type": number(**{name: each for name, each in limits.items() if each is not None}), "metavar": "X"}
+            return {"type": partial(_number, kind), "metavar": "X"}
         case Switch():
             return {"action": "store_const", "const": not option.default}
         case Choice() as kind:
@@ -117,8 +117,15 @@ def _spelling(option: Option) -> dict[str, Any]:
             return {"metavar": "NAME"}
 
 
-def _whole_or_word(kind: Whole, text: str) -> int | str:
-    return text if text in kind.words else whole_number(kind.least, kind.most)(text)
+def _number(kind: Whole | Real, text: str) -> Any:
+    """Read a number without spaces and underscores, or one of the words of the kind."""
+    value: object = text
+    with suppress(ValueError, argparse.ArgumentTypeError):
+        value = float(text) if isinstance(kind, Real) else whole_number(most=sys.maxsize**2)(text)
+    try:
+        return kind.check(value, "it")
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(f"is {text!r}; {str(error).rstrip('.').partition('; ')[2]}") from None
 
 
 def _bias(most: float, text: str) -> tuple[int, float]:
@@ -166,6 +173,8 @@ def read_form(arguments: argparse.Namespace) -> StructuredOutputs | None:
 
 def read_options(arguments: argparse.Namespace) -> Options:
     """Options of a generation, of those that `add_shared` has added."""
+    if arguments.logprobs is not None and not arguments.json:
+        raise RequestError("--logprobs are printed with --json only; add it.")
     given = {name: getattr(arguments, name) for name in offered(Doors.COMMAND)}
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])

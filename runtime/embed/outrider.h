@@ -142,8 +142,8 @@ OUTRIDER_API outrider_status outrider_runtime_open(const char *plan, size_t plan
  * branches stay as they are. Requests keep what they have given, until they are destroyed. */
 OUTRIDER_API outrider_status outrider_runtime_drain(outrider_runtime *runtime, int64_t timeout_ms);
 
-/* Lets go of the plan. Its sessions and the requests under way continue, and memory is given back with the last of them. A
- * submission that comes at the same time is served, or gets OUTRIDER_CLOSED. */
+/* Lets go of the plan. Its sessions and the requests under way continue, and memory is given back with the last of
+ * them. A submission that comes at the same time is served, or gets OUTRIDER_CLOSED. */
 OUTRIDER_API outrider_status outrider_runtime_close(outrider_runtime *runtime);
 
 /* Counts since the plan was loaded, as a JSON object: "backend"; "scheduler", of all submitted requests ("waiting",

@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -40,6 +39,15 @@ class Kind:
     def _refuse(self, given: object, name: str) -> RequestError:
         return RequestError(f"{name} is {shown(given)}; pass {self.what}.")
 
+    def _listed(self, given: object, name: str) -> tuple[Any, ...]:
+        """Return the elements of a list, which may be read again: an iterator would serve one request of several."""
+        try:
+            if isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping):
+                return tuple(given)
+        except TypeError:  # an array without dimensions
+            pass
+        raise self._refuse(given, name)
+
 
 @dataclass(frozen=True)
 class Whole(Kind):
@@ -64,6 +72,8 @@ class Whole(Kind):
         if isinstance(given, str) and given in self.words:
             return given
         whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+        if whole and given > self.most == INT64_MAX:  # which `what` leaves out
+            raise RequestError(f"{name} is {shown(given)}; pass a whole number of at most {self.most}.")
         if not whole or not self.least <= given <= self.most:
             raise self._refuse(given, name)
         return int(given)
@@ -159,22 +169,25 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class Texts(Kind):
-    """A text, or at most `most` of them, each of 1 to `most_bytes` bytes of UTF-8; not of white space if `printing`."""
+    """At most `most` texts, or one `alone`, each of 1 to `most_bytes` bytes of UTF-8; if `printing`, not of spaces."""
 
     most: int
     most_bytes: int
     printing: bool = False
+    alone: bool = True
     c = "texts"
 
     @property
     def what(self) -> str:  # type: ignore[override]
-        return f"a text, or a list of at most {self.most} texts"
+        one = "a text, or " if self.alone else ""
+        return f"{one}a list of at most {self.most} texts of at most {self.most_bytes} bytes"
+
+    @property
+    def annotation(self) -> Any:
+        return str | list[Any] if self.alone else list[Any]
 
     def check(self, given: Any, name: str, vocab_size: int | None = None) -> tuple[str, ...]:
-        several = (given,) if isinstance(given, str) else given
-        if not isinstance(several, Iterable) or isinstance(several, bytes | Mapping):
-            raise self._refuse(given, name)
-        texts = tuple(islice(several, self.most + 1))
+        texts = (given,) if self.alone and isinstance(given, str) else self._listed(given, name)
         if len(texts) > self.most:
             raise RequestError(f"{name} holds more than {self.most} texts; pass at most {self.most}.")
         for place, text in enumerate(texts):
@@ -194,16 +207,17 @@ class TokenIds(Kind):
 
     least: int = 0
     c = "ints"
+    annotation = list[Any]
 
     @property
     def what(self) -> str:  # type: ignore[override]
         return "a list of at least one token id" if self.least else "a list of token ids"
 
     def check(self, given: Any, name: str, vocab_size: int | None = None) -> tuple[int, ...]:
-        listed = isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
-        if not listed or len(given) < self.least:
+        listed = self._listed(given, name)
+        if len(listed) < self.least:
             raise self._refuse(given, name)
-        return tuple(_token_id(each, name, vocab_size) for each in given)
+        return tuple(_token_id(each, name, vocab_size) for each in listed)
 
 
 @dataclass(frozen=True)
@@ -211,7 +225,7 @@ class Biases(Kind):
     """Numbers of at most `most`, and at least its negative, by token id; ids may be texts, as JSON's keys are."""
 
     most: float
-    c = "json"
+    c, annotation = "json", dict[str, Any]
     what = 'numbers by token id, such as {"50256": -100}'
 
     def check(self, given: Any, name: str, vocab_size: int | None = None) -> dict[int, float]:
@@ -266,7 +280,7 @@ class Functions(Kind):
     what: str
 
     def check(self, given: Any, name: str, vocab_size: int | None = None) -> Sequence[Callable[..., Any]]:
-        found = tuple(given) if isinstance(given, Iterable) else (None,)
+        found = self._listed(given, name)
         if not all(map(callable, found)):
             raise self._refuse(given, name)
         return found

@@ -58,9 +58,9 @@ ALL, NONE = Doors.COMMAND | Doors.SERVER | Doors.C, Doors(0)
 class Option:
     """One option; None is the same as leaving it out.
 
-    `help` is one sentence without its end. `flag` is the command line's, where it is not the name with hyphens; of a
-    switch that is on by default, it turns it off. `rule` makes the rule over logits that the option, or several with
-    the same `rule`, come to.
+    `help` is one sentence without its end. `flag` is the command line's, where it is not the name with hyphens, and
+    `flag_help` its own sentence: of a switch that is on by default, the flag turns it off. `rule` makes the rule over
+    logits that the option, or several with the same `rule`, come to.
     """
 
     kind: Kind
@@ -68,6 +68,7 @@ class Option:
     default: Any = None
     doors: Doors = ALL
     flag: str | None = None
+    flag_help: str | None = None
     rule: Callable[[RuleContext], Sequence[LogitsRule]] | None = None
 
     @property
@@ -188,7 +189,7 @@ class Options(TypedDict, total=False):
     bad_words: Annotated[
         Sequence[str] | None,
         Option(
-            Texts(1000, 1000, printing=True),
+            Texts(1000, 1000, printing=True, alone=False),
             "texts that are not generated: the last token of one is excluded after the ones before it",
             (),
             flag="--bad-word",
@@ -209,8 +210,7 @@ class Options(TypedDict, total=False):
         Option(
             Biases(100.0),
             "numbers added to the logits of tokens, by their ids",
-            {},
-            rule=lambda context: [LogitBias(context.values["logit_bias"])],
+            rule=lambda context: [LogitBias(each) for each in [context.values["logit_bias"]] if each],
         ),
     ]
     logits_processors: Annotated[
@@ -270,11 +270,11 @@ class Options(TypedDict, total=False):
         bool | None,
         Option(
             Switch(),
-            "draft, run ahead and verify only where that pays, by the clock; off: draft even while that costs more "
-            "than it brings, and verify whole drafts",
+            "draft, run ahead and verify only where that pays, by the clock",
             True,
             Doors.COMMAND | Doors.C,
             "--keep-drafting",
+            "draft even while that costs more than it brings, by the clock, and verify whole drafts",
         ),
     ]
     remember: Annotated[
@@ -387,7 +387,7 @@ def check_options(options: Options, vocab_size: int | None = None) -> dict[str, 
     Raises RequestError naming the option, its value and its limits. What depends on the plan is checked by `resolve`,
     except that token ids are below `vocab_size`.
     """
-    unknown = sorted(set(options) - set(OPTIONS))
+    unknown = sorted(map(str, set(options) - set(OPTIONS)))
     if unknown:
         names = sorted(OPTIONS)
         meant = "".join(f" (did you mean {each!r}?)" for each in get_close_matches(unknown[0], names, 1))

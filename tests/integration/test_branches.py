@@ -173,6 +173,16 @@ def test_a_branch_that_is_cancelled_before_it_begins_is_over_at_once(branching) 
     assert [len(result.token_ids) for result in stream.results] == [30, 0]
 
 
+def test_none_in_a_branch_leaves_the_option_to_the_call(branching) -> None:
+    options = Options(max_new_tokens=8, temperature=0.9, seed=5, ignore_eos=True)
+    plain = branching.generate_branches([5, 6], [[7], [8]], **options)
+    none = {"temperature": None, "seed": None, "stream_id": None}
+    found = branching.generate_branches([5, 6], [{"prompt": [7], **none}, {"prompt": [8], **none}], **options)
+    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    with pytest.raises(RequestError, match=f"Branch 1: stream_id is {2**63}; pass a whole number of at most"):
+        branching.generate_branches([5, 6], n=2, stream_id=2**63 - 1, temperature=0.7)
+
+
 def test_streams_count_on_from_the_one_given(branching) -> None:
     """Whatever kind of whole number it is."""
     options = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True, "seed": 0}

@@ -147,6 +147,7 @@ def test_top_n_sigma_keeps_logits_near_the_largest_whatever_the_temperature(seed
 
 def test_top_n_sigma_of_rows_without_a_spread():
     assert kept([3, 3, 3], temperature=1.0, top_n_sigma=1.0) == [0, 1, 2]
+    assert kept([3, 2.999, 2.998], temperature=1.0, top_n_sigma=0.1) == [0, 1, 2]  # within a unit of the largest
     assert kept([-np.inf, 3, -np.inf], temperature=1.0, top_n_sigma=1.0) == [1]
     assert kept([np.inf, 3, 2], temperature=1.0, top_n_sigma=0.1) == [0]
 

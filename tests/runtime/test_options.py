@@ -21,22 +21,26 @@ NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 
 REFUSED: list[tuple[str, list[Any], str]] = [
     ("max_new_tokens", [0, -1, 1.0, True, "1", NAN, HUGE], "pass a whole number of at least 1."),
-    ("stop", [5, b"a", {"a": 1}], "pass a text, or a list of at most 16 texts."),
+    (
+        "stop",
+        [5, b"a", {"a": 1}, iter("a"), np.array(5)],
+        "pass a text, or a list of at most 16 texts of at most 1000 bytes.",
+    ),
     ("eos_token_ids", [5, "12"], "pass a list of token ids."),
     ("ignore_eos", [0, "no", NAN], "pass true or false."),
     ("temperature", [-0.1, 100.1, NAN, INF, True, "1", HUGE], "pass a number from 0 to 100."),
-    ("top_k", [-1, 1.0, True, 2**63], "pass a whole number of at least 0."),
+    ("top_k", [-1, 1.0, True], "pass a whole number of at least 0."),
     ("top_p", [0.0, 1.1, -1, NAN, False, "1"], "pass a number above 0 and at most 1."),
     ("min_p", [-0.1, 1.1, NAN], "pass a number from 0 to 1."),
     ("top_n_sigma", [-0.1, 100.5, NAN], "pass a number from 0 to 100."),
     ("filter_order", ["first", 1, ["temperature_last"]], "pass one of temperature_first, temperature_last."),
     ("seed", [-1, 2**64, True, 1.0], f"pass a whole number from 0 to {2**64 - 1}."),
-    ("stream_id", [-1, 2**63, False], "pass a whole number of at least 0."),
+    ("stream_id", [-1, False], "pass a whole number of at least 0."),
     ("skip_sample_adjustment", [1], "pass true or false."),
     ("min_tokens", [-1, True], "pass a whole number of at least 0."),
     ("logit_bias", [[5], "5"], 'pass numbers by token id, such as {"50256": -100}.'),
-    ("allowed_token_ids", [[], 5, "5"], "pass a list of at least one token id."),
-    ("bad_words", [5, {"x": 1}], "pass a text, or a list of at most 1000 texts."),
+    ("allowed_token_ids", [[], 5, "5", np.array(5)], "pass a list of at least one token id."),
+    ("bad_words", [5, "x", {"x": 1}], "pass a list of at most 1000 texts of at most 1000 bytes."),
     ("logits_processors", [5, [5]], "pass a list of functions of the tokens so far and their logits."),
     ("repetition_penalty", [0, -1, True, INF], "pass a number from 1e-06 to 1e+06."),
     ("frequency_penalty", [2.1, "much", NAN], "pass a number from -2 to 2."),
@@ -99,6 +103,20 @@ def test_values_outside_limits_are_refused_with_name_value_and_limits(name: str,
 )
 def test_what_is_wrong_within_a_value_is_named(own: dict[str, Any], said: str) -> None:
     assert refusal(own).startswith(said)
+
+
+def test_what_is_more_than_64_bits_is_refused_with_the_limit() -> None:
+    for name in ("top_k", "stream_id", "max_new_tokens"):
+        assert refusal({name: 2**63}) == f"{name} is {2**63}; pass a whole number of at most {2**63 - 1}."
+
+
+class _Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError("x")
+
+
+def test_objects_that_do_not_print_are_refused_by_their_type() -> None:
+    assert refusal({"temperature": _Unprintable()}).startswith("temperature is an object of type _Unprintable; pass")
 
 
 def test_numbers_that_python_does_not_print_are_refused_too() -> None:

@@ -47,6 +47,4 @@ def name_sampling(sampling: Options) -> str:
         return "greedy"
     known = {name: OPTIONS[name].default for name in _KEYS} | {"seed": 0}
     given = {name: value for name, value in sampling.items() if name in known and value != known[name]}
-    return ",".join(
-        f"{name}={given[name]:g}" if name != "seed" else f"seed={given[name]}" for name in _KEYS if name in given
-    )
+    return ",".join(f"{name}={given[name]!r}" for name in _KEYS if name in given)

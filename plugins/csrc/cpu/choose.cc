@@ -298,8 +298,9 @@ RowFault choose(const float* logits, i64 vocabulary, const Sampling& sampling, c
   const Extremes extremes = scan(logits, vocabulary, block_top);
   if (const RowFault fault = fault_of(extremes); fault != RowFault::kNone) return fault;
   const float top = logit_of(extremes.top);
-  token = raced_row(logits, vocabulary, block_top, top, sampling.temperature,
-                    least_weight(logits, vocabulary, top, sampling, sampling.temperature), key, grown(scratch.block_sum, blocks_of(vocabulary)));
+  const u64 least = least_weight(logits, vocabulary, top, sampling, sampling.temperature);
+  token = raced_row(logits, vocabulary, block_top, top, sampling.temperature, least, key,
+                    grown(scratch.block_sum, blocks_of(vocabulary)));
   return RowFault::kNone;
 }
 
