@@ -16,6 +16,7 @@ from outrider import Runtime
 from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import MODES
 from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.options.options import Options
 from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.text.grammar_rule import GrammarRule
 
