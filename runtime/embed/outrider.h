@@ -193,7 +193,7 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  * - max_new_tokens (int): Most tokens to generate; the context's end comes first where it is nearer. Pass a whole
  *   number of at least 1; default: 128.
  * - stop (add_text): Texts before which the generation ends; a special token's spelling makes it an end token. Pass
- *   a text, or a list of at most 16 texts.
+ *   a text, or a list of at most 16 texts of at most 1000 bytes.
  * - eos_token_ids (add_int): End tokens, in place of the plan's. Pass a list of token ids.
  * - ignore_eos (bool): Continue past end tokens. Pass true or false; default: false.
  * - temperature (double): What logits are divided by; 0 is greedy, and no filter has an effect. Pass a number from 0
@@ -218,7 +218,7 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  *   llama.cpp), choice. Pass an object of one key, such as {"regex": "[0-9]+"}.
  * - allowed_token_ids (add_int): The only tokens that may be generated. Pass a list of at least one token id.
  * - bad_words (add_text): Texts that are not generated: the last token of one is excluded after the ones before it.
- *   Pass a text, or a list of at most 1000 texts.
+ *   Pass a list of at most 1000 texts of at most 1000 bytes.
  * - min_tokens (int): No end token and no end by a stop text before this number of tokens. Pass a whole number of at
  *   least 0; default: 0.
  * - logit_bias (text): Numbers added to the logits of tokens, by their ids. Pass numbers by token id, such as
@@ -236,8 +236,8 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  * - gamma_min (int): Shortest chain of a drafter whose chains are as long as it is sure (gamma of the recipe). Pass
  *   a whole number of at least 1.
  * - gamma_max (int): Longest of these chains. Pass a whole number of at least 1.
- * - auto_disable (bool): Draft, run ahead and verify only where that pays, by the clock; off: draft even while that
- *   costs more than it brings, and verify whole drafts. Pass true or false; default: true.
+ * - auto_disable (bool): Draft, run ahead and verify only where that pays, by the clock. Pass true or false;
+ *   default: true.
  * - remember (bool): Keep the tokens for later drafts of other requests, where the drafter has a memory. Pass true
  *   or false; default: true.
  * - partial_kv (text): After long contexts, where the plan has a partial KV cache: lossless has the tokens of off;

@@ -165,7 +165,8 @@ RIGHT: dict[type, tuple[list[str], Any]] = {
 def parsed(*words: str) -> Options:
     parser = Parser(prog="outrider generate")
     add_shared(parser)
-    return read_options(parser.parse_args(["plan", *words]))
+    parser.add_argument("--json", action="store_true")
+    return read_options(parser.parse_args(["plan", "--json", *words]))
 
 
 @pytest.mark.parametrize("name", offered(Doors.COMMAND))
