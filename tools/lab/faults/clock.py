@@ -39,7 +39,7 @@ def run(setting: Setting, figures: Figures) -> None:
                     setting.tell(f"{jump / _HOUR:+.0f} h")
                     figures.count("faults")
                     with plain(server.port) as idle:
-                        idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                         sleep(setting.seconds / len(_JUMPS) / 2)
                         _set(clock, jump)
                         sleep(setting.seconds / len(_JUMPS) / 2)
@@ -78,11 +78,11 @@ def _check_created(server: Server, figures: Figures, jump: int) -> None:
 def _check_idle(server: Server, figures: Figures, clock: Path, jump: int) -> None:
     """A connection may idle for its seconds from the last answer, whatever the clock says."""
     with plain(server.port) as idle:
-        idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         idle.recv(4096)
         _set(clock, jump + _HOUR)
         sleep(1.0)
-        idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         figures.check(b"200 OK" in read_all(idle), "A connection that idled for a second was closed.")
         _set(clock, jump)
 

@@ -198,7 +198,7 @@ _WAYS: tuple[Callable[[dict[str, Any], random.Random, int], bytes], ...] = (
 def rubbish(draw: random.Random) -> bytes:
     """A request that is none, or hardly one, as bytes."""
     path, length = b"/v1/completions", b"Content-Length: 2\r\n"
-    host, kind = b"Host: x\r\n", b"Content-Type: application/json\r\n"
+    host, kind = b"Host: localhost\r\n", b"Content-Type: application/json\r\n"
     requests: tuple[bytes, ...] = (
         b"\r\n\r\n\r\n",
         b"GARBAGE\r\n\r\n",

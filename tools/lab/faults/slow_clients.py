@@ -17,6 +17,7 @@ from outrider.tools.lab.faults.setting import Setting
 _HEAD, _BODY, _SEND = 3.0, 4.0, 3.0  # seconds that the server gives
 _LATE = 15.0  # seconds beyond which a limit was not kept, on a machine that does other things
 _RECEIVE = 2048  # bytes that the system keeps of what a slow reader has not read
+_HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _READERS = 6  # of streams that do not fit into what the system keeps: each makes the server compute thousands of tokens
 _MOST_MB = 256.0  # more than before, while spans of so many wait
 _ESTABLISHED = "01"
@@ -84,12 +85,12 @@ def _slow(setting: Setting, server: Server, figures: Figures, place: int) -> Non
 
 def _in_head(made: socket.socket) -> str | None:
     return _dribble(
-        made, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 1000, b"The request's head has not"
+        made, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000, b"The request's head has not"
     )
 
 
 def _in_body(made: socket.socket) -> str | None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    head = f"{_HEADERS}Content-Length: 1000\r\n\r\n".encode()
     made.sendall(head)
     return _dribble(made, b'{"model": "' + b"x" * 1000, b"The request's body has not")
 
@@ -120,7 +121,7 @@ def _in_reading(made: socket.socket) -> str | None:
     """
     asked = {"model": MODEL, "prompt": [[1], [2], [3], [4]], "n": 16, "logprobs": 20, "max_tokens": 140, "priority": -1}
     body = json.dumps({**asked, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"{_HEADERS}Content-Length: {len(body)}"
     made.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
     until = monotonic() + (made.gettimeout() or 0.0)
     while made.recv(1) and monotonic() < until:
