@@ -80,5 +80,5 @@ class PartialKv(Strict):
         return max(1, self.candidates(capacity))
 
     def pays(self, covered: int, budget: int) -> bool:
-        """Whether so many tokens are long enough for a partial KV cache."""
+        """Whether a sequence of this length is long enough for a partial KV cache."""
         return covered > self.partial_threshold and covered > self.front(budget)

@@ -9,7 +9,7 @@ class Sampling(NamedTuple):
     """A row of `sampling`, float64 `[branches, SETTINGS]`, or of a drafter's `draft_sampling`, the same in float32.
 
     Each column has the default at which it is off. Whole numbers above 2**53, in float32 2**24, are rounded: as top_k
-    all of them are off, since no vocabulary has so many tokens.
+    all of them are off, since every vocabulary is smaller.
     """
 
     temperature: float = 0.0  # what logits are divided by; 0 is greedy, and the filters are then without effect

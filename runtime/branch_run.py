@@ -1,4 +1,4 @@
-"""Generate several sequences after one prefix: how `generate_branches` drives an engine."""
+"""Generate several sequences after one prefix: how `generate_branches` drives a step loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAIT = 0.05  # seconds that a beginning which is not known yet is waited for, w
 
 
 def run_branches(
-    engine: StepLoop,
+    loop: StepLoop,
     prefix: abc.Sequence[int],
     asked: abc.Sequence[BranchRequest],
     max_parallel: int,
@@ -29,13 +29,13 @@ def run_branches(
     known yet starts as soon as it is. The KV of the prefix stays for a next run after the same prefix, if that asks
     drafters of this run or of `keep_for` only.
     """
-    with engine.counting(stats):
+    with loop.counting(stats):
         owner = asked[0].request.cache_salt
-        if engine.begin(prefix, {each.request.drafter for each in asked} | set(keep_for), mode, owner=owner):
+        if loop.begin(prefix, {each.request.drafter for each in asked} | set(keep_for), mode, owner=owner):
             stats.reused_tokens = len(prefix)
         else:
-            stats.reused_tokens = stats.cached_tokens = engine.recall_prefix()
-        for _ in engine.compute_prefix():
+            stats.reused_tokens = stats.cached_tokens = loop.recall_prefix()
+        for _ in loop.compute_prefix():
             if all(each.request.cancelled for each in asked):
                 break
             stats.prefill_passes += 1
@@ -60,16 +60,16 @@ def run_branches(
             for place, each in [(place, each) for place, each in waiting if place in beginnings]:
                 if len(running) == max_parallel:
                     break
-                if running and not engine.fits(len(beginnings[place]), each.request):
+                if running and not loop.fits(len(beginnings[place]), each.request):
                     break
                 waiting.remove((place, each))
-                running.append(engine.admit(place, beginnings[place], each.request))
+                running.append(loop.admit(place, beginnings[place], each.request))
             if not running:
                 continue
             stats.most_alive = max(stats.most_alive, len(running))
             stats.rounds += 1
-            for committed in engine.step(running):
-                span = engine.show(committed)
+            for committed in loop.step(running):
+                span = loop.show(committed)
                 stats.new_tokens += 0 if span.tentative else len(span.token_ids)
                 if span.error is not None:
                     raise type(span.error)(f"Branch {span.sequence}: {span.error}") from None
@@ -77,5 +77,5 @@ def run_branches(
                     ended[span.sequence] = span.result
                 handed_over = perf_counter()
                 yield span
-                engine.paused += perf_counter() - handed_over  # the caller's time is not ours
-            engine.settle(running)
+                loop.paused += perf_counter() - handed_over  # the caller's time is not ours
+            loop.settle(running)

@@ -41,11 +41,11 @@ class MemoryUse:
 def memory_use(plan: BackendPlan, pool: StepLoopPool) -> MemoryUse:
     """Count what is held now."""
     return MemoryUse(
-        engines=len(pool.engines),
+        engines=len(pool.loops),
         idle=len(pool.idle),
         engine_bytes=session_bytes(plan),
         prefix_cache_bytes=0 if pool.cache is None else pool.cache.nbytes,
         kv_bytes=kv_bytes(plan),
         ngram_memory_bytes=sum(memory.nbytes for memory in pool.loaded.memories.values()),
-        scratch_bytes=sum(engine.buffers.scratch_bytes for engine in pool.engines),
+        scratch_bytes=sum(engine.buffers.scratch_bytes for engine in pool.loops),
     )

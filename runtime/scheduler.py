@@ -154,7 +154,7 @@ class Scheduler:
     """Serves requests in a thread of its own, which runs while there is work. Any thread may call `submit`."""
 
     def __init__(self, pool: StepLoopPool, config: SchedulerConfig | None = None) -> None:
-        """Borrow an engine of the pool whenever there is work. Raises RequestError for what the plan cannot serve."""
+        """Borrow a step loop of the pool whenever there is work. Raises RequestError for what the plan cannot serve."""
         manifest = pool.loaded.manifest
         geometry = manifest.target
         self.config = config = config or SchedulerConfig()
@@ -168,12 +168,12 @@ class Scheduler:
         if mode == "batching" and geometry.rows < 2:
             raise RequestError("The plan has one row for all; build it with capacity.batching for mode batching.")
         self._pool, self._mode = pool, mode
-        self._engine: StepLoop | None = None
-        engine = pool.borrow()
+        self._loop: StepLoop | None = None
+        loop = pool.borrow()
         if geometry.branches > 1:
-            engine.warm_up(mode)
-        slots = engine.cache.capacity
-        pool.give_back(engine)
+            loop.warm_up(mode)
+        slots = loop.cache.capacity
+        pool.give_back(loop)
         self._most = config.max_running or geometry.branches
         self._drafters: set[str | None] = {drafter.name for drafter in manifest.drafters}
         self._numbers = count()
@@ -293,7 +293,7 @@ class Scheduler:
                 except BaseException as error:  # exits and panics too: without the thread, nobody is served
                     _LOG.exception("a round of the scheduler failed")
                     told = error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}.")
-                    self._fail(told, waiting=self._engine is None)
+                    self._fail(told, waiting=self._loop is None)
                     self._let_go()
             self._let_go()
         with self._changed:
@@ -303,18 +303,18 @@ class Scheduler:
                 self._start()
 
     def _take(self) -> StepLoop:
-        """Return the engine that serves the requests; borrow one if need be."""
-        if self._engine is None:
-            engine = self._pool.borrow()
-            engine.begin([], self._drafters, self._mode)
-            self._engine = engine
-        return self._engine
+        """Return the loop that serves the requests; borrow one if need be."""
+        if self._loop is None:
+            loop = self._pool.borrow()
+            loop.begin([], self._drafters, self._mode)
+            self._loop = loop
+        return self._loop
 
     def _let_go(self) -> None:
-        """Give the engine back to the pool."""
-        if self._engine is not None:
-            self._pool.give_back(self._engine)
-            self._engine = None
+        """Give the loop back to the pool."""
+        if self._loop is not None:
+            self._pool.give_back(self._loop)
+            self._loop = None
             with self._changed:
                 self._stats.kv_used = self._stats.kv_reserved = 0
 
@@ -326,46 +326,46 @@ class Scheduler:
                     return bool(self._waiting)
             return True
 
-    def _turn(self, texts: ThreadPoolExecutor, engine: StepLoop) -> None:
+    def _turn(self, texts: ThreadPoolExecutor, loop: StepLoop) -> None:
         """Run one pass, after dropping requests that expired while waiting and admitting those that fit.
 
         The text of the pass before is handled meanwhile. A sequence whose stop string is found there has taken part in
         this pass for nothing, and in the one that was launched after it.
         """
         self._expire()
-        engine.settle(self._running)
-        self._admit(engine)
+        loop.settle(self._running)
+        self._admit(loop)
         if not self._running:
             self._catch_up()
-            self._note_kv(engine)
+            self._note_kv(loop)
             return
         began = perf_counter()
         decoding = any(each.decoding for each in self._running)
-        committed = engine.step(self._running, self.config.prefill_tokens if decoding else None)
+        committed = loop.step(self._running, self.config.prefill_tokens if decoding else None)
         self._catch_up()
         committed = [each for each in committed if not each.sequence.stopped]
         if self.config.overlap:
             with suppress(RuntimeError):  # the interpreter ends, and takes no more work
-                self._showing = texts.submit(self._show, engine, committed)
+                self._showing = texts.submit(self._show, loop, committed)
         if self._showing is None:
-            self._show(engine, committed)
+            self._show(loop, committed)
         spent = (perf_counter() - began) * 1000
         with self._changed:
             stats = self._stats
             stats.rounds += 1
             stats.busy_ms += spent
             stats.longest_round_ms = max(stats.longest_round_ms, spent)
-        self._note_kv(engine)
+        self._note_kv(loop)
 
-    def _note_kv(self, engine: StepLoop) -> None:
-        """Note how full the KV cache is, in the thread that fills it: who reads the counts touches no engine."""
-        used, reserved = engine.cache.live, sum(each.end for each in self._running)
+    def _note_kv(self, loop: StepLoop) -> None:
+        """Note how full the KV cache is, in the thread that fills it: who reads the counts touches no step loop."""
+        used, reserved = loop.cache.live, sum(each.end for each in self._running)
         with self._changed:
             self._stats.kv_used, self._stats.kv_reserved = used, reserved
 
-    def _show(self, engine: StepLoop, committed: abc.Sequence[CommittedTokens]) -> None:
+    def _show(self, loop: StepLoop, committed: abc.Sequence[CommittedTokens]) -> None:
         for each in committed:
-            self._deliver(engine.show(each))
+            self._deliver(loop.show(each))
 
     def _catch_up(self) -> None:
         """Wait until all text has been handled."""
@@ -398,7 +398,7 @@ class Scheduler:
             request.handle.push(Span([], held_back))
         self._end(request, generation.result())
 
-    def _admit(self, engine: StepLoop) -> None:
+    def _admit(self, loop: StepLoop) -> None:
         """Start waiting requests in their order, while there are free places and room in the KV cache."""
         while len(self._running) < self._most:
             with self._changed:
@@ -406,7 +406,7 @@ class Scheduler:
                     return
                 request = self._next()
                 asked = request.asked
-                if self._running and not engine.fits(len(asked.token_ids), asked.request):
+                if self._running and not loop.fits(len(asked.token_ids), asked.request):
                     return
                 self._waiting.remove(request)
                 self._level = self._granted[request.client]
@@ -414,7 +414,7 @@ class Scheduler:
                 self._by_place[request.place] = request
                 self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000
-            self._running.append(engine.admit(request.place, request.asked.token_ids, request.asked.request))
+            self._running.append(loop.admit(request.place, request.asked.token_ids, request.asked.request))
             with self._changed:
                 self._stats.queued_ms += request.queued_ms
                 self._stats.prompt_tokens += len(request.asked.token_ids)
@@ -451,7 +451,7 @@ class Scheduler:
 
     def _fail(self, error: Exception, *, waiting: bool) -> None:
         """End the requests of a pass that has failed with its error; the others are served as before. Those that wait
-        end too where no engine can be had to serve them."""
+        end too where no step loop can be had to serve them."""
         with suppress(BaseException):
             self._catch_up()
         if waiting:
@@ -470,6 +470,6 @@ _SCHEDULERS: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 @atexit.register
 def close_all() -> None:
     """Cancel all requests before the process ends: a thread that outlives the interpreter would hold on to buffers and
-    engines."""
+    loops."""
     for scheduler in list(_SCHEDULERS):
         scheduler.close(drain=False, timeout=10)

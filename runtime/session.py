@@ -32,7 +32,7 @@ from outrider.runtime.text.stream import TextStream
 
 
 class Session:
-    """One sequence, many turns. It borrows an engine of its runtime from its first use until it is closed.
+    """One sequence, many turns. It borrows a step loop of its runtime from its first use until it is closed.
 
     It runs one generation at a time; sessions of one runtime may run in different threads.
     """
@@ -42,38 +42,38 @@ class Session:
         self._manifest: Manifest = pool.loaded.manifest
         self._tokenizer, self._geometry = pool.loaded.tokenizer, pool.loaded.manifest.target
         self._limits = pool.loaded.plan.symbols[names.TARGET]
-        self._engine: StepLoop | None = None
+        self._loop: StepLoop | None = None
         self._sequence: Sequence | None = None
         self._return: Callable[[], object] = _nothing
         self._changes = 0  # counts changes that make a prepared prompt out of date
         self._exclusive = Exclusive(threading.Lock())
 
-    # The engine, and the sequence on it.
+    # The loop, and the sequence on it.
 
     @property
-    def engine(self) -> StepLoop:
-        """The engine that the session has borrowed."""
+    def loop(self) -> StepLoop:
+        """The loop that the session has borrowed."""
         return self._take()[0]
 
     def _take(self, ids: abc.Sequence[int] = ()) -> tuple[StepLoop, Sequence]:
-        """Return the engine and the sequence; an engine that is borrowed now may have the beginning of `ids`."""
-        if self._engine is None or self._sequence is None:
-            engine = self._pool.borrow(ids)
-            there = engine.sequences
-            if ids and engine.prefix_cache is not None and len(there) == 1 and not engine.prefix and engine.cache.alone:
+        """Return the loop and the sequence; a step loop that is borrowed now may have the beginning of `ids`."""
+        if self._loop is None or self._sequence is None:
+            loop = self._pool.borrow(ids)
+            there = loop.sequences
+            if ids and loop.prefix_cache is not None and len(there) == 1 and not loop.prefix and loop.cache.alone:
                 self._sequence = there[0]
             else:
-                engine.begin()
-                self._sequence = engine.open()
-            self._engine = engine
-            self._return = weakref.finalize(self, self._pool.give_back, engine)
-        return self._engine, self._sequence
+                loop.begin()
+                self._sequence = loop.open()
+            self._loop = loop
+            self._return = weakref.finalize(self, self._pool.give_back, loop)
+        return self._loop, self._sequence
 
     def close(self) -> None:
-        """Give the engine back. The session is empty then, and borrows an engine again when it is used."""
+        """Give the loop back. The session is empty then, and borrows a step loop again when it is used."""
         with self._exclusive:
             self._changes += 1
-            self._engine = self._sequence = None
+            self._loop = self._sequence = None
             self._return()
 
     def __repr__(self) -> str:
@@ -105,15 +105,15 @@ class Session:
 
     @property
     def buffers(self) -> Buffers:
-        return self.engine.buffers
+        return self.loop.buffers
 
     @property
     def programs(self) -> Mapping[str, Program]:
-        return self.engine.programs
+        return self.loop.programs
 
     def stage_clock(self) -> StageClock:
         """Times of all stages from now on."""
-        return self.engine.stage_clock()
+        return self.loop.stage_clock()
 
     def reset(self) -> None:
         """Start over with an empty sequence."""
@@ -127,7 +127,7 @@ class Session:
                 raise RequestError(f"length is {length!r}; pass a whole number from 0 to {most}.")
             self._changes += 1
             if self._sequence is not None:
-                self.engine.truncate(self._sequence, length)
+                self.loop.truncate(self._sequence, length)
 
     # Generating.
 
@@ -186,39 +186,39 @@ class Session:
             if changes != self._changes:  # the session was used between the call and the first span
                 prepared = self._prepare(prompt, whole, request)
             self._changes += 1
-            engine, sequence = self._take(prepared.ids if whole else ())
-            clock = engine.stage_clock()
-            self._append(engine, sequence, prepared.ids, whole)
-            engine.start(sequence, request, prepared.text)
+            loop, sequence = self._take(prepared.ids if whole else ())
+            clock = loop.stage_clock()
+            self._append(loop, sequence, prepared.ids, whole)
+            loop.start(sequence, request, prepared.text)
             waiting = True  # for the prefix cache, if another thread holds it
             try:
                 while not sequence.over:
-                    for committed in engine.step([sequence]):
-                        span = engine.show(committed)
+                    for committed in loop.step([sequence]):
+                        span = loop.show(committed)
                         if span.error is not None:
                             raise span.error
                         dropped = len(committed.token_ids) - len(span.token_ids)
                         if dropped:  # after a stop string
-                            engine.truncate(sequence, len(sequence.tokens) - dropped)
+                            loop.truncate(sequence, len(sequence.tokens) - dropped)
                         if span.result is not None:
                             clock.fill(span.result.stats)
                         if span.token_ids or span.text or span.result is not None:
                             handed_over = perf_counter()
                             yield span
-                            engine.paused += perf_counter() - handed_over  # the caller's time is not ours
+                            loop.paused += perf_counter() - handed_over  # the caller's time is not ours
                     if not sequence.decoding:
                         yield None
             except GeneratorExit:
                 waiting = False  # a finaliser may run while this thread holds the cache
                 raise
             finally:
-                engine.finish(sequence, wait=waiting)
+                loop.finish(sequence, wait=waiting)
 
     @staticmethod
-    def _append(engine: StepLoop, sequence: Sequence, ids: list[int], whole: bool) -> None:
+    def _append(loop: StepLoop, sequence: Sequence, ids: list[int], whole: bool) -> None:
         """Turn the sequence into what is to be continued."""
         if whole:
-            engine.truncate(sequence, common_length(sequence.tokens, ids))
+            loop.truncate(sequence, common_length(sequence.tokens, ids))
             ids = ids[len(sequence.tokens) :]
         sequence.tokens += ids
 
@@ -228,8 +228,8 @@ class Session:
         On a device, a round that was launched since may have overwritten them: they are computed again then, and rounds
         of this generation wait from now on. One with `logprobs` does so from its start.
         """
-        engine, sequence = self._take()
-        return engine.logits_of(sequence, index)
+        loop, sequence = self._take()
+        return loop.logits_of(sequence, index)
 
     def text_behind(self, token_ids: list[int]) -> str:
         """Return the text that `token_ids` would add to the sequence's."""
@@ -249,9 +249,9 @@ class Session:
         if drafter not in (None, "none") and not isinstance(by_name[drafter], NgramDrafter):
             raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
         with self._exclusive:
-            engine, sequence = self._take()
+            loop, sequence = self._take()
             drafts = bool(chain) if drafter is None else drafter != "none"
-            return engine.time_round(sequence, chain, drafts=drafts, partial=partial)
+            return loop.time_round(sequence, chain, drafts=drafts, partial=partial)
 
     # Beam search.
 
@@ -271,9 +271,9 @@ class Session:
     def read(self, prompt: Prompt, request: Request, stats: Stats) -> NDArray[np.float32] | None:
         """Append `prompt` and give all of it KV; logits f32 `[1, vocab]` after it, None if it was cancelled."""
         self._changes += 1
-        engine, sequence = self._take()
+        loop, sequence = self._take()
         sequence.tokens += prompt.ids
-        return engine.read(sequence, request, stats)
+        return loop.read(sequence, request, stats)
 
     def look_ahead(self, tokens: list[int], distance: int, visible: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Logits f32 `[tokens, vocab]`, a view until the next pass, of tokens that do not belong to the sequence.
@@ -281,9 +281,9 @@ class Session:
         They stand `distance` positions after it and take the next slots in order. `visible` bool `[tokens, slots]`
         says which of the slots after the sequence each one sees, those of these tokens included.
         """
-        engine, sequence = self._take()
-        return engine.look_ahead(sequence, tokens, distance, visible)
+        loop, sequence = self._take()
+        return loop.look_ahead(sequence, tokens, distance, visible)
 
 
 def _nothing() -> None:
-    """Do nothing, for an engine that was never borrowed."""
+    """Do nothing, for a step loop that was never borrowed."""

@@ -217,7 +217,7 @@ class StepLoop:
     # Sequences.
 
     def fits(self, tokens: int, request: Request) -> bool:
-        """Whether there is room for one more sequence of so many tokens after the prefix, whatever others come to.
+        """Whether there is room for one more sequence of `tokens` tokens after the prefix, however long the others get.
 
         Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left, but for
         those by rejection, which tokens depend on.

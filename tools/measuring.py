@@ -57,9 +57,9 @@ def run_in_turn(
     one before it.
 
     `run` gets the repetition too, 0 in the warm-up. Returns the results of each case, by repetition and item: those at
-    one index are a pair. `begin` is told of every run, with the text `within` before it; without it there is a progress
-    bar. `leave` names the cases that cannot continue after an error, whose results are dropped; a case that is not
-    among them is run again.
+    one index are a pair. `begin` is called before every run with a text that starts with `within`; without it there is
+    a progress bar. `leave` names the cases that cannot continue after an error, whose results are dropped; a case that
+    is not among them is run again.
     """
     warm_up = items[:1] if warm_up is None else warm_up
     if begin is None:

@@ -42,19 +42,12 @@ class Attention(Protocol):
     def attention_softcap(self) -> float | None: ...
 
 
-class PlainAttention:
-    """`Attention` of models whose layers are all alike: each sees all tokens before, and rotates whole heads."""
+class ProjectionSizes:
+    """Widths of the projections of queries, and of keys and of values, in numbers."""
 
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope_theta: float
-    rope_scaling: RopeScaling
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        return (LayerKind(None, Rope(self.rope_theta, self.rope_scaling, self.head_dim)),) * self.num_layers
 
     @property
     def query_size(self) -> int:
@@ -63,6 +56,18 @@ class PlainAttention:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+
+class PlainAttention(ProjectionSizes):
+    """`Attention` of models whose layers are all alike: each sees all tokens before, and rotates whole heads."""
+
+    num_layers: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        return (LayerKind(None, Rope(self.rope_theta, self.rope_scaling, self.head_dim)),) * self.num_layers
 
     @property
     def attention_scale(self) -> float:

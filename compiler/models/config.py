@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.compiler.models.attention import LayerKind
+from outrider.compiler.models.attention import LayerKind, ProjectionSizes
 from outrider.compiler.models.config_layers import read_rotations, read_unrotated, read_windows
 from outrider.compiler.models.config_reader import read_json
 from outrider.compiler.models.decoder_keys import DecoderKeys, read_decoder_keys
@@ -25,7 +25,7 @@ WeightType = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(ProjectionSizes):
     """Geometry of one decoder-only transformer. All sizes are counts of elements, not bytes.
 
     `rope_theta` and `rope_scaling` are the rotation of layers that see all tokens, and of the others unless
@@ -74,14 +74,6 @@ class DecoderConfig:
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
     expert_layers: frozenset[int] = frozenset()
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
 
     @property
     def attention_scale(self) -> float:

@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from outrider.commands.arguments import at_least_0, at_least_1, number, whole_number
+from outrider.commands.arguments import at_least_0, at_least_1, number
 from outrider.commands.console import stderr
 from outrider.plans.errors import RequestError
 from outrider.plans.text_file import read_all, read_text_file
@@ -120,8 +120,11 @@ def _spelling(option: Option) -> dict[str, Any]:
 def _number(kind: Whole | Real, text: str) -> Any:
     """Read a number without spaces and underscores, or one of the words of the kind."""
     value: object = text
-    with suppress(ValueError, argparse.ArgumentTypeError):
-        value = float(text) if isinstance(kind, Real) else whole_number(most=sys.maxsize**2)(text)
+    with suppress(ValueError):
+        if isinstance(kind, Real):
+            value = float(text)
+        elif text.isascii() and text.isdigit():
+            value = int(text)
     try:
         return kind.check(value, "it")
     except RequestError as error:

@@ -246,7 +246,7 @@ class EngineDrafter:
         return state.end + self._lead if state.end else 0
 
     def restore(self, sequence: Sequence, known: int) -> list[tuple[int, int, TokenKv]]:
-        """Claim slots for so many leading tokens of a sequence after no prefix.
+        """Claim slots for leading tokens of a sequence without a prefix.
 
         Returns what is to be copied for that: the first token, the one after the last, and where to.
         """
@@ -440,8 +440,8 @@ class EngineDrafter:
     def draft(
         self, wanting: Mapping[int, int], following: abc.Sequence[Sequence], *, in_place: bool = False
     ) -> dict[int, Draft]:
-        """Draft after the tips of the sequences that are `wanting`, by number: at most so many nodes where it draws
-        a token at a time.
+        """Draft after the tips of the sequences that are `wanting`, by number: at most that many nodes each where it
+        draws a token at a time.
 
         A head takes in what all that are `following` it have committed, or keeps their features. With `in_place`, the
         target's step is to hold one tip and its chain alone: what that is drawn from is put where acceptance by

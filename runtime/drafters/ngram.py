@@ -88,7 +88,7 @@ class NgramDrafter:
         self._counts = Ngrams(self._min_context, self._max_context, self._min_confidence)
         self._counts.recall_from(self._memory)
         self._told = 0
-        self._certain: int | None = None  # tokens after so many are tentative
+        self._certain: int | None = None  # number of confirmed tokens; those after them are tentative
         self._ahead = 0  # of these, that contexts have gone over
         self._likely: dict[int, NDArray[np.int64]] = {}  # by index of a token that is not counted yet
 

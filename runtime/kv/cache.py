@@ -160,7 +160,7 @@ class KvCache:
         return self._step.largest_view - self._rows[self.row_of(number)].length
 
     def holds(self, ends: Sequence[int], chunk: int) -> bool:
-        """Whether there is room for sequences with so many own tokens at once, each feeding at most `chunk` a step."""
+        """Whether there is room for sequences of `ends` tokens of their own, of which a step feeds at most `chunk`."""
         room = self._step.largest_view - self._prefix
         if self.alignment is not None:  # a row is padded to what another feeds
             room -= chunk
@@ -227,7 +227,7 @@ class KvCache:
     # A step.
 
     def begin(self, tokens: Mapping[int, int], batch: int = 0) -> None:
-        """Begin an empty step after all rows, for so many tokens of each of these sequences; none: for the prefix.
+        """Begin an empty step after all rows, for `tokens` by sequence; none: for the prefix.
 
         A step that adds one token of each is filled up to a `batch` of that many tokens, of other numbers: in a row
         each, if sequences have one. Nobody sees them, and their KV is never committed.
@@ -338,7 +338,7 @@ class KvCache:
         self._note_peak()
 
     def restore_prefix(self, count: int) -> TokenKv:
-        """Claim so many slots for the beginning of the prefix; return where its KV is to be copied, by tokens."""
+        """Claim slots for the beginning of the prefix; return where its KV is to be copied, by tokens."""
         self._tables[0].claim(count, SHARED, 0)
         self._prefix = self._tables[0].length
         self._note_peak()

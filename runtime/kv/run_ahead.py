@@ -82,7 +82,7 @@ class RunAhead:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Cost and tokens of running ahead, with one sampling, after so many tokens."""
+    """Cost and tokens of running ahead, with one sampling, after a context of some length."""
 
     interval: Interval
     sampling: SamplingParams

@@ -10,6 +10,8 @@ from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, longest_draft, rejects
 from outrider.runtime.options.kinds import Whole
 
+_NAMES = ("draft_tokens", "draft_depth", "gamma_min", "gamma_max")
+
 
 @dataclass(frozen=True)
 class DraftLimits:
@@ -18,9 +20,6 @@ class DraftLimits:
     tokens: int | None = None
     depth: int | None = None
     gamma: EntropyGamma | None = None
-
-
-_NAMES = ("draft_tokens", "draft_depth", "gamma_min", "gamma_max")
 
 
 def check_draft_limits(values: Mapping[str, Any], drafter: str | None, drafters: Sequence[Drafter]) -> DraftLimits:
@@ -33,8 +32,8 @@ def check_draft_limits(values: Mapping[str, Any], drafter: str | None, drafters:
         return DraftLimits()
     first, by_name = next(iter(given)), {each.name: each for each in drafters}
     asked = None if drafter is None else by_name[drafter]
-    behind = by_name.get(asked.otherwise or "") if isinstance(asked, NgramDrafter) else None
-    if any(rejects([each]) for each in (asked, behind) if each is not None):
+    fallback = by_name.get(asked.otherwise or "") if isinstance(asked, NgramDrafter) else None
+    if any(rejects([each]) for each in (asked, fallback) if each is not None):
         raise RequestError(
             f"{first} is given, and tokens of the drafter {drafter!r}, which is accepted by rejection, depend on what "
             "is drafted; ask for another drafter, or leave it out."
@@ -46,7 +45,7 @@ def check_draft_limits(values: Mapping[str, Any], drafter: str | None, drafters:
     least, longest = given.get("gamma_min"), given.get("gamma_max")
     if least is None and longest is None:
         return DraftLimits(tokens, depth)
-    engine = behind if isinstance(asked, NgramDrafter) else asked
+    engine = fallback if isinstance(asked, NgramDrafter) else asked
     own = engine.entropy if isinstance(engine, GraphDrafter) else None
     if own is None:
         raise RequestError(

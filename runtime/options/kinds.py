@@ -86,7 +86,6 @@ class Real(Kind):
     least: float | None = None
     most: float | None = None
     above: float | None = None
-    unit: str = ""
     c = "double"
 
     @property
@@ -95,7 +94,7 @@ class Real(Kind):
             limits = f" of at least {self.least:g}" if self.most is None else f" from {self.least:g} to {self.most:g}"
         else:
             limits = f" above {self.above:g}" + ("" if self.most is None else f" and at most {self.most:g}")
-        return f"a number{self.unit}{limits}"
+        return f"a number{limits}"
 
     @property
     def annotation(self) -> Any:

@@ -100,6 +100,7 @@ def _rules(context: RuleContext) -> dict[str, Sequence[LogitsRule]]:
     made = set()
     for name, option in OPTIONS.items():
         value = context.values[name]
+        # Types first: what `==` of an array or of a caller's object returns is not asked.
         given = value is not option.default and not (type(value) is type(option.default) and value == option.default)
         if option.rule is not None and given and option.rule not in made:
             made.add(option.rule)

@@ -61,7 +61,7 @@ def test_what_runs_was_recorded(
         for span in stream:
             if rounds > 2 * sequences and span.sequence == 0:
                 assert not plain
-                sizes.add(recorded.engines.engines[0].target_step.new_tokens)
+                sizes.add(recorded.engines.loops[0].target_step.new_tokens)
             rounds += 1
             plain.clear()
         found = [each.token_ids for each in stream.results]

@@ -36,7 +36,7 @@ def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branching, dra
         nonlocal most
         kind, _, name = self.name.partition(".")
         if name == drafter and kind in ("extend", "draft", "speculate"):
-            (own,) = (engine.drafting.engine_drafters[name] for engine in branching.engines.engines)
+            (own,) = (engine.drafting.engine_drafters[name] for engine in branching.engines.loops)
             step = own._step
             reach = 0 if kind == "extend" else step.reach
             assert own.cache.length + step.new_tokens + reach <= step.largest_view

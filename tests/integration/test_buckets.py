@@ -47,7 +47,7 @@ def test_the_tokens_are_the_same(bucketed: Runtime, toy: Runtime, drafter: str, 
 
 def test_drafts_are_rounded_up_as_far_as_there_is_room(bucketed: Runtime) -> None:
     session = bucketed.session()
-    step, seen = session.engine.target_step, list[tuple[int, int, int]]()
+    step, seen = session.loop.target_step, list[tuple[int, int, int]]()
     options = Options(max_new_tokens=200, ignore_eos=True, auto_disable=False, drafter="ngram")
     with closing(session.stream(PROMPT, **options)) as stream:
         for _ in stream:
@@ -55,7 +55,7 @@ def test_drafts_are_rounded_up_as_far_as_there_is_room(bucketed: Runtime) -> Non
     _, *rounds = seen  # the first also computes the prompt
     for past, size, rounded in rounds:
         bucket = min(b for b in NEW if b >= size)
-        assert rounded == (bucket if past + bucket <= session.engine.target_step.largest_view else size)
+        assert rounded == (bucket if past + bucket <= session.loop.target_step.largest_view else size)
     assert {size for _, size, _ in rounds} > {1}
     assert any(size < rounded for _, size, rounded in rounds)
 

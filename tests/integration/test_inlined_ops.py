@@ -126,7 +126,7 @@ def test_whether_an_engine_could_accept_is_asked_where_a_program_goes_by_it(plan
 def test_logits_that_are_not_numbers_are_no_error_where_no_token_is_chosen(runtime: Runtime) -> None:
     session = runtime.session()
     fill_cache(session, np.nan)
-    step = session.engine.target_step
+    step = session.loop.target_step
     step.begin(3, 3, [5, 6], 0)
     step.append_tip(1)
     session.programs[names.PREFILL].run()

@@ -19,7 +19,7 @@ Fed = tuple[int, int]  # tokens with KV, tokens after them
 
 
 def drafter_of(session: Session, name: str) -> EngineDrafter:
-    return session.engine.drafting.engine_drafters[name]
+    return session.loop.drafting.engine_drafters[name]
 
 
 def kv_of(session: Session, name: str, length: int) -> NDArray[np.float32]:

@@ -69,7 +69,7 @@ def test_the_next_round_runs_while_a_span_is_handed_out(one: Runtime, toy: Runti
     with closing(session.stream(PROMPT, max_new_tokens=9, **SAMPLED)) as stream:
         for span in stream:
             found += span.token_ids
-            behind.append(launches(session.engine))
+            behind.append(launches(session.loop))
     assert found == toy.generate(PROMPT, max_new_tokens=9, **SAMPLED).token_ids
     # The first round has computed the prompt, and after the last one there is none.
     assert behind == [False] + [True] * 7 + [False]
@@ -92,7 +92,7 @@ def test_rounds_on_which_more_depends_than_a_token_are_waited_for(one: Runtime, 
     with closing(session.stream(PROMPT, **options)) as stream:
         for span in stream:
             found += span.token_ids
-            assert not launches(session.engine)
+            assert not launches(session.loop)
     assert found == toy.generate(PROMPT, **options).token_ids
 
 
@@ -121,7 +121,7 @@ def test_a_stream_that_is_left_and_a_sequence_that_is_cut(one: Runtime, toy: Run
             for _ in range(5):
                 next(stream)
         session.truncate(len(PROMPT) + 3)
-    assert not launches(mine.engine)
+    assert not launches(mine.loop)
     assert mine.token_ids == theirs.token_ids
     for drafter in ("none", "head", "none", "chain"):
         found, expected = (
@@ -154,7 +154,7 @@ def test_a_round_is_timed_behind_an_end_token(one: Runtime) -> None:
 def test_what_asks_for_logits_waits_from_then_on(one: Runtime) -> None:
     session, behind = one.session(), []
     for _ in session.stream(PROMPT, max_new_tokens=8, **SAMPLED):
-        behind.append(launches(session.engine))
+        behind.append(launches(session.loop))
         if len(behind) == 4:
             session.step_logits(0)
     assert behind == [False, True, True, True, False, False, False, False]
@@ -197,7 +197,7 @@ def test_branches_that_end_at_different_times(four: Runtime, everything: Runtime
         asked[place] |= Options(eos_token_ids=[ends[place].token_ids[2 * place]], ignore_eos=False)
     expected = [each.token_ids for each in everything.generate_branches(PROMPT, asked, mode=mode)]
     assert [each.token_ids for each in four.generate_branches(PROMPT, asked, mode=mode)] == expected
-    engine = four.engines.engines[0]
+    engine = four.engines.loops[0]
     assert not launches(engine)
 
 
@@ -344,7 +344,7 @@ def test_a_fault_takes_back_what_was_launched(one: Runtime, toy: Runtime) -> Non
 
     with pytest.raises(PlanError, match="contain NaN"):
         read_on()
-    assert not launches(session.engine)
+    assert not launches(session.loop)
     expected = toy.generate(PROMPT, max_new_tokens=len(found), **SAMPLED).token_ids
     assert found == expected
     assert session.token_ids == PROMPT + found
@@ -376,13 +376,13 @@ def test_an_engine_that_is_left_with_a_round_is_given_back(cuda_plan: Plan, emul
     session = runtime.session()
     stream = session.stream(PROMPT, max_new_tokens=9, **SAMPLED)
     spans = [next(stream) for _ in range(4)]
-    assert launches(session.engine)
+    assert launches(session.loop)
     buffers = session.buffers
     assert isinstance(buffers, DeviceBuffers)
     device, addresses = buffers.device, list(buffers._addresses)
     assert isinstance(device, EmulatedDevice)
     assert device._memory.keys() >= set(addresses)
-    runtime.engines.engines.clear()
+    runtime.engines.loops.clear()
     del stream, session, runtime, spans, buffers
     gc.collect()
     assert not device._queue

@@ -63,7 +63,7 @@ def test_every_split_of_a_prompt_gives_what_a_cold_start_gives(kept: Runtime, to
         assert said(warm) == said(cold)
         assert warm.stats.cached_tokens >= min(split, len(PROMPT) - 1)
         assert warm.stats.reused_tokens == warm.stats.cached_tokens - needs_feature
-        for model in ("target", *session.engine.drafting.engine_drafters):
+        for model in ("target", *session.loop.drafting.engine_drafters):
             length = len(PROMPT) - 2 if model in (drafter, "head" if drafter == "mixed" else "target") else 0
             np.testing.assert_array_equal(rows(session, model, length), rows(cold_session, model, length))
         kept.prefix_cache.check()  # type: ignore[union-attr]

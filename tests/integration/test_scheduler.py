@@ -48,7 +48,7 @@ def assert_nothing_is_left(runtime: Runtime) -> None:
     assert scheduler is not None
     assert not scheduler._running
     assert not scheduler._by_place
-    for engine in runtime.engines.engines:
+    for engine in runtime.engines.loops:
         assert not engine.sequences
         assert len(engine._free) == runtime.manifest.target.branches
     if runtime.prefix_cache is not None:

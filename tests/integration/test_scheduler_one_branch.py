@@ -23,7 +23,7 @@ def serving(toy_plan: Path) -> Iterator[Runtime]:
     runtime = Runtime.load(toy_plan, threads=1)
     yield runtime
     assert runtime.close(timeout=60)
-    assert len(runtime.engines.engines) == 1  # all requests had the engine that loading made
+    assert len(runtime.engines.loops) == 1  # all requests had the engine that loading made
     with pytest.raises(BusyError, match="closed"):
         runtime.submit([1])
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("run_ahead")
 
 def held_rows(session: Session, drafter: str) -> dict[int, np.ndarray]:
     """Rows of the drafter's KV cache by their numbers in the sequence."""
-    kept = session.engine.drafting.engine_drafters[drafter].cache.window
+    kept = session.loop.drafting.engine_drafters[drafter].cache.window
     assert kept is not None
     kv = session.buffers.array(drafter, names.KV)[:, 0]
     gap = kept._front if kept._dropped else kept.slots.length

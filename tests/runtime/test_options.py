@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import re
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from outrider.commands.arguments import Parser
 from outrider.plans.errors import RequestError, UsageError
+from outrider.runtime.__main__ import main
 from outrider.runtime.cli.arguments import add_shared, flag_of, read_options
 from outrider.runtime.embed.options import OFFERED
 from outrider.runtime.options.kinds import Biases, Choice, Real, Switch, Texts, TokenIds, Whole
@@ -197,12 +198,28 @@ def test_the_server_has_a_field_for_each(name: str, kind: type[ChatRequest]) -> 
 
 
 def test_c_has_a_call_for_each() -> None:
-    assert {name for name, call in OFFERED.items() if call is None} == set()
-    assert set(offered(Doors.C)) <= set(OFFERED)
+    assert [name for name, call in OFFERED.items() if call is None] == []
+
+
+def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["options"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n{name}  python" in f"\n{listed}" for name in OPTIONS)
+    assert main(["options", "top_p", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "top_p": {
+            "pass": "a number above 0 and at most 1", "default": 1.0, "help": OPTIONS["top_p"].help, "flag": "--top-p",
+            "command": True, "server": True, "c": True,
+        }
+    }  # fmt: skip
+    assert main(["options", "top_q"]) == 2
+    assert "There is no option 'top_q'; the options are max_new_tokens, stop" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_each_says_what_it_does_in_one_sentence() -> None:
     for name, option in OPTIONS.items():
         assert 10 < len(option.help) < 200, name
         assert not re.search(r"[.A-Z]$|^[A-Z]", option.help), name
-        assert isinstance(argparse.ArgumentParser().add_argument(flag_of(name), help=option.help).help, str)

@@ -157,8 +157,8 @@ def _add_drafting(command: argparse.ArgumentParser, reps: int) -> None:
     )
     command.add_argument(
         "--depth", type=read_depths, metavar="N,...",
-        help="drafts of at most N tokens one after another: n-grams of so many nodes, chains of that length, trees of "
-        "so many levels with no more nodes than they have; own is what the plan has. Not together with --tree",
+        help="drafts of at most N tokens one after another: n-grams of N nodes, chains of N tokens, trees of "
+        "N levels with no more nodes than they have; own is what the plan has. Not together with --tree",
     )  # fmt: skip
     add_arguments(command, "new reps threads", new=128, reps=reps)
     command.add_argument(
