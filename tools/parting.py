@@ -20,7 +20,7 @@ from outrider.runtime.options.options import Options, check_options
 from outrider.runtime.sampling import SamplingParams
 
 Token = int | str
-"""A token's id; of a server that tells no ids, the token's text."""
+"""A token's id; of a server that reports no ids, the token's text."""
 
 _SHOWN = 24  # characters of a text
 _HALF = "\ufffd"  # stands for bytes of a character whose rest has not come
@@ -49,9 +49,9 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request came to, or has so far. `tokens` may be empty where a server tells none. `logprobs` are of
-    the tokens from index `logprobs_from` on, and None where none were asked for. `calls` are names and arguments of
-    tools. With an `error`, nothing else counts."""
+    """The result of a request, or what it has so far. `tokens` may be empty where a server reports none. `logprobs`
+    are of the tokens from index `logprobs_from` on, and None where none were asked for. `calls` are names and
+    arguments of tools. With an `error`, nothing else counts."""
 
     tokens: tuple[Token, ...] = ()
     text: str = ""
@@ -64,10 +64,10 @@ class Outcome:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Outcome:
         """Read what `asdict` gave, which JSON may have made lists of."""
-        told = value["logprobs"]
-        logprobs = None if told is None else tuple(
+        raw = value["logprobs"]
+        logprobs = None if raw is None else tuple(
             Logprob(each["token"], each["logprob"], tuple((token, logprob) for token, logprob in each["top"]))
-            for each in told
+            for each in raw
         )  # fmt: skip
         calls = tuple((name, arguments) for name, arguments in value["calls"])
         return cls(**value | {"tokens": tuple(value["tokens"]), "logprobs": logprobs, "calls": calls})
@@ -86,18 +86,18 @@ class Outcome:
         )
 
 
-def read_logprobs(told: dict[str, Any]) -> tuple[Logprob, ...]:
-    """The log-probabilities in a choice of OpenAI's API, of chats or of completions; NaN where a server tells none of a
-    token."""
-    if "content" in told:
+def read_logprobs(raw: dict[str, Any]) -> tuple[Logprob, ...]:
+    """The log-probabilities in a choice of OpenAI's API, of chats or of completions; NaN for a
+    token without one."""
+    if "content" in raw:
         return tuple(
             Logprob(
                 each["token"], each["logprob"], tuple((top["token"], top["logprob"]) for top in each["top_logprobs"])
             )
-            for each in told["content"]
+            for each in raw["content"]
         )
-    tops = told.get("top_logprobs") or []
-    pairs = enumerate(zip(map(str, told.get("tokens") or ()), told.get("token_logprobs") or (), strict=False))
+    tops = raw.get("top_logprobs") or []
+    pairs = enumerate(zip(map(str, raw.get("tokens") or ()), raw.get("token_logprobs") or (), strict=False))
     return tuple(
         Logprob(
             token, float("nan") if value is None else float(value), _ranked(tops[place] if place < len(tops) else {})
