@@ -17,7 +17,7 @@ import ast
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,18 @@ class Mutation:
     found: bool = False
 
 
-def mutations(source: str) -> Iterator[tuple[int, str]]:
-    """Yield every mutation of a module: the number of its line, and the module's source with it."""
-    count = sum(1 for _ in _places(ast.parse(source)))
-    for place in range(count):
+def mutations(source: str, places: Iterable[int] | None = None) -> Iterator[tuple[int, str]]:
+    """Yield mutations of a module, all or those of some places: the number of the line, and the module's source."""
+    for place in range(count_places(source)) if places is None else places:
         tree = ast.parse(source)
         node, change = list(_places(tree))[place]
         change()
         yield node.lineno, ast.unparse(tree)
+
+
+def count_places(source: str) -> int:
+    """Return how many mutations a module has."""
+    return sum(1 for _ in _places(ast.parse(source)))
 
 
 def _places(tree: ast.AST) -> Iterator[tuple[Any, Any]]:
@@ -88,11 +92,11 @@ def choose(root: Path, count: int, seed: int) -> Iterator[tuple[Path, list[str],
         file = next((root / name for name in names if (root / name).is_file()), None)
         if file is None:
             raise RequestError(f"{root} has none of {', '.join(names)}; pass the folder of a checkout.")
-        every = list(mutations(file.read_text("utf-8")))
-        share = count // len(FILES) + (place < count % len(FILES))
+        source = file.read_text("utf-8")
+        every, share = range(count_places(source)), count // len(FILES) + (place < count % len(FILES))
         paths = [f"tests/{test}.py" if "/" in test else f"tests/integration/test_{test}.py" for test in tests]
-        for line, source in random.Random(seed).sample(every, min(share, len(every))):
-            yield file, [path for path in paths if (root / path).is_file()], line, source
+        for line, mutated in mutations(source, random.Random(seed).sample(every, min(share, len(every)))):
+            yield file, [path for path in paths if (root / path).is_file()], line, mutated
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
