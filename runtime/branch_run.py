@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import abc
-from time import perf_counter
 
 from outrider.runtime.branch_request import BranchRequest, Mode
 from outrider.runtime.generation import FinishReason, Generation, Run, Span
@@ -75,7 +74,6 @@ def run_branches(
                     raise type(span.error)(f"Branch {span.sequence}: {span.error}") from None
                 if span.result is not None:
                     ended[span.sequence] = span.result
-                handed_over = perf_counter()
-                yield span
-                loop.paused += perf_counter() - handed_over  # the caller's time is not ours
+                with loop.pausing():
+                    yield span
             loop.settle(running)

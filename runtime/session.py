@@ -7,7 +7,6 @@ import weakref
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from time import perf_counter
 from typing import NoReturn, Unpack
 
 import numpy as np
@@ -203,9 +202,8 @@ class Session:
                         if span.result is not None:
                             clock.fill(span.result.stats)
                         if span.token_ids or span.text or span.result is not None:
-                            handed_over = perf_counter()
-                            yield span
-                            loop.paused += perf_counter() - handed_over  # the caller's time is not ours
+                            with loop.pausing():
+                                yield span
                     if not sequence.decoding:
                         yield None
             except GeneratorExit:

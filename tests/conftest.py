@@ -472,7 +472,7 @@ def toy(toy_plan: Path) -> Runtime:
 def forget_what_drafting_cost(runtime: Runtime) -> None:
     """Let adaptive speculation begin afresh: what earlier tests measured stands for their sizes of windows."""
     for engine in runtime.engines.loops:
-        engine._adaptive = AdaptiveSpeculations(engine.manifest)
+        engine.parts.adaptive = AdaptiveSpeculations(engine.manifest)
 
 
 def drafting_never_pays(patch: pytest.MonkeyPatch, disabled_rounds: int = adaptive.DISABLED_ROUNDS) -> None:

@@ -20,10 +20,11 @@ class Placement:
     """The place of a sequence in the step: `fed` tokens from `start` of the sequence on, then `drafted` nodes.
 
     `root` is the token index of its tip, -1 where the step does not come to it; `tree` counts the roots before it, and
-    `first` is its logits index. `draft` is what was proposed. `kept` are the token indices whose KV stays, once the
-    step has run; None: the first. `overtaken`: a step that was launched since has overwritten its logits. Of a sequence
-    with rules, `raw_logits` are rows as they were before the rules, by logits index, where log-probabilities are
-    wanted; `stuck` says after how many tokens of the walk no token may follow, and why.
+    `first` is its logits index. `draft` is what was proposed. Once the step has run, `kept` are the token indices whose
+    KV stays (None: the first), `taken` of them of tokens of the sequence. `overtaken`: a step that was launched since
+    has overwritten its logits. Of a sequence with rules, `raw_logits` are rows as they were before the rules, by logits
+    index, where log-probabilities are wanted; `stuck` says after how many tokens of the walk no token may follow, and
+    why.
     """
 
     sequence: Sequence
@@ -36,6 +37,7 @@ class Placement:
     draft: Draft | TreeInPlace | None = None
     kept: NDArray[np.int64] | None = None
     overtaken: bool = False
+    taken: int = 0
     raw_logits: dict[int, NDArray[np.float32]] | None = None
     stuck: tuple[int, RequestError] | None = None
 

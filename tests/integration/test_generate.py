@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from outrider import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime
 from outrider.runtime.options.options import Options
+from outrider.runtime.rounds import step
 from outrider.runtime.step_loop import StepLoop
 from tests.conftest import TOY_DRAFTERS
 
@@ -223,8 +224,8 @@ def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
     monkeypatch.setattr(
         "outrider.runtime.drafters.adaptive.AdaptiveSpeculation.drafting", property(lambda _: not rests[0])
     )
-    switch = StepLoop._switch
-    monkeypatch.setattr(StepLoop, "_switch", lambda self, *asked: (cancel.set(), switch(self, *asked))[1])
+    switch = step.switch_drafters
+    monkeypatch.setattr(step, "switch_drafters", lambda *asked: (cancel.set(), switch(*asked))[1])
     session, found = toy.session(), list[int]()
     stream = session.stream(range(1, 9), drafter="head", max_new_tokens=100, ignore_eos=True, cancel=cancel)
     for span in stream:
@@ -271,7 +272,7 @@ def test_times_leave_out_what_the_caller_does_between_spans(toy: Runtime, monkey
     options = Options(max_new_tokens=5, drafter="none", ignore_eos=True)
     last = toy.generate(PROMPT, **options).text[-1]
     now = [0.0]
-    for module in ("session", "step_loop"):
+    for module in ("step_loop", "rounds.parts"):
         monkeypatch.setattr(f"outrider.runtime.{module}.perf_counter", lambda: now[0])
     stream = toy.session().stream(PROMPT, stop=[f"{last} and more"], **options)
     for _ in stream:

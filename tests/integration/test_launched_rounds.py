@@ -23,9 +23,9 @@ from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.plan import Plan
 from outrider.runtime.backends.device import DeviceBuffers
-from outrider.runtime.launched_rounds import Launch
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
+from outrider.runtime.rounds.launched import Launch
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.step_loop import StepLoop
 from tests.integration.long_context import prompt

@@ -14,11 +14,11 @@ from outrider import Runtime, SchedulerConfig
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.plans.errors import PlanError
-from outrider.runtime import step_loop
 from outrider.runtime.branch_request import MODES
 from outrider.runtime.drafters.base import Draft
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.options.options import Options
+from outrider.runtime.rounds import accept
 from outrider.runtime.sampling import TokenLogprob, logprobs
 from tests.conftest import made_once
 from tests.integration.families import DRAFTERS, TOYS, Toy, write_toy
@@ -104,7 +104,7 @@ def test_infinite_logits_end_a_request_for_log_probabilities_alone(
     def refuse(logits: np.ndarray, token: int, top: int) -> TokenLogprob:
         return logprobs(np.where(np.arange(len(logits)) == token, np.float32(np.inf), logits), token, top)
 
-    monkeypatch.setattr(step_loop, "logprobs", refuse)
+    monkeypatch.setattr(accept, "logprobs", refuse)
     faulty, *handles = runtime.submit_all(
         [(PROMPTS[0], Options(logprobs=1) | OPTIONS), *((each, OPTIONS) for each in PROMPTS)]
     )

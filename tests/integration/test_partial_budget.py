@@ -53,6 +53,6 @@ def test_what_was_measured_holds_for_a_drafter_a_budget_and_a_way_of_sampling(lo
         {"drafter": "chain", "temperature": 0.5},
     ):
         session.generate(prompt(1, 60), whole=True, max_new_tokens=40, ignore_eos=True, **options)  # type: ignore[arg-type]
-        measured = session.loop._partial._intervals._measured
+        measured = session.loop.parts.partial._intervals._measured
         seen.append(measured[options["drafter"], options.get("partial_budget")].interval)
     assert [seen.index(interval) for interval in seen] == [0, 0, 2, 3, 0, 5]

@@ -162,7 +162,7 @@ def test_tokens_do_not_depend_on_slots_that_neighbours_have_left(everything: Run
             span = engine.show(committed)
             found.extend(span.token_ids if span.sequence == 0 else [])
 
-    view, longest = engine.target_step.largest_view, engine._rejecting[drafter]
+    view, longest = engine.target_step.largest_view, engine.parts.rejecting[drafter]
     one = admit(0, PROMPT, Options(**{**options, "drafter": drafter}))
     first = admit(1, [*PROMPT, *PROMPT[:15]], Options(max_new_tokens=1, drafter="none"))
     while not first.over:

@@ -31,14 +31,17 @@ from outrider.tools.measuring import Column, make_table, print_report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {
-    ("runtime/step_loop.py", "runtime/engine.py"): ["step", "features", "branches", "rules", "cuts", "same_tokens"],
+    ("runtime/rounds/*.py", "runtime/step_loop.py", "runtime/engine.py"): [
+        "step", "features", "branches", "rules", "cuts", "same_tokens", "launched_rounds", "not_finite", "partial_kv",
+    ],
     ("runtime/scheduler.py",): ["scheduler", "scheduler_limits", "scheduler_one_branch", "features"],
     ("runtime/kv/cache.py",): ["kept_slots", "branch_slots", "branch_rows", "features", "step"],
     ("runtime/drafters/engine.py",): ["drafter_grid", "draft_options", "same_tokens", "features", "rejection"],
     ("runtime/text/stream.py",): ["generate", "runtime/test_text_stream", "runtime/test_text_families"],
     ("plans/check.py",): ["plans/test_plan", "plans/test_manifest"],
-}
-"""The mutated files, by their names now and before, and the tests that cover each: of `tests/integration`, or paths."""
+}  # fmt: skip
+"""The mutated files, by their patterns now and before, and the tests that cover each: of `tests/integration`, or
+paths."""
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -88,14 +91,16 @@ def _places(tree: ast.AST) -> Iterator[tuple[Any, Any]]:
 
 def choose(root: Path, count: int, seed: int) -> Iterator[tuple[Path, list[str], int, str]]:
     """Yield `count` mutations of the files of a checkout, equally many of each: file, its tests, line, source."""
-    for place, (names, tests) in enumerate(FILES.items()):
-        file = next((root / name for name in names if (root / name).is_file()), None)
-        if file is None:
-            raise RequestError(f"{root} has none of {', '.join(names)}; pass the folder of a checkout.")
-        source = file.read_text("utf-8")
-        every, share = range(count_places(source)), count // len(FILES) + (place < count % len(FILES))
+    for place, (patterns, tests) in enumerate(FILES.items()):
+        files = next((found for pattern in patterns if (found := sorted(root.glob(pattern)))), None)
+        if files is None:
+            raise RequestError(f"{root} has none of {', '.join(patterns)}; pass the folder of a checkout.")
+        sources = {file: file.read_text("utf-8") for file in files}
+        every = [(file, at) for file, source in sources.items() for at in range(count_places(source))]
+        share = count // len(FILES) + (place < count % len(FILES))
         paths = [f"tests/{test}.py" if "/" in test else f"tests/integration/test_{test}.py" for test in tests]
-        for line, mutated in mutations(source, random.Random(seed).sample(every, min(share, len(every)))):
+        for file, at in random.Random(seed).sample(every, min(share, len(every))):
+            ((line, mutated),) = mutations(sources[file], [at])
             yield file, [path for path in paths if (root / path).is_file()], line, mutated
 
 

@@ -1,0 +1,143 @@
+"""Accept: the tokens that the target chose after each tip, up to one that ends the generation."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.plans import names
+from outrider.plans.errors import OpError, PlanError, RequestError
+from outrider.runtime.execution.layout import Placement
+from outrider.runtime.execution.program import Program
+from outrider.runtime.rounds.parts import Parts
+from outrider.runtime.rounds.round import Round
+from outrider.runtime.rounds.views import KvView
+from outrider.runtime.sampling import likeliest, logprobs
+from outrider.runtime.sequence import CommittedTokens
+from outrider.runtime.trace import read_round
+
+
+def accept_round(parts: Parts, round: Round) -> list[CommittedTokens]:
+    """Add the chosen tokens to their sequences; note in each placement which KV stays."""
+    found: list[CommittedTokens] = []
+    program, kept = round.program, round.program.kept
+    if not round.alone and kept is not None:
+        kept = kept[: int(parts.buffers.array(names.TARGET, names.KEPT_COUNT)[0])].copy()
+    round.kept = kept
+    for each in round.placed:
+        count, each.taken = 1, each.fed
+        if each.root >= 0 and program.counts is not None:
+            count = int(program.counts[each.tree])
+        if round.alone:
+            each.kept = None if kept is None else kept[: each.fed + count - 1]
+        else:
+            each.kept = _kept_of(parts, each, kept)
+        if each.root < 0:  # a part of its prompt was fed
+            each.sequence.generation.stats.prefill_passes += 1
+            continue
+        committed = accept(parts, each, program, round.view, count)
+        each.taken += max(1, len(committed.token_ids)) - 1
+        found.append(committed)
+    return found
+
+
+def _kept_of(parts: Parts, placed: Placement, kept: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """A sequence's tokens of the step whose KV stays; without `kept`, those that were fed."""
+    branch, number = parts.step.branch, placed.sequence.number
+    if kept is None:
+        return np.flatnonzero(branch[: parts.step.new_tokens] == number)[: placed.fed]
+    mine: NDArray[np.int64] = kept[branch[kept] == number]
+    return mine
+
+
+def accept(parts: Parts, placed: Placement, program: Program, view: KvView, count: int) -> CommittedTokens:
+    """Add the `count` tokens that the target chose after one tip to the sequence, up to one that ends it."""
+    sequence, tokens = placed.sequence, program.tokens
+    assert tokens is not None, "a program of the target that commits tokens"
+    room = view.room(sequence)
+    chosen: list[int]
+    if count == 1:
+        chosen = [int(tokens[placed.first])]
+    else:
+        chosen = tokens[placed.first : placed.first + min(count, room)].tolist()
+    committed = CommittedTokens(sequence, [], drafted=placed.drafted, accepted=count - 1)
+    if placed.draft is not None:
+        sequence.generation.stats.left_out += placed.draft.left_out
+    if view.tentative(sequence):
+        assert sequence.ahead is not None
+        committed.tentative = True
+        if sequence.confirmed is None:
+            sequence.confirmed = len(sequence.tokens)
+        committed.token_ids = sequence.ahead.cut(chosen)
+        sequence.tokens += committed.token_ids
+        return committed
+    if sequence.rules:
+        chosen = _apply_rules(parts, placed, program, chosen, committed)
+    if chosen:
+        committed.token_ids, committed.reason = sequence.generation.cut(chosen, len(chosen) == room)
+    sequence.reason, sequence.error = committed.reason, committed.error
+    sequence.chosen_by = placed
+    _observe(parts, placed, committed)
+    if sequence.request.on_round is not None:
+        _trace(parts, placed, committed)
+    sequence.tokens += committed.token_ids
+    sequence.rounds += 1
+    return committed
+
+
+def logits_index(placed: Placement, index: int) -> int:
+    """Return the logits index that the `index`-th token of a round was chosen by."""
+    node = 0 if placed.kept is None else int(placed.kept[placed.fed - 1 + index]) - placed.root
+    return placed.first + node
+
+
+def _observe(parts: Parts, placed: Placement, committed: CommittedTokens) -> None:
+    """Read the logits that the tokens were chosen by, for log-probabilities and for a drafter that learns of them."""
+    sequence, request = placed.sequence, placed.sequence.request
+    host = sequence.host_drafter
+    wanted = 0 if host is None else min(host.filler_top_k, parts.geometry.vocab_size)
+    if request.logprobs is None and not wanted:
+        return
+    for index, token in enumerate(committed.token_ids):
+        at = logits_index(placed, index)
+        logits = parts.logits(at, at + 1)[0]
+        if request.logprobs is not None:
+            try:
+                committed.logprobs.append(logprobs((placed.raw_logits or {}).get(at, logits), token, request.logprobs))
+            except PlanError as error:  # infinite logits, from which a token can still be chosen
+                committed.error = sequence.error = OpError(str(error))
+                break
+        if host is not None and wanted and not sequence.disabled:
+            likely = likeliest(logits, wanted)[::-1]
+            host.observe(len(sequence.tokens) + index, likely[logits[likely] > -np.inf])
+
+
+def _trace(parts: Parts, placed: Placement, committed: CommittedTokens) -> None:
+    """Read the round for a caller that watches it."""
+    ids, request = committed.token_ids, placed.sequence.request
+    accepted = np.zeros(0, np.int64) if placed.kept is None else placed.kept[placed.fed :]
+    trials = parts.buffers.array(names.TARGET, names.TRIALS) if request.drafter in parts.rejecting else None
+    on_path = accepted[: min(len(ids), committed.accepted)]
+    committed.round = read_round(
+        parts.step, placed.root, placed.first, placed.drafted, ids, on_path, placed.draft, trials
+    )
+
+
+def _apply_rules(
+    parts: Parts, placed: Placement, program: Program, chosen: list[int], committed: CommittedTokens
+) -> list[int]:
+    """Return the tokens of a pass that the sequence's rules allow, up to where no token may follow: an error of this
+    sequence alone."""
+    try:
+        if not program.halts:
+            return [parts.ruled_walk.choose_again(placed)]
+    except RequestError as error:
+        placed.stuck = 0, error
+    if placed.stuck is None or placed.stuck[0] >= len(chosen):
+        return chosen
+    kept, reason = placed.stuck
+    if kept:
+        placed.sequence.stuck = reason
+    else:
+        committed.error = reason
+    return chosen[:kept]

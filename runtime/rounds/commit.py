@@ -1,0 +1,85 @@
+"""Commit a round: KV to the caches, tokens to the drafters, costs to those who decide by them."""
+
+from __future__ import annotations
+
+from collections import abc
+from time import perf_counter
+
+from outrider.runtime.rounds.parts import Parts
+from outrider.runtime.rounds.round import Round
+from outrider.runtime.sequence import CommittedTokens
+
+
+def commit_round(parts: Parts, round: Round, found: abc.Sequence[CommittedTokens]) -> None:
+    """Commit what was accepted.
+
+    A sequence alone commits the KV of the tokens that stay; of several, all accepted KV stays until `settle` releases
+    the sequences that are over.
+    """
+    cache = round.view.cache
+    if round.alone:
+        cache.commit_alone(round.placed[0].taken, round.kept)
+    for each in round.placed:
+        sequence = each.sequence
+        round.view.commit(sequence, each.start + each.taken)
+        if sequence.host_drafter is not None or sequence.engine_drafter is not None:
+            drafted = each.draft if each.drafted and sequence not in round.confirming else None
+            parts.drafting.commit(each, each.taken, drafted, parts.passes)
+    if not round.alone:
+        with parts.watch:
+            cache.commit(round.kept)
+        parts.keep_beginnings(each.sequence for each in round.placed)
+    if parts.partial is not None:
+        parts.partial.note_step(round.placed, parts.passes, over_partial=round.view.partial)
+    _note_costs(round, found)
+
+
+def _note_costs(round: Round, found: abc.Sequence[CommittedTokens]) -> None:
+    """Report what the round brought and cost to adaptive speculation, to the choice of how much is verified, and to
+    partial KV that runs ahead."""
+    partial, clock, ended = round.view.partial, round.clock, perf_counter()
+    for each in found:
+        if partial or each.sequence.adaptive is not None or each.sequence.ahead is not None:
+            break
+    else:  # none of them watches
+        return
+    settled, by_drafts, together, rows = True, False, 0, 0
+    for laid in round.placed:  # loops, not generators: every round pays for this
+        rows += laid.fed + laid.drafted
+        settled = settled and laid.fed == 1  # a pass that also catches up says nothing about drafts
+        by_drafts = by_drafts or laid.drafted > 0
+    for committed in found:
+        together += len(committed.token_ids)
+    for each in found:
+        sequence, adaptive, ahead = each.sequence, each.sequence.adaptive, each.sequence.ahead
+        if each.error is not None:
+            continue
+        drafting = adaptive is None or adaptive.drafting
+        # What a head consumes before a plain round belongs to the drafts.
+        seconds = ended - (clock.began if drafting or (by_drafts and len(round.placed) > 1) else clock.drafted)
+        tokens, others = len(each.token_ids), together - len(each.token_ids)
+        length, whole = sequence.verify_length, ended - clock.began
+        if length is not None and clock.verified is not None and drafting and settled and not round.confirming:
+            length.note_round(rows, together, ended - clock.verified, whole)
+        if each.tentative:
+            assert ahead is not None
+            decides = ahead.note_pass(1000 * whole, tokens, each.drafted)
+            if decides and adaptive is not None and sequence.disabled == adaptive.disabled:
+                adaptive.note(whole, tokens, others=others, partial=True)
+            continue
+        stats = sequence.generation.stats
+        if partial:
+            stats.partial_rounds += 1
+            stats.partial_ms += 1000 * whole
+        if sequence in round.confirming:
+            assert ahead is not None
+            checked = len(round.confirming[sequence])
+            if checked:
+                ahead.note_confirmed(1000 * whole, checked, min(each.accepted, checked))
+            continue
+        stats.plain_rounds += not drafting
+        if settled and adaptive is not None and (ahead is None or ahead.steady):
+            adaptive.note(seconds, tokens, others=others)
+        if ahead is not None:
+            plain = settled and (drafting or sequence.disabled) and sequence.rounds > 1
+            ahead.note_plain(1000 * seconds, tokens, settled=plain)
