@@ -186,12 +186,17 @@ class Drafting:
         return False
 
     def propose(
-        self, live: Mapping[int, DraftBudget], following: abc.Sequence[Sequence], nodes: int
-    ) -> dict[int, Draft]:
+        self, live: Mapping[int, DraftBudget], following: abc.Sequence[Sequence], nodes: int, past: int | None
+    ) -> dict[int, Draft | TreeInPlace]:
         """Drafts by number for the sequences of a pass, `nodes` in all; `live` says what each may use.
 
-        `following` are all whose drafters are enabled: heads take in what those have committed.
+        `following` are all whose drafters are enabled: heads consume what those have committed. `past`: of a sequence
+        that is alone, the slots of the cache that is read.
         """
+        if past is not None:
+            ((number, budget),) = live.items()
+            draft = self._propose_alone(budget, past)
+            return {} if draft is None else {number: draft}
         chains: dict[int, tuple[Sequence, int]] = {}
         wanting: dict[str, dict[int, int]] = {}
         forced: dict[int, abc.Sequence[int]] = {}
@@ -219,9 +224,9 @@ class Drafting:
             if of_engine:
                 drafted = engine.draft(wanting.get(engine.name, {}), of_engine)
                 drafts |= {number: _limited(draft, live[number].sequence) for number, draft in drafted.items()}
-        return self._divide(live, chains, forced, drafts, nodes)
+        return {**self._divide(live, chains, forced, drafts, nodes)}
 
-    def propose_one(self, allowed: DraftBudget, past: int) -> Draft | TreeInPlace | None:
+    def _propose_alone(self, allowed: DraftBudget, past: int) -> Draft | TreeInPlace | None:
         """Propose for one sequence that is alone, after `past` slots of the cache that is read."""
         sequence, limit, by_engine = allowed
         host, engine = sequence.host_drafter, sequence.engine_drafter

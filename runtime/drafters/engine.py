@@ -277,7 +277,7 @@ class EngineDrafter:
         if state.grown:
             assert kept is not None, "a draft is accepted by tokens that are listed"
             fed = self._step.new_tokens
-            self.cache.commit_alone(fed, None)
+            self.cache.commit()
             stay = self._keep(kept[1:count])
             self.cache.continue_chain(stay)
             state.end += fed + stay
@@ -407,7 +407,7 @@ class EngineDrafter:
             self._commit_fed(state)
 
     def _commit_fed(self, state: _State) -> None:
-        self.cache.commit_alone(self._step.new_tokens, None)
+        self.cache.commit()
         state.end += self._step.new_tokens
 
     def _feed(self, sequence: Sequence, end: int) -> bool:

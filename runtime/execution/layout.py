@@ -42,10 +42,10 @@ class Placement:
     stuck: tuple[int, RequestError] | None = None
 
 
-def lay_out_one(
+def _lay_out_alone(
     step: TargetStep, cache: KvCache, sequence: Sequence, start: int, chunk: int, draft: Draft | TreeInPlace | None
 ) -> Placement:
-    """Lay out the step of a sequence that has row 0 to itself: at most `chunk` tokens from `start` on, and a draft."""
+    """Lay out a sequence that has row 0 to itself, without the bookkeeping of rows."""
     fed = sequence.length - start
     cache.compact_if_worthwhile(min(fed, chunk) + (len(draft) if draft is not None else 0))
     if fed > chunk:
@@ -68,14 +68,20 @@ def lay_out(
     step: TargetStep,
     cache: KvCache,
     starts: Mapping[Sequence, int],
-    drafts: Mapping[int, Draft],
+    drafts: Mapping[int, Draft | TreeInPlace],
     chunk: int,
+    *,
+    alone: bool,
 ) -> list[Placement]:
-    """Lay out the step of several sequences, each from its start on, with their drafts by sequence number.
+    """Lay out the step of sequences, each from its start on, with their drafts by sequence number.
 
     The step has at most `chunk` tokens of prompts, and at least one token of each sequence; earlier sequences go first.
     Returns the sequences in the order of the step. Each gets all nodes that were drafted for it, or as many as fit.
+    `alone`: the only open sequence, in row 0; it alone may have a tree in place.
     """
+    if alone:
+        ((only, start),) = starts.items()
+        return [_lay_out_alone(step, cache, only, start, chunk, drafts.get(only.number))]
     fed: dict[int, int] = {}
     by_number = {each.number: each for each in starts}
     width = cache.width(by_number)
@@ -88,7 +94,7 @@ def lay_out(
         number for number, count in chains.items() if starts[by_number[number]] + count == by_number[number].length
     ]
     # Sequences accepted by rejection choose first: room was reserved for them.
-    whole.sort(key=lambda number: drafts.get(number, NOTHING).probs is None)
+    whole.sort(key=lambda number: getattr(drafts.get(number), "probs", None) is None)
     nodes = cache.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
     batch = 0
     if len(nodes) == sum(chains.values()) and not any(nodes.values()):  # a token each, and no drafts
@@ -106,8 +112,8 @@ def lay_out(
             here.root, here.tree, here.first = last, trees, first
             here.drafted, here.draft = nodes[number], drafts.get(number)
             step.append_tip(last)
-            if here.drafted:
-                _hang(step, drafts[number], last, here.drafted)
+            if here.drafted and isinstance(here.draft, Draft):
+                _hang(step, here.draft, last, here.drafted)
             trees, first = trees + 1, first + 1 + here.drafted
         cache.close_row(number)
         placed.append(here)

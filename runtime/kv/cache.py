@@ -41,7 +41,7 @@ class KvCache:
     """Slot tables of a model's KV cache, one for each of its rows. A sequence is known by its number.
 
     A step: `begin`, `append` for what each sequence adds, rows in ascending order (`row_of`), the pass, `commit`. For
-    one sequence in row 0, `begin_alone` and `commit_alone` do without the bookkeeping of rows.
+    one sequence in row 0, `begin_alone` does without the bookkeeping of rows.
 
     `window` stands for the rows of a drafter whose cache keeps the beginning and the end of its one sequence alone.
     """
@@ -293,17 +293,13 @@ class KvCache:
             if self._aligned.valid_lengths[row]:
                 break
 
-    def commit_alone(self, count: int, kept: NDArray[np.int64] | None) -> None:
-        """Commit KV of a step of row 0: of its first `count` tokens, or of those that `kept` lists, moved there."""
-        table = self._tables[0]
-        if kept is not None and count and int(kept[count - 1]) >= count:
-            self._note("accepted", 0, int(np.count_nonzero(kept[:count] != np.arange(count))))
-        table.commit(count, kept)
-        self.peak_slots = max(self.peak_slots, table.length)
-
     def commit(self, kept: NDArray[np.int64] | None = None) -> None:
         """Commit KV of the step's tokens, or of those that `kept` lists, which were moved together in their rows."""
         step = self._step
+        if self._used == 1 and not self._inert and self.alignment is None:  # without the bookkeeping of rows
+            self._commit_row(0, step.new_tokens if kept is None else len(kept), kept, 0)
+            self._note_peak()
+            return
         if kept is None:
             kept = np.arange(step.new_tokens)
             if self._inert:
@@ -311,16 +307,20 @@ class KvCache:
         cuts = np.searchsorted(kept, step.row_splits[: self._used + 1])
         for row in range(self._used):
             mine = kept[cuts[row] : cuts[row + 1]]
-            if len(mine):
-                self._rows[row].commit(len(mine), mine)
-                moved = mine != np.arange(step.row_splits[row], step.row_splits[row] + len(mine))
-                self._note("accepted", row, int(np.count_nonzero(moved)))
+            self._commit_row(row, len(mine), mine, int(step.row_splits[row]))
         if self.alignment is not None and self._aligned is not None:
             own = np.searchsorted(kept[step.branch[kept] != NOBODY], step.row_splits[: self._used + 1])
             self.alignment.commit(self._aligned, np.diff(own).tolist())
             for table in self._rows[: self._used]:
                 table.release(NOBODY)
         self._note_peak()
+
+    def _commit_row(self, row: int, count: int, kept: NDArray[np.int64] | None, first: int) -> None:
+        """Commit `count` tokens of a row whose tokens begin at `first` in the step."""
+        if kept is not None and count and int(kept[-1]) >= first + count:
+            self._note("accepted", row, int(np.count_nonzero(kept != np.arange(first, first + count))))
+        if count:
+            self._rows[row].commit(count, kept)
 
     def continue_chain(self, count: int) -> None:
         """Commit `count` slots after the last one of row 0, which the levels of a draft have filled."""

@@ -20,18 +20,13 @@ from outrider.runtime.trace import read_round
 def accept_round(parts: Parts, round: Round) -> list[CommittedTokens]:
     """Add the chosen tokens to their sequences; note in each placement which KV stays."""
     found: list[CommittedTokens] = []
-    program, kept = round.program, round.program.kept
-    if not round.alone and kept is not None:
-        kept = kept[: int(parts.buffers.array(names.TARGET, names.KEPT_COUNT)[0])].copy()
-    round.kept = kept
-    for each in round.placed:
-        count, each.taken = 1, each.fed
-        if each.root >= 0 and program.counts is not None:
-            count = int(program.counts[each.tree])
-        if round.alone:
-            each.kept = None if kept is None else kept[: each.fed + count - 1]
-        else:
-            each.kept = _kept_of(parts, each, kept)
+    program = round.program
+    counts = [1 if each.root < 0 or program.counts is None else int(program.counts[each.tree]) for each in round.placed]
+    if program.kept is not None:
+        round.kept = program.kept[: sum(each.fed for each in round.placed) + sum(counts) - len(counts)].copy()
+    for each, count in zip(round.placed, counts, strict=True):
+        each.taken = each.fed
+        each.kept = _kept_of(parts, each, round.kept)
         if each.root < 0:  # a part of its prompt was fed
             each.sequence.generation.stats.prefill_passes += 1
             continue
@@ -41,10 +36,12 @@ def accept_round(parts: Parts, round: Round) -> list[CommittedTokens]:
     return found
 
 
-def _kept_of(parts: Parts, placed: Placement, kept: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """A sequence's tokens of the step whose KV stays; without `kept`, those that were fed."""
+def _kept_of(parts: Parts, placed: Placement, kept: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """A sequence's tokens of the step whose KV stays; without `kept`, those that were fed: None for all of the step."""
     branch, number = parts.step.branch, placed.sequence.number
     if kept is None:
+        if placed.fed == parts.step.new_tokens:
+            return None
         return np.flatnonzero(branch[: parts.step.new_tokens] == number)[: placed.fed]
     mine: NDArray[np.int64] = kept[branch[kept] == number]
     return mine

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.runtime.drafters.base import Draft
-from outrider.runtime.execution.layout import Placement, lay_out_one
+from outrider.runtime.execution.layout import Placement, lay_out
 from outrider.runtime.options.request import Request
 from outrider.runtime.rounds.accept import logits_index
 from outrider.runtime.rounds.parts import Parts
@@ -46,7 +46,7 @@ def _feed(parts: Parts, sequence: Sequence, stop: int, *, tip: bool) -> None:
         parts.step.append_tip(len(part) - 1)
     parts.passes += 1
     parts.programs[names.PREFILL].run()
-    parts.cache.commit_alone(len(part), None)
+    parts.cache.commit()
     sequence.computed = stop
     parts.loaded.files.check()
 
@@ -95,7 +95,8 @@ def time_round(parts: Parts, sequence: Sequence, chain: abc.Sequence[int], *, dr
             f"The sequence has {len(tokens)} tokens, {start} of them with KV, and room for a chain of "
             f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
         )
-    lay_out_one(parts.step, cache, sequence, start, len(tokens), Draft(chain, range(-1, len(chain) - 1)))
+    draft = Draft(chain, range(-1, len(chain) - 1))
+    lay_out(parts.step, cache, {sequence: start}, {sequence.number: draft}, len(tokens), alone=True)
     name = names.VERIFY if drafts else names.DECODE
     began = perf_counter()
     parts.passes += 1

@@ -11,24 +11,17 @@ from outrider.runtime.sequence import CommittedTokens
 
 
 def commit_round(parts: Parts, round: Round, found: abc.Sequence[CommittedTokens]) -> None:
-    """Commit what was accepted.
-
-    A sequence alone commits the KV of the tokens that stay; of several, all accepted KV stays until `settle` releases
-    the sequences that are over.
-    """
-    cache = round.view.cache
-    if round.alone:
-        cache.commit_alone(round.placed[0].taken, round.kept)
+    """Commit what was accepted. KV of accepted tokens after one that ends a generation stays until the sequence is
+    released or continued."""
+    with parts.watch:
+        round.view.cache.commit(round.kept)
     for each in round.placed:
         sequence = each.sequence
         round.view.commit(sequence, each.start + each.taken)
         if sequence.host_drafter is not None or sequence.engine_drafter is not None:
             drafted = each.draft if each.drafted and sequence not in round.confirming else None
             parts.drafting.commit(each, each.taken, drafted, parts.passes)
-    if not round.alone:
-        with parts.watch:
-            cache.commit(round.kept)
-        parts.keep_beginnings(each.sequence for each in round.placed)
+    parts.keep_beginnings(round.placed)
     if parts.partial is not None:
         parts.partial.note_step(round.placed, parts.passes, over_partial=round.view.partial)
     _note_costs(round, found)

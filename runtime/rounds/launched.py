@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outrider.plans import names
 from outrider.plans.errors import OpError, PlanError
-from outrider.runtime.execution.layout import Placement, lay_out, lay_out_one
+from outrider.runtime.execution.layout import Placement, lay_out
 from outrider.runtime.rounds.accept import accept
 from outrider.runtime.rounds.parts import Parts
 from outrider.runtime.rounds.retry import retry_each, rewind
@@ -21,14 +21,10 @@ from outrider.runtime.sequence import CommittedTokens, Sequence
 
 @dataclass(slots=True)
 class Launch:
-    """A round on the device: `placed` are those that are still to get its tokens, from `landing` of the program.
-
-    `alone`: of one sequence that has row 0 to itself.
-    """
+    """A round on the device: `placed` are those that are still to get its tokens, from `landing` of the program."""
 
     placed: list[Placement]
     landing: int
-    alone: bool
 
 
 class LaunchedRounds:
@@ -80,14 +76,11 @@ class LaunchedRounds:
 
     def _launch(self, sequences: abc.Sequence[Sequence], chunk: int) -> Launch:
         """Launch a round of the sequences, which takes at most `chunk` tokens of prompts; `_advance` is next."""
-        parts, step, cache, alone = self._parts, self._parts.step, self._parts.cache, self._parts.cache.alone
+        parts, starts = self._parts, {each: each.computed for each in sequences}
         parts.passes += 1
-        if alone:
-            placed = [lay_out_one(step, cache, sequences[0], sequences[0].computed, chunk, None)]
-        else:
-            with parts.watch:
-                placed = lay_out(step, cache, {each: each.computed for each in sequences}, {}, chunk)
-        return Launch(placed, self._program.launch(), alone)
+        with parts.watch:
+            placed = lay_out(parts.step, parts.cache, starts, {}, chunk, alone=parts.cache.alone)
+        return Launch(placed, self._program.launch())
 
     def _advance(self, launch: Launch) -> None:
         """Commit the KV of the round that was launched last, as soon as the device has taken its step."""
@@ -95,11 +88,8 @@ class LaunchedRounds:
         for each in launch.placed:
             each.sequence.computed = each.start + each.fed
             each.sequence.unseen += each.root >= 0
-        if launch.alone:
-            self._parts.cache.commit_alone(launch.placed[0].fed, None)
-        else:
-            with self._parts.watch:
-                self._parts.cache.commit()
+        with self._parts.watch:
+            self._parts.cache.commit()
 
     def collect(self, launch: Launch) -> None:
         """Wait for a round: its tokens are in the program's `tokens` then."""
@@ -115,8 +105,7 @@ class LaunchedRounds:
                 each.sequence.generation.stats.prefill_passes += 1
             elif not each.sequence.over:
                 found.append(accept(self._parts, each, self._program, self._parts.full, 1))
-        if not launch.alone:
-            self._parts.keep_beginnings(each.sequence for each in launch.placed)
+        self._parts.keep_beginnings(launch.placed)
         return found
 
     def drop(self, sequence: Sequence) -> None:

@@ -13,6 +13,7 @@ from outrider.plans.manifest import Manifest, longest_draft, rejects
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.execution.assembly import LoadedPlan, assemble
+from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.ruled_walk import RuledWalk
 from outrider.runtime.kv.cache import KvCache
 from outrider.runtime.partial_passes import PartialPasses
@@ -94,12 +95,12 @@ class Parts:
         if computed < sequence.computed:
             self.truncate(sequence, computed)
 
-    def keep_beginnings(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Keep the KV of prompts in the prefix cache, as others may begin alike; drafters have consumed them by the
-        second round."""
-        if (cache := self.sharing) is None:
+    def keep_beginnings(self, placed: abc.Iterable[Placement]) -> None:
+        """Keep the KV of prompts in the prefix cache, as others that come meanwhile may begin alike; drafters have
+        consumed them by the second round."""
+        if (cache := self.sharing) is None or self.cache.alone:
             return
-        for each in sequences:
-            if not (each.over or each.inserted) and each.rounds > 1:
-                cache.keep(each)
-                each.inserted = True
+        for sequence in (each.sequence for each in placed):
+            if not (sequence.over or sequence.inserted) and sequence.rounds > 1:
+                cache.keep(sequence)
+                sequence.inserted = True

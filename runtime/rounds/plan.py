@@ -8,7 +8,7 @@ from time import perf_counter
 from outrider.plans import names
 from outrider.runtime.drafters.base import Draft, TreeInPlace
 from outrider.runtime.drafters.drafting import DraftBudget
-from outrider.runtime.execution.layout import Placement, lay_out, lay_out_one
+from outrider.runtime.execution.layout import Placement, lay_out
 from outrider.runtime.execution.program import Program
 from outrider.runtime.rounds.parts import Parts
 from outrider.runtime.rounds.round import Round, RoundClock
@@ -28,24 +28,19 @@ def plan_round(parts: Parts, sequences: abc.Sequence[Sequence], view: KvView, ch
             budgets[each.number] = _budget(parts, each, starts[each], view, chunk)
         else:
             confirming[each], budgets[each.number] = draft, DraftBudget(each, 0)
+    following = [each for each in parts.live.values() if not each.disabled]
+    nodes = parts.step.max_nodes + 1 - len(sequences) - sum(map(len, confirming.values()))
     if alone:
-        (each,) = sequences
         cache.compact_if_worthwhile(1 + parts.longest_draft)  # slots of ended neighbours must not prevent a draft
-        budget = budgets[each.number]
-        proposal = confirming[each] if confirming else parts.drafting.propose_one(budget, cache.length)
-        clock.drafted = perf_counter()
-        placed = [lay_out_one(parts.step, cache, each, starts[each], chunk, proposal)]
-    else:
-        following = [each for each in parts.live.values() if not each.disabled]
-        nodes = parts.step.max_nodes + 1 - len(sequences) - sum(map(len, confirming.values()))
-        proposed = parts.drafting.propose(budgets, following, nodes)
-        proposed |= {each.number: draft for each, draft in confirming.items()}
-        clock.drafted = perf_counter()
-        with parts.watch:
-            placed = lay_out(parts.step, cache, starts, proposed, chunk)
+    past = cache.length if alone else None
+    proposed = {} if alone and confirming else parts.drafting.propose(budgets, following, nodes, past)
+    proposed |= {each.number: draft for each, draft in confirming.items()}
+    clock.drafted = perf_counter()
+    with parts.watch:
+        placed = lay_out(parts.step, cache, starts, proposed, chunk, alone=alone)
     if parts.rejecting:
         _lay_out_probs(parts, placed)
-    return Round(view, placed, _choose_program(parts, placed, view), alone, confirming, clock)
+    return Round(view, placed, _choose_program(parts, placed, view), confirming, clock)
 
 
 def _budget(parts: Parts, sequence: Sequence, start: int, view: KvView, chunk: int) -> DraftBudget:

@@ -29,14 +29,13 @@ class RoundClock:
 class Round:
     """One pass of the target over sequences: which cache it reads, where each sequence lies in the step, the program.
 
-    `alone`: of one sequence that has row 0 to itself. `confirming` are tentative tokens that the pass verifies. `kept`
+    `confirming` are tentative tokens that the pass verifies. `kept`
     are the tokens of the step whose KV stays, once it has run; None: all that were fed.
     """
 
     view: KvView
     placed: list[Placement]
     program: Program
-    alone: bool
     confirming: dict[Sequence, Draft]
     clock: RoundClock
     kept: NDArray[np.int64] | None = None
