@@ -23,7 +23,7 @@ def accept_round(parts: Parts, round: Round) -> list[CommittedTokens]:
     program = round.program
     counts = [1 if each.root < 0 or program.counts is None else int(program.counts[each.tree]) for each in round.placed]
     if program.kept is not None:
-        round.kept = program.kept[: sum(each.fed for each in round.placed) + sum(counts) - len(counts)].copy()
+        round.kept = program.kept[: int(parts.buffers.array(names.TARGET, names.KEPT_COUNT)[0])].copy()
     for each, count in zip(round.placed, counts, strict=True):
         each.taken = each.fed
         each.kept = _kept_of(parts, each, round.kept)

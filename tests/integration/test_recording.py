@@ -169,7 +169,7 @@ def test_the_price_of_a_pass_cuts_no_tree_that_is_drafted_and_verified_in_one_la
     steep = PriceCurve([Price(rows=1, ms=1.0), Price(rows=9, ms=8001.0)])
     options = Options(max_new_tokens=60, ignore_eos=True, drafter=drafter)
     with recorded.session() as session:
-        monkeypatch.setattr(session.loop, "_adaptive", AdaptiveSpeculations(session.manifest, steep))
+        monkeypatch.setattr(session.loop.parts, "adaptive", AdaptiveSpeculations(session.manifest, steep))
         found = session.generate(PROMPT, **options)
     assert found.token_ids == toy.generate(PROMPT, **options | Options(drafter="none")).token_ids
     assert (found.stats.left_out > 0) == (drafter == "sure")
