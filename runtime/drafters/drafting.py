@@ -20,7 +20,8 @@ from outrider.plans import names
 from outrider.plans.manifest import GraphDrafter, NgramDrafter
 from outrider.runtime.drafters import make_host_drafter
 from outrider.runtime.drafters.base import NOTHING, Draft, TreeInPlace, clip_draft
-from outrider.runtime.drafters.engine import LEAST_CHANCE, EngineDrafter, chain_rounds, tree_shape
+from outrider.runtime.drafters.engine import EngineDrafter, chain_rounds, tree_shape
+from outrider.runtime.drafters.engine_state import LEAST_CHANCE
 from outrider.runtime.drafters.kept_features import KeptFeatures
 from outrider.runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
 from outrider.runtime.execution.assembly import Assembly, LoadedPlan
@@ -235,7 +236,7 @@ class Drafting:
         chain = _chain_limit(sequence, limit)
         if sequence.rules and (forced := _forced(sequence, chain)):
             if engine is not None:
-                engine.pass_by(sequence)
+                engine.skip_round(sequence)
             return _chain(forced)
         foreseen = (
             0 if host is None or engine is None else host.foresee(sequence.tokens, chain, sequence.request.sampling)
@@ -245,7 +246,7 @@ class Drafting:
             if tree is not None:
                 return tree
         if engine is not None:
-            engine.pass_by(sequence)
+            engine.skip_round(sequence)
         if limit > 0 and host is not None:
             host.sync(sequence.tokens)
             return _worth(self._host_draft(sequence, chain), sequence)

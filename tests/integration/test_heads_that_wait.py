@@ -37,7 +37,7 @@ def drafts(runtime: Runtime, drafter: str) -> tuple[list[int], list[list[Node]],
 def test_it_drafts_as_if_it_had_seen_each_round(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, waited, runs = drafts(toy, "mixed")
     with monkeypatch.context() as patch:
-        patch.setattr(EngineDrafter, "pass_by", EngineDrafter.sync)
+        patch.setattr(EngineDrafter, "skip_round", EngineDrafter.sync)
         expected, seen, often = drafts(toy, "mixed")
     assert tokens == expected
     assert waited == seen
