@@ -38,7 +38,8 @@ class Generation:
 
 @dataclass(slots=True)
 class Span:
-    """Tokens that one step committed to a sequence. `text` holds whole characters only and may lag behind `token_ids`.
+    """Tokens that one step committed to a sequence. `text` holds whole characters only and may come later than
+    `token_ids`.
 
     A `tentative` span is not committed, and may never be. Its tokens follow those of earlier tentative spans. Its text
     is what will be shown after the text so far if all tentative tokens are confirmed and nothing follows. The next
@@ -135,7 +136,7 @@ class GrowingGeneration:
         """Cut the tokens that the target chose in one round after an end token.
 
         `last` says that there is no room for more. Returns the tokens that stay, and the finish reason as far as tokens
-        tell. Changes nothing.
+        decide it. Changes nothing.
         """
         ends = self._request.eos_token_ids
         if ends.isdisjoint(chosen):

@@ -382,7 +382,7 @@ class Runtime:
         """Continue `prompt` in several branches that share its KV, spans of all of them as they come.
 
         A branch is a text or token ids after the prompt, or a mapping of `prompt` and options of its own; those
-        given here hold for all. In place of `branches`, `n` asks for so many samples of the prompt itself. At most
+        given here hold for all. In place of `branches`, `n` is a number of samples of the prompt itself. At most
         `max_parallel` branches live at once (default: as many as the plan has); others follow as these end, those
         with the most `predicted_tokens` first (a key of a branch's mapping; default: its `max_new_tokens`).
 
@@ -390,8 +390,8 @@ class Runtime:
         the generations that have ended (`branch_request.LatePrompt`).
 
         A run after the prompt of the run before it, in the same mode, finds its KV, unless it asks drafters with an
-        engine that no branch asked before. `keep_for` names such drafters beforehand. A prefix cache finds it whatever
-        has run in between.
+        engine that no branch asked before. `keep_for` names such drafters beforehand. A prefix cache finds it after
+        other runs too.
 
         In mode "in-one-sequence" all share one row of the KV cache, and the prompt's KV is there once. In "batching"
         each has a row, with a copy of the prompt's; the plan must have them. Tokens are the same.

@@ -292,8 +292,8 @@ class Scheduler:
                     self._turn(texts, self._take())
                 except BaseException as error:  # exits and panics too: without the thread, nobody is served
                     _LOG.exception("a round of the scheduler failed")
-                    told = error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}.")
-                    self._fail(told, waiting=self._loop is None)
+                    reported = error if isinstance(error, OutriderError) else PlanError(f"A round failed: {error!r}.")
+                    self._fail(reported, waiting=self._loop is None)
                     self._let_go()
             self._let_go()
         with self._changed:

@@ -76,7 +76,7 @@ class Sequence:
     inserted: bool = False  # whether the prefix cache has its beginning
     reason: FinishReason | None = None  # why its tokens end
     stopped: bool = False  # whether its text has ended
-    stuck: RequestError | None = None  # why no token may follow, which the next step tells
+    stuck: RequestError | None = None  # why no token may follow, which the next step reports
     error: RequestError | OpError | None = None  # why it cannot continue
     chosen_by: Placement | None = None  # where its last tokens' logits are
 

@@ -238,7 +238,7 @@ class Session:
         """Milliseconds of the target's part of a round: over the tip and a `chain` of drafted tokens after it.
 
         `drafter` is one that the host runs, whose round it is, or "none" for a round without a chain; None verifies the
-        chain, if there is one, whoever has drafted it. With `partial` it reads the partial cache. Nothing is committed.
+        chain, if there is one, of any drafter. With `partial` it reads the partial cache. Nothing is committed.
         Raises RequestError where other tokens than the tip lack KV, or the chain has no room.
         """
         by_name = {each.name: each for each in self._manifest.drafters}

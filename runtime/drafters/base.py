@@ -79,7 +79,7 @@ def clip_draft(
 class HostDrafter(Protocol):
     """Proposes drafts for one sequence, on the host. It owns what it knows of the sequence's tokens.
 
-    Whatever it proposes, the output is the target's. It is told committed tokens; where some are tentative,
+    The output is the target's for any proposal. It receives committed tokens; where some are tentative,
     `mark_tentative` says from which on.
     """
 
@@ -124,7 +124,7 @@ class HostDrafter(Protocol):
 
         `token_ids` and `parent`, int64 [nodes], and `score`, f32 [nodes], are arrays that several trees may share. The
         nodes go to indices root + 1, root + 2, ...; `parent` holds indices into the same arrays, ancestors come before
-        descendants, and siblings are distinct tokens; `score` is the logarithm of the chance that the target comes to
+        descendants, and siblings are distinct tokens; `score` is the logarithm of the chance that the target reaches
         the node. Nothing else of the arrays is touched. The caller has room for `limit` nodes
         after the root.
         """

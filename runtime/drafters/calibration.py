@@ -12,7 +12,7 @@ _KEPT = 1 - 1 / 256  # of what is known, after each round: so a chance that is n
 
 
 class Calibration:
-    """Chances that the target comes to drafted tokens, from the drafter's own and from what was verified.
+    """Chances that the target reaches drafted tokens, from the drafter's own and from what was verified.
 
     A token's chance after its parent is the drafter's, times what such chances have been worth: tokens that came over
     tokens that should have come. Until something was verified, that is 1.
@@ -39,15 +39,15 @@ class Calibration:
 
     def note_verified(self, parent: Sequence[int], scores: Sequence[float], accepted: set[int]) -> None:
         """Learn from a draft that was verified: the target has come to the nodes `accepted`, a path from the tip."""
-        came, told = [_KEPT * each for each in self._came], [_KEPT * each for each in self._said]
+        came, stated = [_KEPT * each for each in self._came], [_KEPT * each for each in self._said]
         for node, above in enumerate(parent):
             if above < 0 or above in accepted:  # else nobody knows whether it would have come
                 said = _chance(scores[node], scores[above] if above >= 0 else 0.0)
                 index = min(int(_BINS * said), _BINS - 1)
-                told[index] += said
+                stated[index] += said
                 came[index] += node in accepted
-        self._came, self._said = came, told
-        worth = [(one + prior) / (other + prior) for one, other, prior in zip(came, told, _PRIORS, strict=True)]
+        self._came, self._said = came, stated
+        worth = [(one + prior) / (other + prior) for one, other, prior in zip(came, stated, _PRIORS, strict=True)]
         self._worth = [*worth, worth[-1]]
 
 

@@ -1,7 +1,7 @@
 """Propose tokens for the sequences of a pass, and divide the nodes that the pass verifies among the sequences.
 
-A pass verifies so many nodes. Where more are drafted, every sequence has its share, and what one does not need goes to
-the others; of trees, the nodes that are likeliest of all are taken.
+A pass verifies a limited number of nodes. Where more are drafted, every sequence has its share, and what one does not
+need goes to the others; of trees, the nodes that are likeliest of all are taken.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Drafting:
             engine.close(sequence)
 
     def mark_tentative(self, sequence: Sequence, length: int | None) -> None:
-        """Tell the drafters that tokens from `length` on are tentative; None: tentative tokens have been retracted."""
+        """Tokens from `length` on are tentative; None: tentative tokens have been retracted."""
         if sequence.host_drafter is not None:
             sequence.host_drafter.mark_tentative(length)
         if sequence.engine_drafter is not None:
@@ -300,7 +300,7 @@ class Drafting:
     def _worth_verifying(
         self, live: Mapping[int, DraftBudget], trees: Mapping[int, Draft], others: int
     ) -> dict[int, Draft]:
-        """Cut trees to what is worth verifying in a pass that verifies so many `others` nodes too; return those that
+        """Cut trees to what is worth verifying in a pass that verifies `others` more nodes; return those that
         the rule serves, of sequences with a `verify_length`."""
         lengths = {n: length for n in trees if (length := live[n].sequence.verify_length) is not None}
         rate = common_rate(lengths.values())
@@ -329,7 +329,7 @@ class Drafting:
         return draft
 
     def commit(self, placed: Placement, count: int, draft: Draft | TreeInPlace | None, passes: int) -> None:
-        """Tell the drafters that a pass gave KV to `count` tokens of a sequence; it verified the nodes of `draft`."""
+        """A pass gave KV to `count` tokens of a sequence; it verified the nodes of `draft`."""
         sequence = placed.sequence
         if isinstance(draft, Draft) and draft.by_host and draft:
             accepted = count - 1  # what is rejected costs a pass that many share more than it brings
@@ -341,7 +341,7 @@ class Drafting:
             sequence.engine_drafter.commit(sequence, placed.start, count, kept, passes)
 
     def _note_verified(self, length: VerifyLength, placed: Placement, draft: Draft | TreeInPlace) -> None:
-        """Tell which of a draft's verified nodes the target has come to."""
+        """Note which of a draft's verified nodes the target has reached."""
         first, count = placed.root + 1, placed.drafted
         assert placed.kept is not None, "a draft is accepted by tokens that are listed"
         if isinstance(draft, TreeInPlace):

@@ -133,9 +133,9 @@ class EngineDrafter(EngineState):
         """Draft after the tips of the sequences that are `wanting`, by number: at most that many nodes each where it
         draws a token at a time.
 
-        A head takes in what all that are `following` it have committed, or keeps their features. With `in_place`, the
-        target's step is to hold one tip and its chain alone: what that is drawn from is put where acceptance by
-        rejection reads it.
+        A head consumes the tokens that all sequences `following` it have committed, or keeps their features. With
+        `in_place`, the target's step is to hold one tip and its chain alone: what that is drawn from is put where
+        acceptance by rejection reads it.
         """
         for each in following:
             self._states[each.number].grown = False
@@ -165,7 +165,7 @@ class EngineDrafter(EngineState):
         while True:
             with self._watch:
                 self.cache.make_room(room)
-                self.cache.begin({each.number: 0 for each in waiting})  # it is ragged, whatever they come to
+                self.cache.begin({each.number: 0 for each in waiting})  # rows are ragged, so counts do not matter
                 self._step.expect_tips(self._most_tips)
                 grown = self._lay_out(waiting, tips)
             if grown and not waiting:
@@ -340,7 +340,7 @@ class EngineDrafter(EngineState):
         yield from self.extensions(length, 1)
 
     def extensions(self, length: int, most: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Lay out what a head takes in at rounds without it that commit at most `most` tokens, as `rounds` does.
+        """Lay out what a head consumes at rounds without it that commit at most `most` tokens, as `rounds` does.
 
         A model catches up when it drafts again.
         """

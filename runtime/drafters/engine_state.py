@@ -161,7 +161,7 @@ class EngineState:
         self._prefix_synced = end
 
     def restore_prefix(self, tokens: int) -> None:
-        """Count so many leading tokens of the prefix as computed: their KV has been copied here."""
+        """Count the first `tokens` of the prefix as computed: their KV has been copied here."""
         self._prefix_synced = tokens
 
     # A sequence.
@@ -288,7 +288,7 @@ class EngineState:
         state.passes = passes
 
     def _waiting(self, state: EngineSequence) -> NDArray[np.int64]:
-        """The kept features that are still to be taken in; the next pass of the target has overwritten all others."""
+        """The kept features that are still to be consumed; the next pass of the target has overwritten all others."""
         assert self._kept is not None
         features = state.features[max(state.end - state.first, 0) :]
         return features if self._kept.lasting(features) == len(features) else features[:0]

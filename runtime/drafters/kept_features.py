@@ -1,6 +1,6 @@
 """Features that outlive the pass that gave them: rows of the target's features buffer that no step writes.
 
-A head whose draft is not wanted in a round keeps the features of what was committed, which costs a copy, and takes in
+A head whose draft is not wanted in a round keeps the features of what was committed, which costs a copy, and consumes
 all of them at once when it is asked again.
 """
 

@@ -28,13 +28,13 @@ class NgramDrafter:
     frequent (of equally frequent ones the most recent first), and so on after each of them: a tree, the likeliest node
     first. At a temperature above 0 the continuations run the target's race, by their counts, and each is as likely as
     it is to win. A draft ends at `max_draft` nodes, where no context is known, or where the chance that the target
-    comes to a node falls below `min_confidence`.
+    reaches a node falls below `min_confidence`.
 
     That chance is a product of one factor a token: the continuation's share among all of its context's, times what such
-    shares have been worth so far behind contexts of about that length. What was drafted is compared with what comes,
-    whoever had the round.
+    shares have been worth so far after contexts of about that length. Drafts are compared with the tokens that come,
+    in rounds of other drafters too.
 
-    With `filler_top_k`, so many of the target's likeliest tokens are kept as well, wherever it chose one: what it
+    With `filler_top_k`, that many of the target's likeliest tokens are kept as well, wherever it chose one: what it
     nearly said once it may say next time. They part continuations that are equally frequent; in a race each weighs a
     tenth of a token that came. A greedy draft is as long as without them: they are no part of a share.
 
@@ -42,9 +42,9 @@ class NgramDrafter:
     one than the sequence has, their continuations are drafted, by the same rules; of what was likely the memory holds
     nothing. What its shares have been worth is learned apart, for each sequence anew.
 
-    The counts are native code (`plugins/csrc/cpu/ngram_counts.h`), a suffix automaton: whatever `max_context` is, at
+    The counts are native code (`plugins/csrc/cpu/ngram_counts.h`), a suffix automaton: for any `max_context`, at
     most 2 states and 3 edges for each token seen, of 20 and 24 bytes and up to 16 of hash table an edge, and 4 bytes of
-    the token itself. `filler_top_k` adds up to so many edges for each context of a token.
+    the token itself. `filler_top_k` adds up to that many edges for each context of a token.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class NgramDrafter:
         return self._counts.draft(limit, token_ids, parent, score, root, *self._races(sampling))
 
     def _races(self, sampling: SamplingParams) -> tuple[int, int, int, float]:
-        """The races after the tokens it was told: seed, stream, position of the next token, temperature."""
+        """The races after the tokens it received: seed, stream, position of the next token, temperature."""
         return sampling.seed, sampling.stream_id, self._told + self._ahead, sampling.temperature
 
 

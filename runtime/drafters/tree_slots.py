@@ -27,7 +27,7 @@ class TreeSlots:
     def gather(self, start: int, path: NDArray[np.int64]) -> int:
         """Move the KV of the nodes on `path`, which begins at a child of the root, to `start`; return of how many.
 
-        Only the last node may have none: levels run whatever has a child. The slots ascend.
+        Only the last node may have none: levels run every node that has a child. The slots ascend.
         """
         count = len(path)
         if count and self._row[path[-1]] < 0:

@@ -1,6 +1,6 @@
 """How much of a draft is verified: as far as the next token is worth its price.
 
-A pass of n rows takes price(n) milliseconds, and a drafted node is a token with the chance that the target comes to it.
+A pass of n rows takes price(n) milliseconds, and a drafted node is a token with the chance that the target reaches it.
 The most tokens a second are had where a pass verifies the nodes with the largest (sum of chances) - rate * price, if
 `rate` is the tokens a millisecond that rounds then bring (Dinkelbach 1967, fractional programming): from any rate, the
 rounds that are best by it bring more, until they bring as much. The rate is measured, the cost of drafts is in it.
@@ -18,7 +18,7 @@ from outrider.plans.pass_prices import Price
 from outrider.runtime.drafters.calibration import Calibration
 
 _FEWEST = 8  # rounds that a rate stands on
-_KEPT = 1 - 1 / 64  # of what earlier rounds have told, after each round
+_KEPT = 1 - 1 / 64  # of what earlier rounds have shown, after each round
 
 
 class PriceCurve:
@@ -35,7 +35,7 @@ class PriceCurve:
         self._slope = float(ms[-1] - ms[middle]) / span if span else 0.0
 
     def price(self, rows: int) -> float:
-        """Milliseconds of a pass of so many rows."""
+        """Milliseconds of a pass of `rows` rows."""
         return self._table[rows] if rows <= self._most else self._table[-1] + self._slope * (rows - self._most)
 
     def prices_after(self, rows: int, count: int) -> list[float]:

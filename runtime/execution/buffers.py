@@ -64,7 +64,7 @@ class Exchange(Protocol):
         """Wait until the last upload is over, so that the host may write what it reads."""
 
     def wait_for_launches(self) -> None:
-        """Wait for every launch and upload, whoever wants them: nothing reads or writes the buffers then."""
+        """Wait for every launch and upload: nothing reads or writes the buffers then."""
 
     def settle(self) -> None:
         """Wait for what is enqueued of a program that has failed, so that the host may write what it reads. The next

@@ -76,7 +76,7 @@ def lay_out(
     """Lay out the step of sequences, each from its start on, with their drafts by sequence number.
 
     The step has at most `chunk` tokens of prompts, and at least one token of each sequence; earlier sequences go first.
-    Returns the sequences in the order of the step. Each gets all nodes that were drafted for it, or as many as fit.
+    Returns the sequences in the order of the step. Each gets all nodes that were drafted for it, or those that fit.
     `alone`: the only open sequence, in row 0; it alone may have a tree in place.
     """
     if alone:

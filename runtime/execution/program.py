@@ -161,7 +161,7 @@ class Program:
                 stage()
             except BaseException as error:
                 if self._exchange is not None:
-                    with suppress(PlanError):  # the first one is told
+                    with suppress(PlanError):  # the first one is raised
                         self._exchange.settle()
                 if isinstance(error, ValueError):
                     raise self._refused(f"stage {self.stage_names[index]}", error) from error

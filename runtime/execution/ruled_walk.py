@@ -51,7 +51,7 @@ class RuledWalk:
     def run(self, placed: abc.Sequence[Placement]) -> None:
         """Apply the rules of the sequences to the rows of logits that the accept stage will choose from.
 
-        Where a rule allows no token, its row stays, and `Placement.stuck` tells.
+        Where a rule allows no token, its row stays, and `Placement.stuck` says so.
         """
         began = perf_counter_ns()
         for each in placed:

@@ -185,7 +185,7 @@ class DraftStep(Step):
         return self.sizes[_TIPS]
 
     def reach_of(self, tips: int) -> int:
-        """Return the number of slots that the levels of so many trees fill."""
+        """Return the number of slots that the levels of `tips` trees fill."""
         return self._grown * tips
 
     def expect_tips(self, most: int) -> None:
@@ -293,7 +293,7 @@ class TargetStep(Step):
         self._resize(size)
 
     def batch_of(self, tokens: int) -> int:
-        """Return the recorded size of a step of so many sequences, a token each; 0 where there is none."""
+        """Return the recorded size of a step of `tokens` sequences, a token each; 0 where there is none."""
         sizes = () if self.buckets is None else self.buckets.batch
         index = bisect_left(sizes, tokens)
         return sizes[index] if index < len(sizes) else 0

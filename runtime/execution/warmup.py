@@ -1,4 +1,4 @@
-"""Record every size of round that decoding comes to, largest first, before the first prompt.
+"""Record every size of round that decoding needs, largest first, before the first prompt.
 
 Prompts are not warmed up: their passes are long, and few are of one size.
 """
@@ -16,7 +16,7 @@ _BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # wha
 
 
 Rounds = Callable[[int, TargetStep], Iterator[tuple[str, tuple[str, ...]]]]
-"""Lays out, one after another, the rounds with a draft that a sequence of so many tokens may come to. Of each: the name
+"""Lays out, one after another, the rounds with a draft that a sequence of `length` tokens may need. Of each: the name
 of its program, and the models whose sizes it runs with."""
 
 

@@ -59,7 +59,7 @@ class AlignmentState:
         return self.cache_length - length
 
     def align(self, lengths: Sequence[int]) -> Alignment:
-        """Align a step of so many new tokens in the first rows: all rows get the same number of columns."""
+        """Align a step of `lengths` new tokens in the first rows: all rows get the same number of columns."""
         valid = np.array(lengths, np.int64)
         return Alignment(valid.max(initial=0) - valid, valid)
 

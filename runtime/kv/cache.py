@@ -30,9 +30,9 @@ from outrider.runtime.kv.slots import EMPTY, SHARED, SlotTable
 from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.kv.window import WindowedRow
 
-# Dead slots are worth a compaction where there are so many, and as many as live ones of sequences: what is moved is
-# then never more than what was appended since.
 _LOG = logging.getLogger("outrider")
+# Dead slots are worth a compaction from this number on, where they are no fewer than live ones of sequences: what is
+# moved is then never more than what was appended since.
 _MANY_DEAD = 64
 _PIECE = 256  # slots that are looked through at once
 

@@ -72,13 +72,13 @@ class PartialCache:
         return self.settings.n_spec_tokens_buf - (self._slots.length - self._front) if self._front else 0
 
     def ready(self, tokens: int) -> bool:
-        """Whether the next step of a sequence of so many tokens may run here: only its tip lacks KV, and there is room
+        """Whether the next step of a sequence of `tokens` tokens may run here: only its tip lacks KV, and there is room
         for a whole step and one token more."""
         fits = self._steps < self.settings.full_refresh_interval and self._most < self.room
         return not self.broken and self.computed == tokens - 1 and fits
 
     def wanted(self, tokens: int) -> bool:
-        """Whether it pays to fill the cache from so many tokens of the full one."""
+        """Whether it pays to fill the cache from the first `tokens` tokens of the full one."""
         return not self.broken and self.settings.pays(tokens, self.budget)
 
     def fill(self, tokens: int, queries: NDArray[np.int64], number: int) -> bool:

@@ -45,7 +45,7 @@ class Interval:
         return self._plain_rounds >= _KNOWN and not self._disabled_rounds and self._cycles < _CYCLES
 
     def note_plain(self, ms: float, tokens: int) -> None:
-        """Record a round over the full cache alone, which brought so many tokens."""
+        """Record a round over the full cache alone, which brought `tokens`."""
         self._plain = _faded(self._plain, _FADING, (1, ms, tokens))
         self._plain_rounds += 1
         self._cycles = 0
@@ -117,9 +117,9 @@ class Budget:
     _WORTH = 64  # checked tokens that say something
 
     def __init__(self, most: int, asked: int | None, blocks: int, room: int, needed: int = 1) -> None:
-        """`asked` for so many, or as `blocks` of context and `room` for tokens to come say; at most `most`.
+        """The number `asked` for, or one that suits `blocks` of context and `room` for tokens to come; at most `most`.
 
-        Layers with windows need `needed` blocks, whatever is measured.
+        Layers with windows need `needed` blocks, independent of measurements.
         """
         self._most, self._fixed = most, asked is not None
         least = min(max(self.LEAST, needed), most)

@@ -32,7 +32,7 @@ class RunAhead:
         self._begun = False  # a pass has caught up with what the drafter lacked
 
     def room(self, tokens: int, waiting: int, end: int, most: int) -> int:
-        """Most tokens that a pass over the partial cache may add to a sequence of so many, of which some wait to be
+        """Most tokens that a pass over the partial cache may add to a sequence of `tokens`, of which some wait to be
         confirmed; 0 where it is time to confirm, or running ahead does not pay.
 
         A pass over the full cache confirms at most `most` of them.
@@ -53,7 +53,7 @@ class RunAhead:
         return chosen[:stop]
 
     def note_pass(self, ms: float, tokens: int, drafted: int) -> bool:
-        """A pass over the partial cache added so many tokens; whether its time says something."""
+        """A pass over the partial cache added `tokens`; whether its time says something."""
         stats, says = self._stats, self._begun
         if says:
             self.interval.note_pass(ms, tokens, drafted)
@@ -65,7 +65,7 @@ class RunAhead:
 
     def note_plain(self, ms: float, tokens: int, *, settled: bool) -> None:
         """A round over the full cache that confirmed nothing took so long; a `settled` one, which the first is not,
-        tells what they cost."""
+        shows what they cost."""
         self.steady = True
         if settled:
             self.interval.note_plain(ms, tokens)

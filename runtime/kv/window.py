@@ -68,7 +68,7 @@ class WindowedRow:
         self._dropped = end - self._front
 
     def too_far(self, end: int) -> bool:
-        """Whether token `end` lies so far behind the last one with KV that those between are better dropped: of a
+        """Whether token `end` lies so far after the last one with KV that those between are better dropped: of a
         sequence that the KV cache could not hold whole, and not just a few."""
         return bool(self.window) and end > self._room and end - self.end > _FEW
 
@@ -93,10 +93,10 @@ class WindowedRow:
     def restore(self, known: int) -> None:
         """Count the KV that was `missing` as copied."""
         gap = self._gap(known)
-        behind = known - self._lead - gap - self._sink
+        last = known - self._lead - gap - self._sink
         self.slots.truncate(0)
-        self.slots.claim(self._sink + min(behind, 0), FIRST, 0)
-        self.slots.claim(max(behind, 0), FIRST, self._sink + gap)
+        self.slots.claim(self._sink + min(last, 0), FIRST, 0)
+        self.slots.claim(max(last, 0), FIRST, self._sink + gap)
         self._front, self._dropped = self._sink, gap
 
     def _gap(self, known: int) -> int:

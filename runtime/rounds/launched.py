@@ -1,4 +1,4 @@
-"""Rounds that the host launches before it has seen the tokens of the round before: it stays one step behind the device.
+"""Rounds that the host launches before it has seen the tokens of the round before: it follows the device by one step.
 
 Such a round gives each sequence one token, whichever it is, so that places in the KV cache are known before the tokens,
 which stay on the device. What a sequence is given after its end counts for nothing.

@@ -73,7 +73,7 @@ class FullKv:
 
 
 class PartialKvView:
-    """The partial cache, where each sequence may add so many tokens (`rooms`)."""
+    """The partial cache, where each sequence may add as many tokens as `rooms` says."""
 
     partial = True
 
