@@ -208,7 +208,7 @@ class NgramMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has taken, which are the same whatever it holds."""
+        """Bytes that it has taken, which do not depend on its contents."""
 
 class Ngrams:
     """Counts of the tokens that followed each context of a sequence; see csrc/cpu/ngram_counts.h. Raises ValueError for

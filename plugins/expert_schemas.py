@@ -20,9 +20,9 @@ ROUTE = OpSchema(
     doc="""The experts of each token, and their weights.
 
     A token chooses the top_k experts with the largest logits x @ router, of equal ones those with the lower id, and
-    gives them weights that are softmax over the chosen where normalise is 1, else over all experts: in float32 whatever
-    the model's precision. All others have weight 0. Softmax over all, then top-k, then division by the sum is the same
-    as softmax over the top-k: normalise 1 is both.
+    gives them weights that are softmax over the chosen where normalise is 1, else over all experts: in float32 at
+    any precision of the model. All others have weight 0. Softmax over all, then top-k, then division by the sum is
+    the same as softmax over the top-k: normalise 1 is both.
     BiasedRoute has a third input, bias [experts], that is added to the logits.
     Source: Qwen3-MoE (arXiv 2505.09388); Mixtral (arXiv 2401.04088).""",
     inputs=(_TOKENS, TensorSpec("router", ANY_FLOAT, ("hidden", "experts"))),

@@ -87,9 +87,9 @@ BLOCK_SELECT = OpSchema(
     doc="""The blocks that matter most to the last accepted tokens, of each layer and key head.
 
     That is of layers with layer_windows 0. A query of another layer l sees layer_windows[l] keys, itself the last one.
-    Of such a layer the last candidates are selected, as many as its queries may see: they and the window lie in one
-    piece. The other places hold the first candidates, which no query sees: they stay the same, so that
-    PartialKvGather copies them once.
+    Of such a layer the last candidates that its queries may see are selected: they and the window lie in one piece.
+    The other places hold the first candidates, which no query sees: they stay the same, so that PartialKvGather copies
+    them once.
 
     Candidates are those of BlockSummary, in row row[0]. Of the tokens kept_indices[:kept_count] of the step the last
     most_queries are asked, by the queries of all query heads that share a key head: a query q scores a block by

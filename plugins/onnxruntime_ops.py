@@ -12,7 +12,7 @@ It is `outrider.BranchAttention` (`plugins.onnx_ops`) with these differences:
 - a query that sees no key gives zeros; where `asks` is 0, every query does, and none is computed;
 - without k and v, q has all three side by side, `[1, N, (num_heads + 2 * kv_num_heads) * head_dim]`;
 - without row_splits there is one row, which has all tokens;
-- with a window, a query sees the last so many of its visible keys, as under `outrider.WindowBias`; keys before them
+- with a window, a query sees the last `window` of its visible keys, as under `outrider.WindowBias`; keys before them
   cost nothing;
 - with positions, int64 `[1, N]`, the first r numbers of each query and key are rotated, by halves: cos and sin are
   `[positions, r / 2]`;
@@ -27,7 +27,7 @@ else, bit for bit. The library chooses its instructions at run time; every op ha
 that an engine whose products are quantised has the same logits on any processor.
 
 `outrider.cpu.QuantMatMul(x, packed) -> (y)` is x, float32 `[..., K]`, times the transpose of weights `[N, K]` that
-`plugins.quant_layout.pack` packed, whose layout the attributes `N`, `K`, `bits`, `wide` and `minimums` tell. It is
+`plugins.quant_layout.pack` packed, in the layout of the attributes `N`, `K`, `bits`, `wide` and `minimums`. It is
 `plugins.reference.quant_matmul` bit for bit on any machine: a row of y is a function of the same row of x.
 `outrider.cpu.QuantGather(ids, packed) -> (rows)` looks rows of such weights up, as float32.
 
@@ -49,7 +49,7 @@ that a token does not choose. Attributes are `experts`, `top_k` and `normalise`;
 `outrider.cpu.MixtureOfExperts(x, weights, gate, up, down, gate_bias, up_bias, down_bias) -> (y)` is
 `plugins.reference.mixture_of_experts` bit for bit on any machine, of float32 weights in panels,
 `outrider.cpu.QuantMixtureOfExperts` of packed ones: an expert's outputs stand after those of the expert before, and
-the attributes `bits`, `wide` and `minimums` tell the layout. The attributes `experts`, `hidden` and `size` are their
+the attributes `bits`, `wide` and `minimums` have the layout. The attributes `experts`, `hidden` and `size` are their
 number, the width of tokens and that of gate and up. The unit is `silu(gate) * up` where `limit` is 0, else the clamped
 one with `alpha` and `limit`. Biases may be left out. A pass reads the weights of an expert once, and those that no
 token chose not at all.

@@ -13,7 +13,7 @@ PANEL = 16
 
 
 def panel_shape(matrices: int, inputs: int, outputs: int) -> tuple[int, int, int, int]:
-    """Return the shape of so many packed matrices: `[matrices, panels, inputs, 16]`."""
+    """Return the shape of packed matrices: `[matrices, panels, inputs, 16]`."""
     return matrices, -(-outputs // PANEL), inputs, PANEL
 
 

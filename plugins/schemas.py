@@ -130,7 +130,7 @@ _CHAIN_ACCEPT = OpSchema(
     p and q are compared in integer units of 2^-50; q above 1 counts as 1. A q that sums to 1 + e moves the output's
     distribution by no more than about e.
 
-    Outputs as of TreeAccept, and trials[i] = (r, p(x) / q(x)) of each drafted node at place i that the walk came to,
+    Outputs as of TreeAccept, and trials[i] = (r, p(x) / q(x)) of each drafted node at place i that the walk visited,
     NaN elsewhere; p and q in their integer units, so that x is accepted iff r <= p / q but for the last bits of the
     quotient: 0 where p(x) is, else infinite where q(x) is 0.
     Errors: as TreeAccept, and ValueError for such trees that are no chains, drafted tokens outside the vocabulary,
@@ -291,10 +291,10 @@ _TREE_RERANK = OpSchema(
     version=2,
     doc="""The nodes - 1 best candidates of all levels, as the nodes of a draft tree after its root.
 
-    A child scores no more than its parent and comes after it, so whoever is chosen has ancestors that are: of equals,
-    the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. candidate holds
-    these indices, ascending; parent counts nodes, 0 is the root. Stands in graphs only: a function body of standard
-    ops, or the CUDA kernel.
+    A child scores no more than its parent and comes after it, so ancestors of a chosen candidate are chosen too: of
+    equals, the lower index comes first. Nodes keep the order of their indices: ancestors before descendants. candidate
+    holds these indices, ascending; parent counts nodes, 0 is the root. Stands in graphs only: a function body of
+    standard ops, or the CUDA kernel.
     Source: EAGLE-2 (arXiv 2406.16858).""",
     inputs=(
         TensorSpec("candidate_token", INTEGER, _CANDIDATES),

@@ -135,7 +135,7 @@ MOST_SHARED = 98 * 1024
 """Bytes of dynamic shared memory that a block may have on every GPU: compute capability 8.6, 8.9 and 12 have least."""
 
 HEAD_STEP = 8
-"""Heads that attend have a multiple of so many numbers (`load_eight` of `engine/attention.cu.h`)."""
+"""Heads that attend have a multiple of 8 numbers (`load_eight` of `engine/attention.cu.h`)."""
 
 
 def attention_room(group: int, size: int, itemsize: int) -> int:

@@ -92,7 +92,7 @@ _COUNTER = {"counter": Scratch(lambda s: 8, zeroed=True)}
 _SHARED_OUT = {
     "shares": Scratch(lambda s: SHARE_BYTES * s[names.LOGITS] * shares(s)),
     "candidates": Scratch(lambda s: CANDIDATE_BYTES * MOST_CANDIDATES * s[names.LOGITS]),
-    "arrived": Scratch(lambda s: 4 * s[names.LOGITS], zeroed=True),  # of each row, how many blocks have told
+    "arrived": Scratch(lambda s: 4 * s[names.LOGITS], zeroed=True),  # of each row, how many blocks have arrived
 }
 _WALK = {
     **_SHARED_OUT,

@@ -47,8 +47,7 @@ class Resources:
     shared: int
 
     def blocks(self, on: Multiprocessor, threads: int, dynamic: int = 0) -> int:
-        """Return how many blocks of so many threads, with so much dynamic shared memory, a multiprocessor runs at a
-        time."""
+        """Return how many blocks of `threads`, with `dynamic` shared memory, a multiprocessor runs at a time."""
         warps = -(-threads // _WARP)
         own = -(-self.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT * warps
         shared = self.shared + dynamic
@@ -88,7 +87,7 @@ def sections(cubin: bytes) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield the registers and stacks that `.nv.info` tells, by the number of a symbol."""
+    """Yield the registers and stacks in `.nv.info`, by the number of a symbol."""
     at = 0
     while at < len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, at)

@@ -10,12 +10,10 @@ from __future__ import annotations
 from functools import cache
 
 import onnx
-from onnx import defs, helper, parser
-
-from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
+from onnx import parser
 
 # Rows are ragged in `q`, `k`, `v` and rectangular inside the body: `rect[r, s]` is the flat index of the token at place
-# s of row r (clamped: places behind a row's end repeat other tokens, whose KV lands behind the row's last slot in the
+# s of row r (clamped: places after a row's end repeat other tokens, whose KV lands after the row's last slot in the
 # cache), and `flat[n]` is the place of flat token n in the rectangle.
 _BRANCH_ATTENTION = """
 <opset_import: ["" : 24], domain: "outrider">
@@ -163,56 +161,3 @@ def branch_attention_function(*, softcap: bool = False, sinks: bool = False) -> 
     function = parser.parse_function(body)
     function.overload = overload
     return function
-
-
-def branch_attention_schema() -> defs.OpSchema:
-    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
-    parameter = defs.OpSchema.FormalParameter
-    attribute = defs.OpSchema.Attribute
-    kinds = defs.OpSchema.AttrType
-    return defs.OpSchema(
-        "BranchAttention",
-        DOMAIN,
-        VERSION,
-        doc="Append each row's new keys and values, then attend over the row's T keys under a bias.",
-        inputs=[
-            parameter("q", "F", "[1, N, num_heads * head_dim], rotated; rows lie one after another"),
-            parameter("k", "F", "[1, N, kv_num_heads * head_dim], rotated"),
-            parameter("v", "F", "[1, N, kv_num_heads * head_dim]"),
-            parameter("k_cache", "F", "[R, kv_num_heads, capacity, head_dim]"),
-            parameter("v_cache", "F", "[R, kv_num_heads, capacity, head_dim]"),
-            parameter("attn_bias", "B", "[R, 1, S, T], added to the scaled scores"),
-            parameter("past_length", "I", "[R], where a row's new tokens are appended"),
-            parameter("row_splits", "I", "[R + 1], which row owns which new tokens"),
-            defs.OpSchema.FormalParameter(
-                "sinks",
-                "F",
-                "[num_heads], the score of a key without a value",
-                param_option=defs.OpSchema.FormalParameterOption.Optional,
-            ),
-        ],
-        outputs=[
-            parameter("out", "F", "[1, N, num_heads * head_dim]"),
-            parameter("k_cache_out", "F", "k_cache with the new keys"),
-            parameter("v_cache_out", "F", "v_cache with the new values"),
-        ],
-        type_constraints=[
-            ("F", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "Model precision."),
-            ("B", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "Precision of the bias."),
-            ("I", ["tensor(int64)"], "Indices."),
-        ],
-        attributes=[
-            attribute("num_heads", kinds.INT, "query heads"),
-            attribute("kv_num_heads", kinds.INT, "key/value heads; a divisor of num_heads"),
-            attribute("scale", kinds.FLOAT, "factor of q.k"),
-            defs.OpSchema.Attribute(
-                "later", helper.make_attribute("later", 0), "1: the bias may show a token new ones that come after it"
-            ),
-            defs.OpSchema.Attribute("asks", helper.make_attribute("asks", 1), "0: nobody reads `out`"),
-            defs.OpSchema.Attribute(
-                "softcap",
-                helper.make_attribute("softcap", 0.0),
-                "scores become softcap * tanh(score / softcap); 0: not",
-            ),
-        ],
-    )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import onnx
-from onnx import defs, parser
+from onnx import parser
 
-from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
-from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF, settings_parameters
+from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF
 
 # Sums are in float64, so that `probability` has all digits of float32.
 _DRAFT_SAMPLE = """
@@ -42,26 +41,3 @@ DraftSample (logits, noise, draft_sampling) => (token, probability)
 def draft_sample_function() -> onnx.FunctionProto:
     """Return the function body of DraftSample."""
     return parser.parse_function(_DRAFT_SAMPLE.replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED))
-
-
-def draft_sample_schema() -> defs.OpSchema:
-    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
-    parameter = defs.OpSchema.FormalParameter
-    return defs.OpSchema(
-        "DraftSample",
-        DOMAIN,
-        VERSION,
-        doc="A token drawn from a drafter's own distribution, and that distribution.",
-        inputs=[
-            parameter("logits", "F", "[B, F, V]"),
-            *settings_parameters(),
-        ],
-        outputs=[
-            parameter("token", "I", "[B, F]"),
-            parameter("probability", "F", "[B, F, V], what the token was drawn from"),
-        ],
-        type_constraints=[
-            ("F", ["tensor(float)"], "Probabilities are float32."),
-            ("I", ["tensor(int64)"], "Indices."),
-        ],
-    )

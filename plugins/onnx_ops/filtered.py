@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from onnx import defs
-
 from outrider.plans.sampling import SETTINGS, Sampling
 
 # Inputs: draft_sampling [B, SETTINGS], and last_1 = [-1]. Results [B, 1, 1]: each setting, and whether it is to sample.
@@ -85,12 +83,3 @@ middle_1 = Constant <value_ints: ints = [1]> ()
 noise_3 = Unsqueeze (noise, middle_1)
 pace = Div (kept_weights, noise_3)
 """
-
-
-def settings_parameters() -> list[defs.OpSchema.FormalParameter]:
-    """Return the inputs that say what a drafter knows of a branch, for the schemas of ops that include FILTERED."""
-    parameter = defs.OpSchema.FormalParameter
-    return [
-        parameter("noise", "F", "[B, V], of the race that chooses the children"),
-        parameter("draft_sampling", "F", "[B, SETTINGS], rows of `plans.sampling.Sampling`"),
-    ]

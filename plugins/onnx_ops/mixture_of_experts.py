@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import onnx
-from onnx import defs, parser
+from onnx import parser
 
-from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.expert_schemas import MIXTURE_OF_EXPERTS
+from outrider.plugins.onnx_ops.domain import DOMAIN
+from outrider.plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, TensorSpec
 
 _PRODUCTS = ("gate", "up", "down")
 
@@ -76,47 +79,28 @@ def experts_function(name: str) -> onnx.FunctionProto:
     else:
         body += [_UNIT, "result = MatMul (hidden, down)"]
     attributes = "<alpha, limit>" if clamped else ""
-    inputs = ", ".join(given for given, _, _ in _inputs(name))
+    inputs = ", ".join(spec.name for spec in experts_op(name).inputs)
     text = "\n".join([*body, _SUM])
     return parser.parse_function(
         f'<opset_import: ["" : 24], domain: "{DOMAIN}"> {name} {attributes} ({inputs}) => (out) {{{text}}}'
     )
 
 
-def experts_schema(name: str) -> defs.OpSchema:
-    """Return the schema for ONNX of one of `EXPERT_OPS`; `plugins.expert_schemas` defines its meaning."""
-    parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
-    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
-    constraints = [("F", floats, "Model precision."), ("W", ["tensor(float)"], "Weights of experts.")]
+def experts_op(name: str) -> OpSchema:
+    """Return the schema of one of `EXPERT_OPS`."""
+    tokens, weights, *products = MIXTURE_OF_EXPERTS.inputs
     if "Quant" in name:
-        constraints.append(("Q", ["tensor(int4)", "tensor(int8)"], "Quantised weights."))
-    kinds = defs.OpSchema.AttrType
-    return defs.OpSchema(
-        name,
-        DOMAIN,
-        VERSION,
-        doc="The sum of what a token's experts make of it.",
-        inputs=[parameter(*each) for each in _inputs(name)],
-        outputs=[parameter("out", "F", "[1, N, H]")],
-        type_constraints=constraints,
-        attributes=[
-            attribute("alpha", kinds.FLOAT, "slope of the gate's sigmoid"),
-            attribute("limit", kinds.FLOAT, "largest gate, and largest magnitude of up"),
+        products = [
+            spec
+            for product in _PRODUCTS
+            for spec in (
+                TensorSpec(f"{product}_integers", "int4 | int8", ("experts * outputs", "inputs")),
+                TensorSpec(f"{product}_scales", ANY_FLOAT, ("experts * outputs", "inputs / 32")),
+            )
         ]
-        if name.startswith("Clamped")
-        else [],
-    )
-
-
-def _inputs(name: str) -> list[tuple[str, str, str]]:
-    """Return the names, types and shapes of an op's inputs."""
-    inputs = [("x", "F", "[1, N, H]"), ("weights", "W", "[1, N, E]")]
-    for product, (outputs, inward) in zip(_PRODUCTS, (("I", "H"), ("I", "H"), ("H", "I")), strict=True):
-        if "Quant" in name:
-            inputs.append((f"{product}_integers", "Q", f"[E * {outputs}, {inward}]"))
-            inputs.append((f"{product}_scales", "F", f"[E * {outputs}, {inward} / 32]"))
-        else:
-            inputs.append((product, "F", f"[E, {inward}, {outputs}]"))
+    inputs: tuple[TensorSpec, ...] = (tokens, weights, *products)
+    attributes: tuple[AttributeSpec, ...] = ()
     if name.startswith("Clamped"):
-        inputs += [(f"{product}_bias", "F", f"[E, {size}]") for product, size in zip(_PRODUCTS, "IIH", strict=True)]
-    return inputs
+        inputs += tuple(TensorSpec(f"{product}_bias", ANY_FLOAT, ("experts", "outputs")) for product in _PRODUCTS)
+        attributes = AttributeSpec("alpha", float), AttributeSpec("limit", float)
+    return replace(MIXTURE_OF_EXPERTS, name=name, inputs=inputs, attributes=attributes)

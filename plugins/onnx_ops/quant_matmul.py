@@ -6,12 +6,14 @@ bodies multiply in floating point; only the kernels of `outrider.cpu` quantise t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import onnx
-from onnx import defs, parser
+from onnx import parser
 
-from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.domain import DOMAIN
+from outrider.plugins.schema import ANY_FLOAT, INTEGER, OpSchema, TensorSpec
 
 _SCALED = """
     table = DequantizeLinear <axis: int = 1, block_size: int = 32> (weight, scales)
@@ -47,32 +49,15 @@ def quant_function(name: str) -> onnx.FunctionProto:
     )
 
 
-def quant_schema(name: str) -> defs.OpSchema:
-    """Return the schema for ONNX of one of `QUANT_OPS`."""
-    parameter = defs.OpSchema.FormalParameter
+def quant_op(name: str) -> OpSchema:
+    """Return the schema of one of `QUANT_OPS`."""
     asymmetric, lookup = name.startswith("Asymmetric"), name.endswith("Gather")
-    inputs = [
-        parameter("ids", "I", "indices of rows") if lookup else parameter("x", "F", "[..., K]"),
-        parameter("weight", "W", "[N, K]"),
-        parameter("scales", "F", "[N, K / 32]"),
-    ]
-    if asymmetric:
-        inputs.append(parameter("minimums", "F", "[N, K / 32], what integer 0 stands for"))
-    kinds = ["tensor(uint4)", "tensor(uint8)"] if asymmetric else ["tensor(int4)", "tensor(int8)"]
-    constraints = [
-        ("F", [f"tensor({kind})" for kind in ("float", "float16", "bfloat16")], "Model precision."),
-        ("W", kinds, "Quantised weights."),
-    ]
-    if lookup:
-        constraints.append(("I", ["tensor(int64)"], "Indices."))
-    return defs.OpSchema(
-        name,
-        DOMAIN,
-        VERSION,
-        doc="Rows of quantised weights, as numbers."
-        if lookup
-        else "A product with the transpose of quantised weights.",
-        inputs=inputs,
-        outputs=[parameter("out", "F", "[..., K]" if lookup else "[..., N]")],
-        type_constraints=constraints,
+    scales = TensorSpec("scales", ANY_FLOAT, ("N", "K / 32"))
+    inputs = (
+        TensorSpec("ids", INTEGER, ("...",)) if lookup else TensorSpec("x", ANY_FLOAT, ("...", "K")),
+        TensorSpec("weight", "uint4 | uint8" if asymmetric else "int4 | int8", ("N", "K")),
+        scales,
+        *((replace(scales, name="minimums"),) if asymmetric else ()),  # the numbers that integer 0 stands for
     )
+    doc = "Rows of quantised weights, as numbers." if lookup else "A product with the transpose of quantised weights."
+    return OpSchema(name, 1, doc, inputs, (TensorSpec("out", ANY_FLOAT, ("...", "K" if lookup else "N")),))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import onnx
-from onnx import defs, parser
+from onnx import parser
 
-from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.domain import DOMAIN
 
 _ROUTE = """
     last_1 = Constant <value_ints: ints = [-1]> ()
@@ -45,30 +45,4 @@ def route_function(*, biased: bool) -> onnx.FunctionProto:
     return parser.parse_function(
         f'<opset_import: ["" : 24], domain: "{DOMAIN}"> {name} <top_k, normalise> ({inputs}) => (weights) '
         f"{{{product}\n{_ROUTE}}}"
-    )
-
-
-def route_schema(*, biased: bool) -> defs.OpSchema:
-    """Return the op's schema for ONNX; `plugins.expert_schemas` defines its meaning."""
-    parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
-    kinds = defs.OpSchema.AttrType
-    return defs.OpSchema(
-        "BiasedRoute" if biased else "Route",
-        DOMAIN,
-        VERSION,
-        doc="The experts of each token, and their weights.",
-        inputs=[
-            parameter("x", "F", "[1, N, H]"),
-            parameter("router", "F", "[H, E]"),
-            *([parameter("bias", "F", "[E]")] if biased else []),
-        ],
-        outputs=[parameter("weights", "W", "[1, N, E], 0 of experts that a token does not choose")],
-        type_constraints=[
-            ("F", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "Model precision."),
-            ("W", ["tensor(float)"], "Weights are float32."),
-        ],
-        attributes=[
-            attribute("top_k", kinds.INT, "experts of a token"),
-            attribute("normalise", kinds.INT, "1: the weights of a token add up to 1"),
-        ],
     )

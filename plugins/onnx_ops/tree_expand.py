@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import onnx
-from onnx import defs, parser
+from onnx import parser
 
-from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
-from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF, settings_parameters
+from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF
 
 # Log-probabilities are computed for the chosen logits only: the vocabulary is read twice and never written. The nodes
 # for the target's races are in an If, so that greedy drafting does not pay for them.
@@ -72,32 +71,3 @@ TreeExpand <top_k, doubt> (logits, score, noise, draft_sampling)
 def tree_expand_function() -> onnx.FunctionProto:
     """Return the function body of TreeExpand. The tree needs TopK's order: the lower index first among equals."""
     return parser.parse_function(_TREE_EXPAND.replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED))
-
-
-def tree_expand_schema() -> defs.OpSchema:
-    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
-    parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
-    return defs.OpSchema(
-        "TreeExpand",
-        DOMAIN,
-        VERSION,
-        doc="Children of a draft tree's frontier nodes, and which of them are the next frontier.",
-        inputs=[
-            parameter("logits", "F", "[B, F, V], of the frontier nodes of each tree"),
-            parameter("score", "F", "[B, F], of each frontier node, summed from the root"),
-            *settings_parameters(),
-        ],
-        outputs=[
-            parameter("token", "I", "[B, F * top_k], node-major, best first"),
-            parameter("candidate_score", "F", "[B, F * top_k]"),
-            parameter("frontier", "I", "[B, top_k], indices of the next frontier among the candidates, best first"),
-        ],
-        type_constraints=[
-            ("F", ["tensor(float)"], "Scores are summed in float32."),
-            ("I", ["tensor(int64)"], "Indices."),
-        ],
-        attributes=[
-            attribute("top_k", defs.OpSchema.AttrType.INT, "children of a node, and nodes of a frontier"),
-            attribute("doubt", defs.OpSchema.AttrType.FLOAT, "how often the drafter's race tells nothing"),
-        ],
-    )

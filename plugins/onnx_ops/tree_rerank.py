@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import onnx
-from onnx import defs, parser
-
-from outrider.plugins.onnx_ops.domain import DOMAIN, VERSION
+from onnx import parser
 
 # The chosen candidates, sorted by index, are the tree: ancestors first. `candidate` ascends, so a parent's node number
 # is the count of chosen indices at or below the parent's index; for -1, the root, that count is 0.
@@ -42,32 +40,3 @@ TreeRerank <nodes> (candidate_token, candidate_score, candidate_parent, candidat
 def tree_rerank_function() -> onnx.FunctionProto:
     """Return the function body of TreeRerank. The tree needs TopK's order: the lower index first among equals."""
     return parser.parse_function(_TREE_RERANK)
-
-
-def tree_rerank_schema() -> defs.OpSchema:
-    """Return the op's schema for ONNX; `plugins.schemas` defines its meaning."""
-    parameter, attribute = defs.OpSchema.FormalParameter, defs.OpSchema.Attribute
-    return defs.OpSchema(
-        "TreeRerank",
-        DOMAIN,
-        VERSION,
-        doc="The best candidates of a draft tree, as nodes behind the root.",
-        inputs=[
-            parameter("candidate_token", "I", "[B, C]"),
-            parameter("candidate_score", "F", "[B, C], log-probability summed from the root"),
-            parameter("candidate_parent", "I", "[B, C], index among the candidates; -1: the root"),
-            parameter("candidate_depth", "I", "[C], 1 for children of the root"),
-        ],
-        outputs=[
-            parameter("candidate", "I", "[B, nodes - 1], index of each node among the candidates, ascending"),
-            parameter("token", "I", "[B, nodes - 1], ancestors first"),
-            parameter("parent", "I", "[B, nodes - 1], node of the tree; 0 is the root"),
-            parameter("depth", "I", "[B, nodes - 1]"),
-            parameter("score", "F", "[B, nodes - 1]"),
-        ],
-        type_constraints=[
-            ("F", ["tensor(float)"], "Scores are summed in float32."),
-            ("I", ["tensor(int64)"], "Indices."),
-        ],
-        attributes=[attribute("nodes", defs.OpSchema.AttrType.INT, "nodes of the tree, the root included")],
-    )

@@ -1,6 +1,6 @@
 // What plugins add to the kernels: choices, acceptance and tree growth without a counter, and guards.
 //
-// A builder times kernels on whatever memory holds. Where a guard holds, the kernel stays within its tensors and ends.
+// A builder times kernels on any contents of memory. Where a guard holds, the kernel stays within its tensors and ends.
 // A guard is false for all threads of a block or for none.
 #pragma once
 
@@ -77,7 +77,7 @@ OUTRIDER_KERNEL outrider_chain_shares(const float* logits, const i64* logit_indi
   tell_part(step, part, kForTarget, drafted, shares);
 }
 
-// A block for each row, of which every share was told of.
+// A block for each row, of which all shares are there.
 OUTRIDER_KERNEL outrider_row_choice(const float* logits, const i64* logit_indices, const i64* positions,
                                     const i64* branch, const double* sampling, const u64* seed, const i64* stream,
                                     const u64* shares, i64* committed, u64* candidates, i64* status, i64 vocabulary,

@@ -77,13 +77,13 @@ def _output(plugin: Plugin, name: str) -> str:
 def _shell(plugin: Plugin) -> str:
     declared = ", ".join(f"{parameter.type} {parameter.name}" for parameter in parameters(plugin))
     own_status = f"{STATUS}[block_index()]"
-    told = any(spec.name == STATUS for spec in plugin.outputs)
+    reports = any(spec.name == STATUS for spec in plugin.outputs)
     lines = [f"OUTRIDER_PLUGIN {plugin.kernel}({declared}) {{"]
-    if told:
+    if reports:
         lines.append(f"  if (thread_index() == 0) {own_status} = kNoFault;")
     if plugin.guard:
         lines.append(f"  if (!({plugin.guard})) {{")
-        if told:
+        if reports:
             lines.append(f"    if (thread_index() == 0) {own_status} = kIndexFault;")
         lines += ["    return;", "  }"]
     lines += [f"  {plugin.launch.kernel}({', '.join(_passed(plugin))});", "}", ""]

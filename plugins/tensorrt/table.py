@@ -4,8 +4,8 @@ A plugin's kernel gets inputs, outputs and integers, and no memory that outlives
 
 - Scratch that a launch fills and uses itself is an output that nobody reads (`candidates`). A node may leave out its
   last outputs, so the op's own outputs come first.
-- A row of logits is shared out to blocks, and chosen from by one block when all of them are done, which a counter would
-  tell. So every choice is a plugin that tells of shares, and another that chooses.
+- A row of logits is shared out to blocks, and chosen from by one block when all of them are done, which needs a
+  counter. So every choice is a plugin that summarises shares, and another that chooses.
 - `status` is an output with a place for each block that may report a fault. Each block writes its own place, also
   without a fault, because nobody zeroes `status` before. In acceptance only the walk reports faults, because logits of
   nodes that the walk does not visit may hold anything. The choices pass a node's fault to the walk in place of the
@@ -78,7 +78,7 @@ def _attributes(op: str) -> tuple[str, ...]:
 
 
 def _shares(op: str, name: str, kernel: str, others: tuple[str, ...], guard: str) -> Plugin:
-    """Return the first part of a choice: blocks tell of their shares of every row of logits."""
+    """Return the first part of a choice: blocks summarise their shares of every row of logits."""
     tensors = {spec.name: spec for spec in SCHEMAS[op].inputs}
     inputs = (*_inputs("Sample"), *(tensors[other] for other in others))
     return Plugin(
@@ -99,7 +99,7 @@ def _shares(op: str, name: str, kernel: str, others: tuple[str, ...], guard: str
 
 
 def _choices(
-    op: str, name: str, kernel: str, found: tuple[TensorSpec, ...], guard: str, told: tuple[TensorSpec, ...] = ()
+    op: str, name: str, kernel: str, found: tuple[TensorSpec, ...], guard: str, reported: tuple[TensorSpec, ...] = ()
 ) -> Plugin:
     """Return the second part of a choice: one block for each row."""
     inputs = (*_inputs(op), _SHARES)
@@ -107,12 +107,12 @@ def _choices(
         name=name,
         launch=Launch(
             kernel=kernel,
-            pointers=tuple(spec.name for spec in (*inputs, *found, _CANDIDATES, *told)),
+            pointers=tuple(spec.name for spec in (*inputs, *found, _CANDIDATES, *reported)),
             numbers=("V", "B", *_attributes(op)),
             blocks=lambda sizes: sizes[names.LOGITS],
         ),
         inputs=inputs,
-        outputs=(*found, *told, _CANDIDATES),
+        outputs=(*found, *reported, _CANDIDATES),
         attributes=_attributes(op),
         guard=guard,
         extra=(names.LOGITS, names.NEW),
@@ -166,7 +166,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
             "outrider_row_choice",
             _outputs("Sample"),
             f"within({names.LOGIT_INDICES}[block_index()], {names.NEW})",
-            told=(_STATUS_OF_ROWS,),
+            reported=(_STATUS_OF_ROWS,),
         ),
     ),
     "TreeAccept": (

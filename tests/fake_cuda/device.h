@@ -67,4 +67,10 @@ CaptureMode exchange_mode(CaptureMode mode);
 // Whether this thread may do what a capture forbids, such as allocate memory.
 Verdict unsafe_call(const char* function);
 
+// Our ops' kernels are those of the emulator's library, which OUTRIDER_EMULATOR names. Enqueue `kernel`: as a driver
+// does, it copies the parameters, of eight bytes each.
+void launch_kernel(const char* kernel, unsigned blocks, unsigned threads, unsigned shared, void** parameters,
+                   Stream* stream);
+bool has_kernel(const char* kernel);
+
 }  // namespace fake

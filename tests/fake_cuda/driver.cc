@@ -10,7 +10,6 @@
 #include <tuple>
 
 #include "device.h"
-#include "kernels.h"
 
 using fake::Stream;
 using SharedGraph = std::shared_ptr<fake::Graph>;

@@ -1,4 +1,4 @@
-#include "kernels.h"
+#include "device.h"
 
 #include <dlfcn.h>
 

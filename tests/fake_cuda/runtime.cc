@@ -277,7 +277,7 @@ CudaError cudaGraphLaunch(void* executable, void* stream) {
   return kSuccess;
 }
 
-// What nothing of ours comes to.
+// Functions that no program of ours calls.
 #define NOT_EMULATED(function) \
   int function() { return fake::not_emulated(#function); }
 NOT_EMULATED(cudaFreeAsync)

@@ -40,14 +40,6 @@ struct DeviceProperties {
   int most_blocks_per_multiprocessor;
   char rest[1008 - 692];
 };
-static_assert(offsetof(DeviceProperties, total_global_memory) == 288);
-static_assert(offsetof(DeviceProperties, major) == 360);
-static_assert(offsetof(DeviceProperties, multiprocessors) == 384);
-static_assert(offsetof(DeviceProperties, l2_cache_size) == 596);
-static_assert(offsetof(DeviceProperties, most_threads_per_multiprocessor) == 604);
-static_assert(offsetof(DeviceProperties, shared_memory_per_multiprocessor) == 624);
-static_assert(offsetof(DeviceProperties, shared_memory_per_block_optin) == 672);
-static_assert(offsetof(DeviceProperties, most_blocks_per_multiprocessor) == 688);
 static_assert(sizeof(DeviceProperties) == 1008);
 
 enum DeviceAttribute {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import strategies as st
 
 from outrider.plans.sampling import Sampling
 from outrider.plugins import native
 from outrider.plugins.reference import SamplingSlots
+from tests.plugins.drawn_pairs import distribution
 
 POISON = -77
 
@@ -17,16 +19,9 @@ class AcceptStep:
     def __init__(self, op_name, reference, slots, tensors, *, trees=8):
         self.reference, self.slots, self.tensors = reference, slots, tensors
         self.new, self.count = len(tensors["token_ids"]), len(tensors["logit_indices"])
-        self.committed = np.full(self.count, POISON)
-        self.accepted_count = np.full(trees, POISON)
-        self.kept_indices = np.full(self.new, POISON)
-        self.kept_count = np.full(1, POISON)
-        outputs = {"committed": self.committed, "accepted_count": self.accepted_count}
-        outputs |= {"kept_indices": self.kept_indices, "kept_count": self.kept_count}
-        self.trials = np.full((self.count, 2), float(POISON))
-        if op_name == "ChainAccept":
-            outputs["trials"] = self.trials
-        self.op = native.create(op_name, tensors | outputs | vars(slots))
+        self.outputs = outputs_of(op_name, self.new, self.count, trees)
+        vars(self).update(self.outputs)
+        self.op = native.create(op_name, tensors | self.outputs | vars(slots))
 
     def run(self):
         self.op(self.new, self.count)
@@ -47,8 +42,7 @@ class AcceptStep:
         self.assert_equals(self.reference(slots=self.slots, **self.tensors))
 
     def assert_untouched(self):
-        for output in (self.committed, self.accepted_count, self.kept_indices, self.kept_count, self.trials):
-            assert (output == POISON).all()
+        assert all((output == POISON).all() for output in self.outputs.values())
 
 
 def slots_of(settings, seed=3) -> SamplingSlots:
@@ -65,7 +59,7 @@ def equal_slots(branches=1, *, seed=3, **settings) -> SamplingSlots:
 def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
     """Random trees, each after its chain of pending tokens: (token_ids, parent, branch, logit_indices).
 
-    `straight` is the probability that a node is the child of the one before it: 1 makes chains.
+    `straight` has the probability, by branch, that a node is the child of the one before it: 1 makes chains.
     """
     token_ids, parent, branch, logit_indices = [], [], [], []
     for b in range(trees):
@@ -77,7 +71,7 @@ def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
             row = start + i
             if i == 0:
                 parent.append(-1)
-            elif i <= pending or rng.random() < straight:
+            elif i <= pending or rng.random() < straight[b]:
                 parent.append(row - 1)
             else:
                 parent.append(int(rng.integers(root, row)))
@@ -86,6 +80,81 @@ def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
             if row >= root:
                 logit_indices.append(row)
     return tuple(np.array(column, dtype=np.int64) for column in (token_ids, parent, branch, logit_indices))
+
+
+def outputs_of(op, new, count, trees):
+    """Outputs of Sample or of an op that accepts, full of POISON."""
+    sizes = {"committed": count, "accepted_count": trees, "kept_indices": new, "kept_count": 1}
+    outputs = {name: np.full(sizes[name], POISON) for name in (["committed"] if op == "Sample" else sizes)}
+    return outputs | ({"trials": np.full((count, 2), float(POISON))} if op == "ChainAccept" else {})
+
+
+def drafted_probs(rng, kind, p, token):
+    """q `[V]` of each kind, some only nearly distributions; `token` is the one that was drafted."""
+    one_hot = np.eye(len(p))[token]
+    match kind:
+        case "equal":
+            return p
+        case "nearly equal":
+            return p * (1 + rng.normal(size=len(p)) * 1e-7)
+        case "faint":
+            return p * 2.0 ** -rng.integers(20, 60)
+        case "one-hot":
+            return one_hot
+        case "one-hot elsewhere":
+            return np.eye(len(p))[rng.integers(len(p))]
+        case "disjoint":
+            return np.where(p == 0, 1.0, 0.0) / max((p == 0).sum(), 1)
+        case "random":
+            return rng.dirichlet(np.full(len(p), 0.3))
+        case "more than one":
+            return p + one_hot * rng.choice([1e-7, 0.5, 1e30])
+        case "tiny":
+            return one_hot * rng.choice([2.0**-50, 2.0**-51, 1e-42]) * rng.choice([1, 0])
+        case _:
+            return np.copysign(np.zeros(len(p)), -1.0)
+
+
+KINDS = ["equal", "nearly equal", "faint", "one-hot", "one-hot elsewhere", "disjoint", "random", "more than one"]
+KINDS += ["tiny", "zero"]
+
+
+def random_step(rng, op, slots, trees, nodes, vocabulary, logits_of, by_rejection=None):
+    """A step of random trees or chains, in which often a likely token is drafted: tensors, outputs and extents."""
+    branches = len(slots.seed)
+    if by_rejection is None:
+        by_rejection = rng.integers(0, 2, branches)
+    straight = np.where(by_rejection, 1.0, 0.4) if op == "ChainAccept" else np.full(branches, 0.4)
+    token_ids, parent, branch, logit_indices = forest(rng, trees, 3, nodes, vocabulary, straight)
+    logits, q = logits_of(len(logit_indices)), np.full((len(logit_indices), vocabulary), np.nan, np.float32)
+    for place, row in enumerate(logit_indices.tolist()):  # a root's q is not read
+        if parent[row] not in logit_indices:
+            continue
+        p = distribution(logits[np.searchsorted(logit_indices, parent[row])], slots, branch[row])
+        if rng.random() < 0.6:
+            token_ids[row] = rng.choice(vocabulary, p=p)
+        q[place] = drafted_probs(rng, rng.choice(KINDS), p, token_ids[row])
+    tensors = {
+        "logits": logits, "logit_indices": logit_indices, "positions": 2**33 + depth_of(parent), "branch": branch,
+        **vars(slots),
+    }  # fmt: skip
+    if op != "Sample":
+        tensors |= {"token_ids": token_ids, "parent": parent}
+    if op == "ChainAccept":
+        skip = rng.integers(0, 2, branches)
+        tensors |= {"draft_probs": q, "skip_sample_adjustment": skip, "by_rejection": by_rejection}
+    return tensors, outputs_of(op, len(branch), len(logit_indices), trees), (len(branch), len(logit_indices))
+
+
+def draw_step(data, op, slots, logits_rows, *, least_trees=1, nodes=9, vocabularies=(1, 2, 3, 5, 64, 65, 200, 300)):
+    """`random_step` of drawn sizes, settings and logits."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    trees, vocabulary = data.draw(st.integers(least_trees, 3)), data.draw(st.sampled_from(vocabularies))
+    settings = data.draw(slots(max(trees, 1)))
+    return random_step(
+        rng, op, settings, trees, data.draw(st.integers(1, nodes)), vocabulary,
+        lambda count: data.draw(logits_rows(count, vocabulary)),
+    )  # fmt: skip
 
 
 def spoiled(rng, tensors):
@@ -112,27 +181,24 @@ def fault_on_the_cpu(op, tensors, outputs, extents, attributes):
     try:
         call(*extents)
     except ValueError as error:
-        told = {"contains NaN": 1, "is -inf for every token": 2}
-        return next((number for text, number in told.items() if text in str(error)), 3)
+        faults = {"contains NaN": 1, "is -inf for every token": 2}
+        return next((number for text, number in faults.items() if text in str(error)), 3)
     return 0
 
 
 def fork(op):
-    """A step whose walk comes to nodes 0 and 1 of 4, tensors and outputs. Of a tree, 2 hangs from 0 and 3 from 1."""
+    """A step whose walk visits nodes 0 and 1 of 4, tensors and outputs. Of a tree, 2 hangs from 0 and 3 from 1."""
     logits = np.zeros((4, 8), np.float32)
     logits[0, 1] = logits[1, 5] = 9
     tensors = {
         "logits": logits, "logit_indices": np.arange(4), "positions": np.arange(4), "branch": np.zeros(4, np.int64),
         **vars(equal_slots()), "token_ids": np.array([7, 1, 2, 3]), "parent": np.array([-1, 0, 0, 1]),
     }  # fmt: skip
-    sizes = {"committed": 4, "accepted_count": 1, "kept_indices": 4, "kept_count": 1}
-    outputs = {name: np.full(size, POISON) for name, size in sizes.items()}
     if op == "ChainAccept":
         tensors["parent"] = np.arange(4) - 1
         tensors |= {"draft_probs": np.full((4, 8), 0.125, np.float32), "skip_sample_adjustment": np.zeros(1, np.int64)}
         tensors["by_rejection"] = np.ones(1, np.int64)
-        outputs["trials"] = np.full((4, 2), float(POISON))
-    return tensors, outputs
+    return tensors, outputs_of(op, 4, 4, 1)
 
 
 def depth_of(parent):

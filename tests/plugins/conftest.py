@@ -14,6 +14,7 @@ from tests.conftest import compiled_once
 from tests.plugins.emulator import KERNELS, OF_ENGINES, Emulator
 from tests.plugins.gpu import Gpu
 from tests.plugins.ptx import compile_translated
+from tests.plugins.tensorrt_stand_in import StandIn
 
 TEMPERATURES = st.sampled_from([0.0, 1e-3, 0.1, 0.7, 1.0, 1.7, 100.0])
 TOP_PS = st.sampled_from([0.0, 1e-12, 0.1, 0.5, 0.9, 0.999999, 1.0 - 2.0**-53, 1.0])
@@ -89,17 +90,29 @@ def translated_engines() -> Emulator:
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
-def _kernels(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Emulator | Gpu:
+ON_THE_CPU = {"emulated": "emulator", "ptx": "translated", "tensorrt": "plugin_shells"}
+OP_KERNELS = (*ON_THE_CPU, GPU)
+
+
+def kernels_of(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Emulator | StandIn | Gpu:
     if request.param == "gpu":
         return Gpu(factory.mktemp("gpu"))
-    found: Emulator = request.getfixturevalue("translated" if request.param == "ptx" else "emulator")
+    if request.param == "tensorrt":
+        pytest.importorskip("cuda.bindings")  # a layer is built with its PTX
+    found: Emulator | StandIn = request.getfixturevalue(ON_THE_CPU[request.param])
     return found
 
 
 @pytest.fixture(scope="session", params=["emulated", "ptx", GPU])
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | StandIn | Gpu:
     """The CUDA kernels: their sources and their PTX as blocks of fibers on the CPU, and on a GPU where there is one."""
-    return _kernels(request, tmp_path_factory)
+    return kernels_of(request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=OP_KERNELS)
+def op_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | StandIn | Gpu:
+    """As `kernels`, and as TensorRT's plugins, whose kernels run on the CPU."""
+    return kernels_of(request, tmp_path_factory)
 
 
 @pytest.fixture(scope="session", params=["emulated", pytest.param("ptx", marks=pytest.mark.long), GPU])
@@ -112,6 +125,6 @@ def engine_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="session", params=["emulated", GPU])
-def fast_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | Gpu:
+def fast_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulator | StandIn | Gpu:
     """The same for sizes that take translated PTX too long."""
-    return _kernels(request, tmp_path_factory)
+    return kernels_of(request, tmp_path_factory)

@@ -2,8 +2,7 @@
 
 An instruction has 16 bytes. A load says in its control bits which of six scoreboards it signals, and a later
 instruction which ones it waits for; `nvdisasm -hex` shows the same bits. NVIDIA does not document them: the places are
-from Zhe Jia et al. ("Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2),
-and `test_the_decoder_agrees_with_nvdisasm` holds the operations against the disassembler where there is one.
+from Zhe Jia et al. ("Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", 2018, section 2).
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from dataclasses import dataclass
 
 from outrider.plugins.cuda.resources import sections
 
-LDG, IMMA, HMMA, BAR, DEPBAR, BRA = 0x981, 0x237, 0x23C, 0xB1D, 0x91A, 0x947
-NAMES = {LDG: "LDG", IMMA: "IMMA", HMMA: "HMMA", BAR: "BAR", DEPBAR: "DEPBAR", BRA: "BRA"}
+LDG, IMMA, HMMA, DEPBAR, BRA = 0x981, 0x237, 0x23C, 0x91A, 0x947
 """By the lowest twelve bits, which say the operation and the kinds of its operands."""
 
 _SIZE = 16

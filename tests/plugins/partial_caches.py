@@ -44,7 +44,7 @@ class PartialCaches:
         return candidate_blocks(covered, **self.layout)
 
     def keep(self, count: int) -> np.ndarray:
-        """The step kept so many of its tokens."""
+        """The step kept `count` of its tokens."""
         self.kept_indices[:count] = np.sort(self.rng.choice(self.new, count, replace=False))
         self.kept_count[0] = count
         return self.kept_indices[:count].copy()

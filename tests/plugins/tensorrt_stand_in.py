@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.plugins.cuda.launches import STATUS
 from outrider.plugins.schema import Purpose, TensorSpec
-from outrider.plugins.tensorrt import DISTINCT, Plugin
+from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt import DISTINCT, PLUGINS, Plugin
 from outrider.plugins.tensorrt.registration import register
 from outrider.plugins.tensorrt.source import shells
 from tests.plugins.emulator import Emulator, compile_emulator
@@ -199,6 +201,35 @@ class StandIn:
         self.kernels.launch(layer.kernel, layer.blocks, min(layer.threads, 64), values)
         assert all((margin == _POISON).all() for margin in margins), f"{layer.kernel} writes beside its outputs"
         return outputs
+
+    def create(
+        self, op_name: str, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int | float] | None = None
+    ) -> Callable[..., int]:
+        """The op as its plugins, one after another, bound as by the emulator; it returns a fault's number or 0."""
+        schema, plugins = SCHEMAS[op_name], PLUGINS[op_name]
+        assert isinstance(plugins, tuple)
+        given = {spec.name: spec.default for spec in schema.attributes} | dict(attributes or {})
+        lengths = {}
+        if op_name == "BimMask":
+            lengths = dict(zip(("places", "view"), tensors["attn_bias"].shape[2:], strict=True))
+        elif "accepted_count" in tensors:
+            lengths = {"slots": len(tensors["seed"])}
+        elif op_name == "RaceNoise":
+            given |= dict(zip(("depths", "V"), tensors["noise"].shape[1:], strict=True))
+
+        def call(*_: int) -> int:
+            pool = {**tensors, **{name: np.zeros(length, np.int64) for name, length in lengths.items()}}
+            for plugin in plugins:
+                pool |= self.run(plugin, pool, {name: given[name] for name in plugin.attributes})
+            for spec in schema.outputs:
+                to, found = tensors[spec.name], pool[spec.name]
+                if spec.name == "accepted_count":  # one for each branch
+                    to, to[len(found) :] = to[: len(found)], 0
+                written = (np.ascontiguousarray(found)[..., None].view(np.uint8) != _POISON).any(-1)
+                to[written] = found[written]
+            return int(max(pool.get(STATUS, np.zeros(1))))
+
+        return call
 
 
 def carried(array: NDArray[Any]) -> NDArray[Any]:

@@ -1,4 +1,5 @@
-"""The kernels compile ahead of time for every architecture, without a GPU."""
+"""The kernels compile ahead of time for every architecture, without a GPU; their machine code, read instruction by
+instruction, has no faults that no emulator sees."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 from outrider.plans.errors import PlanError
 from outrider.plugins.cuda import LAUNCHES
 from outrider.plugins.cuda.compile import CUBINS, compile_kernels
+from tests.plugins.machine_code import DEPBAR, HMMA, IMMA, LDG, instructions, loops_with
 
 pytest.importorskip("cuda.core")
 
@@ -43,3 +45,43 @@ def test_shared_headers_need_no_standard_library() -> None:
         path for path in sources.rglob("*.h") if not {"cpu", "onnxruntime"} & set(path.relative_to(sources).parts)
     ]
     assert {path.name for path in headers if "#include <" in path.read_text(encoding="utf-8")} == {"portable.h"}
+
+
+pytest.importorskip("cuda.core")
+
+PRODUCTS = {
+    "outrider_quant_product": (IMMA, {2: 0, 4: 0, 8: 16}),
+    "outrider_half_product": (HMMA, {8: 1, 32: 4}),
+}
+
+"""The matrix product of each kernel; how many a turn of its loops has, and how many loads of global memory.
+
+Of integers, up to eight rows take 2 (a block of 8 bits) or 4 (two blocks of 4), more rows 8; of halves, up to eight
+rows take 4 of each type, more rows 16."""
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    source = tmp_path_factory.mktemp("products") / "products.cu"
+    included = (f'#include "engine/{name}_product.cu.h"\n' for name in ("quant", "half"))
+    source.write_text("".join(included), encoding="utf-8")
+    return compile_kernels("sm_90", str(source))
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_no_turn_waits_for_memory_that_it_asks_for(cubin: bytes, kernel: str) -> None:
+    """Weights come by copies that were started turns before: a turn's one wait leaves the newest groups of them open.
+    Inputs do too where they are integers of up to eight rows; else they are loaded for the next turn, and nothing that
+    follows in the same one waits for them."""
+    product, expected = PRODUCTS[kernel]
+    found = {}
+    for loop in loops_with(instructions(cubin, kernel), product, DEPBAR):
+        (wait,) = (each for each in loop if each.operation == DEPBAR)
+        assert wait.open_groups is not None
+        assert wait.open_groups >= 2, "of 2 KiB a warp at least"
+        loads = [each for each in loop if each.operation == LDG]
+        for load in loads:
+            waiting = [hex(each.place) for each in loop if each.place > load.place and load.signals in each.waits]
+            assert waiting == [], f"{kernel} waits at {', '.join(waiting)} for what it loads at {load.place:#x}"
+        found[sum(each.operation == product for each in loop)] = len(loads)
+    assert found == expected

@@ -6,6 +6,7 @@ The references are the CPU kernels' own: a product, a norm and an attention have
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,12 +34,13 @@ from outrider.plugins.reference.quant_matmul import dequantize, quant_matmul, qu
 from tests.plugins.emulator import Emulator
 from tests.plugins.engine_driver import launch, real
 from tests.plugins.gpu import Gpu
-from tests.plugins.test_cpu_gated_unit import gated_unit as gated_unit_of_cpu
-from tests.plugins.test_cpu_norm import norm
+from tests.plugins.test_cpu_rows import gated_unit as gated_unit_of_cpu
+from tests.plugins.test_cpu_rows import norm
 
 Kernels = Emulator | Gpu
 POISON = np.float32(-77)
 INTEGERS = FORMS.index("int8")
+FORM_TYPES = (np.float32, np.uint16, np.uint16, np.int8)  # by FORMS
 ROWS = (1, 2, 7, 8, 16, 32, 37)
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 """Beside sm_90, for which every plan of the tests is built."""
@@ -46,6 +48,96 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 
 def poisoned(*shape: int) -> NDArray[np.float32]:
     return np.full(shape, POISON, np.float32)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def narrowed(x: NDArray[np.float32], dtype: str) -> NDArray[np.uint16]:
+    """The bits of numbers as float16 or bfloat16."""
+    return x.astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16).view(np.uint16)
+
+
+def widened(bits: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
+    return bits.view(np.float16 if dtype == "float16" else ml_dtypes.bfloat16).astype(np.float64)
+
+
+class Written:
+    """Rows that a kernel writes in one of FORMS: of integers, with their scales and sums."""
+
+    def __init__(self, form: str, rows: int, size: int) -> None:
+        self.form, self.number = form, FORMS.index(form)
+        self.to = np.full((rows, size), 77, FORM_TYPES[self.number])
+        self.scales, self.sums = poisoned(rows, size // 32), np.full((rows, size // 32), -77, np.int32)
+
+    def check(self, expected: NDArray[np.float32]) -> None:
+        if self.form != "int8":
+            wanted = expected if self.form == "float32" else narrowed(expected, self.form)
+            np.testing.assert_array_equal(self.to, wanted)
+            return
+        integers, factors = quantize_rows(expected)
+        np.testing.assert_array_equal(self.to, integers.reshape(self.to.shape))
+        np.testing.assert_array_equal(self.scales, factors)
+        np.testing.assert_array_equal(self.sums, integers.sum(-1))
+
+
+class Quantised:
+    """Random weights `[outputs, inputs]`: what they are as floats' parts, and packed."""
+
+    def __init__(
+        self, rng: np.random.Generator, outputs: int, inputs: int, bits: int, minimums: bool = False, wide: bool = False
+    ) -> None:
+        low, high = (0, 2**bits) if minimums else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+        self.integers = rng.integers(low, high, (outputs, inputs)).astype(np.uint8 if minimums else np.int8)
+        kind = np.float32 if wide else np.float16
+        self.scales = (rng.random((outputs, inputs // 32)) / 50).astype(kind).astype(np.float32)
+        least = -(rng.random((outputs, inputs // 32)) / 9).astype(kind).astype(np.float32)
+        self.minimums = least if minimums else None
+        self.bits, self.outputs, self.inputs = bits, outputs, inputs
+        self.packed = pack(*self.parts, QuantLayout(outputs, inputs, bits, wide, minimums))
+        self.numbers = {"inputs": inputs, "bits": bits, "wide": int(wide), "minimums": int(minimums)}
+
+    @property
+    def parts(self) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.float32] | None]:
+        return self.integers, self.scales, self.minimums
+
+    def multiply(
+        self, kernels: Kernels, x: NDArray[np.float32], written: Written, *, unit: int = 0, blocks: int = 2, **more: Any
+    ) -> None:
+        """Launch the product of `x` as integers; with a unit, of half as many outputs."""
+        rows = len(x)
+        words, factors = quantize_rows(x)
+        launch(
+            kernels, "outrider_quant_product",
+            {
+                "integers": words.reshape(x.shape).astype(np.int8), "scales": factors,
+                "sums": words.sum(-1).astype(np.int32), "packed": self.packed, "to": written.to,
+                "to_scales": written.scales, "to_sums": written.sums, **more,
+            },
+            {**self.numbers, "rows": rows, "outputs": self.outputs >> unit, "unit": unit, "form": written.number},
+            blocks * -(-rows // 32), shared=quant_bytes(self.bits, rows),
+        )  # fmt: skip
+
+    def gated(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The reference's product with a gated unit after it."""
+        both = quant_matmul(x, *self.parts)
+        return gated_unit(both[:, : self.outputs // 2], both[:, self.outputs // 2 :])
+
+
+def multiply_halves(
+    kernels: Kernels, x: NDArray[np.uint16], weight: NDArray[np.uint16], dtype: str, written: Written, *,
+    unit: int = 0, blocks: int = 2, **more: Any,
+) -> None:  # fmt: skip
+    (rows, inputs), element = x.shape, ELEMENTS.index(dtype)
+    launch(
+        kernels, "outrider_half_product", {"x": x, "weight": weight, "to": written.to, **more},
+        {
+            "rows": rows, "inputs": inputs, "outputs": len(weight) >> unit, "element": element, "unit": unit,
+            "form": written.number,
+        },
+        blocks * -(-rows // 32), shared=half_bytes(rows),
+    )  # fmt: skip
 
 
 @pytest.mark.long
@@ -65,12 +157,11 @@ def test_the_words_of_code_are_those_of_the_kernel() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_have_the_bits_of_the_reference_whatever_the_rows(
+def test_products_have_the_bits_of_the_reference_in_any_number_of_rows(
     engine_kernels: Kernels, rows: int, turned: bool
 ) -> None:
     rng = np.random.default_rng(rows)
-    x, weight = rng.normal(size=(rows, 40)).astype(np.float32), rng.normal(size=(40, 300)).astype(np.float32)
-    to = poisoned(rows, 300)
+    x, weight, to = normal(rng, rows, 40), normal(rng, 40, 300), poisoned(rows, 300)
     launch(
         engine_kernels, "outrider_product",
         {"x": x, "weight": np.ascontiguousarray(weight.T) if turned else weight, "to": to},
@@ -83,43 +174,36 @@ def test_products_have_the_bits_of_the_reference_whatever_the_rows(
 @pytest.mark.parametrize("added", [False, True])
 def test_norms_have_the_bits_of_the_cpu(engine_kernels: Kernels, size: int, added: bool) -> None:
     rng = np.random.default_rng(size)
-    x, more = rng.normal(size=(2, 5, size)).astype(np.float32)
-    weight = rng.normal(size=size).astype(np.float32)
-    normed, total = poisoned(5, size), poisoned(5, size)
-    tensors = {"x": x, "weight": weight, "normed": normed} | ({"added": more, "sum": total} if added else {})
-    launch(
-        engine_kernels,
-        "outrider_rms_norm",
-        tensors,
-        {"size": size, "epsilon": real(1e-6), "form": 0},
-        5,
-        shared=4 * size,
-    )
+    x, more, weight, total = normal(rng, 5, size), normal(rng, 5, size), normal(rng, size), poisoned(5, size)
+    written = Written("float32", 5, size)
+    tensors = {"x": x, "weight": weight, "normed": written.to} | ({"added": more, "sum": total} if added else {})
+    numbers = {"size": size, "epsilon": real(1e-6), "form": 0}
+    launch(engine_kernels, "outrider_rms_norm", tensors, numbers, 5, shared=4 * size)
     expected = norm(x[None], weight, more[None] if added else None, summed=added)
-    np.testing.assert_array_equal(normed, expected[0][0])
+    written.check(expected[0][0])
     if added:
         np.testing.assert_array_equal(total, expected[1][0])
 
 
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: Kernels, form: str) -> None:
+    rng = np.random.default_rng(2)
+    x, weight, written = normal(rng, 3, 96), normal(rng, 96), Written(form, 3, 96)
+    launch(
+        engine_kernels, "outrider_rms_norm",
+        {"x": x, "weight": weight, "normed": written.to, "scales": written.scales, "sums": written.sums},
+        {"size": 96, "epsilon": real(1e-6), "form": written.number}, 3, shared=4 * 96,
+    )  # fmt: skip
+    written.check(norm(x[None], weight)[0][0])
+
+
 @pytest.mark.parametrize("unit", UNITS[1:])
 def test_gated_units_have_the_bits_of_the_cpu(engine_kernels: Kernels, unit: str) -> None:
-    rng = np.random.default_rng(0)
-    both = (rng.normal(size=(3, 2 * 37)) * 8).astype(np.float32)
+    both, to = normal(np.random.default_rng(0), 3, 2 * 37) * 8, poisoned(3, 37)
     both[0, :6] = [0.0, -0.0, 90.0, -90.0, np.nan, np.inf]
-    to, numbers = poisoned(3, 37), {"rows": 3, "size": 37, "unit": UNITS.index(unit)}
+    numbers = {"rows": 3, "size": 37, "unit": UNITS.index(unit)}
     launch(engine_kernels, "outrider_gated_unit", {"both": both, "to": to}, numbers, 1)
-    np.testing.assert_array_equal(to, gated_unit_of_cpu(unit).run(None, {"x": both[None]})[0][0])
-
-
-def quantized(rng: np.random.Generator, outputs: int, inputs: int, bits: int, minimums: bool, wide: bool):
-    """Weights, what they are as floats' parts, and packed."""
-    low, high = (0, 2**bits) if minimums else (-(2 ** (bits - 1)), 2 ** (bits - 1))
-    integers = rng.integers(low, high, (outputs, inputs)).astype(np.uint8 if minimums else np.int8)
-    kind = np.float32 if wide else np.float16
-    scales = (rng.random((outputs, inputs // 32)) / 50).astype(kind).astype(np.float32)
-    least = -(rng.random((outputs, inputs // 32)) / 9).astype(kind).astype(np.float32) if minimums else None
-    layout = QuantLayout(outputs, inputs, bits, wide, minimums)
-    return integers, scales, least, pack(integers, scales, least, layout)
+    np.testing.assert_array_equal(to, gated_unit_of_cpu(unit, both[None])[0])
 
 
 @pytest.mark.parametrize(
@@ -130,32 +214,37 @@ def test_quantised_products_have_the_bits_of_the_reference(
     engine_kernels: Kernels, rows: int, bits: int, minimums: bool, wide: bool
 ) -> None:
     rng = np.random.default_rng(100 * rows + bits)
-    outputs, inputs = 40, 320
-    integers, scales, least, packed = quantized(rng, outputs, inputs, bits, minimums, wide)
-    x = rng.normal(size=(rows, inputs)).astype(np.float32)
+    weights, x = Quantised(rng, 40, 320, bits, minimums, wide), normal(rng, rows, 320)
     x[0, 32:64] = 0.0
-    words, factors = np.zeros((rows, inputs), np.int8), poisoned(rows, inputs // 32)
-    sums = np.full((rows, inputs // 32), -77, np.int32)
-    blocks = rows * (inputs // 32)
+    formed, blocks = Written("int8", rows, 320), rows * 10
     launch(
-        engine_kernels, "outrider_form", {"x": x, "to": words, "scales": factors, "sums": sums},
+        engine_kernels, "outrider_form", {"x": x, "to": formed.to, "scales": formed.scales, "sums": formed.sums},
         {"blocks": blocks, "form": INTEGERS}, -(-blocks // 8),
     )  # fmt: skip
-    expected, expected_scales = quantize_rows(x)
-    np.testing.assert_array_equal(words, expected.reshape(rows, inputs))
-    np.testing.assert_array_equal(factors, expected_scales)
-    np.testing.assert_array_equal(sums, expected.sum(-1))
-    to = poisoned(rows, outputs)
-    launch(
-        engine_kernels, "outrider_quant_product",
-        {"integers": words, "scales": factors, "sums": sums, "packed": packed, "to": to},
-        {
-            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": bits, "wide": int(wide),
-            "minimums": int(minimums), "unit": 0, "form": 0,
-        },
-        2 * -(-rows // 32), shared=quant_bytes(bits, rows),
-    )  # fmt: skip
-    np.testing.assert_array_equal(to, quant_matmul(x, integers, scales, least))
+    formed.check(x)
+    weights.multiply(engine_kernels, x, written := Written("float32", rows, 40))
+    written.check(quant_matmul(x, *weights.parts))
+
+
+@pytest.mark.parametrize(("bits", "minimums", "wide"), [(4, False, False), (8, True, True)])
+def test_rows_of_quantised_weights_are_looked_up(
+    engine_kernels: Kernels, bits: int, minimums: bool, wide: bool
+) -> None:
+    weights = Quantised(np.random.default_rng(bits), 70, 64, bits, minimums, wide)
+    ids, to = np.array([3, 69, 0, 33, 70, -1]), poisoned(6, 64)
+    tensors = {"ids": ids, "packed": weights.packed, "to": to}
+    launch(engine_kernels, "outrider_quant_gather", tensors, {**weights.numbers, "count": 6, "outputs": 70}, 2)
+    np.testing.assert_array_equal(to[:4], dequantize(*weights.parts)[ids[:4]])
+    assert not to[4:].any()
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+@pytest.mark.parametrize("rows", [1, 19, 37])
+def test_a_quantised_product_with_a_gated_unit_after_it(engine_kernels: Kernels, rows: int, form: str) -> None:
+    rng = np.random.default_rng(rows)
+    weights, x, written = Quantised(rng, 128, 96, 4), normal(rng, rows, 96), Written(form, rows, 64)
+    weights.multiply(engine_kernels, x, written, unit=1)
+    written.check(weights.gated(x))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -163,65 +252,32 @@ def test_quantised_products_have_the_bits_of_the_reference(
 def test_quantised_products_of_more_turns_than_are_on_their_way(engine_kernels: Kernels, rows: int, bits: int) -> None:
     """Places in shared memory are used again, also from one half of a gated unit to the other."""
     rng = np.random.default_rng(rows)
-    inputs, outputs = 1312, 32
-    integers, scales, least, packed = quantized(rng, 2 * outputs, inputs, bits, True, False)
-    x = rng.normal(size=(rows, inputs)).astype(np.float32)
-    words, factors = quantize_rows(x)
-    to = poisoned(rows, outputs)
-    launch(
-        engine_kernels, "outrider_quant_product",
-        {
-            "integers": words.astype(np.int8), "scales": factors, "sums": words.sum(-1).astype(np.int32),
-            "packed": packed, "to": to,
-        },
-        {
-            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": bits, "wide": 0, "minimums": 1, "unit": 1,
-            "form": 0,
-        },
-        1, shared=quant_bytes(bits, rows),
-    )  # fmt: skip
-    both = quant_matmul(x, integers, scales, least)
-    np.testing.assert_array_equal(to, gated_unit(both[:, :outputs], both[:, outputs:]))
-
-
-def narrowed(x: NDArray[np.float32], dtype: str) -> NDArray[np.uint16]:
-    """The bits of numbers as float16 or bfloat16."""
-    return x.astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16).view(np.uint16)
-
-
-def widened(bits: NDArray[np.uint16], dtype: str) -> NDArray[np.float64]:
-    return bits.view(np.float16 if dtype == "float16" else ml_dtypes.bfloat16).astype(np.float64)
+    weights, x, written = Quantised(rng, 64, 1312, bits, True), normal(rng, rows, 1312), Written("float32", rows, 32)
+    weights.multiply(engine_kernels, x, written, unit=1, blocks=1)
+    written.check(weights.gated(x))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_products_are_of_the_row_alone(engine_kernels: Kernels, dtype: str) -> None:
     """Near the exact product, and each row with the same bits in any company."""
     rng = np.random.default_rng(3)
-    inputs, outputs, element = 288, 75, ELEMENTS.index(dtype)
-    x = rng.normal(size=(max(ROWS), inputs)).astype(np.float32)
-    weight = narrowed(rng.normal(size=(outputs, inputs)).astype(np.float32), dtype)
+    x, weight = normal(rng, max(ROWS), 288), narrowed(normal(rng, 75, 288), dtype)
     found = {}
     for rows in ROWS:
-        halves, to = np.zeros((rows, inputs), np.uint16), poisoned(rows, outputs)
-        own = np.ascontiguousarray(x[-rows:])
-        launch(
-            engine_kernels, "outrider_form", {"x": own, "to": halves}, {"blocks": own.size // 32, "form": element}, 3
-        )
-        np.testing.assert_array_equal(halves, narrowed(own, dtype))
-        launch(
-            engine_kernels, "outrider_half_product", {"x": halves, "weight": weight, "to": to},
-            {"rows": rows, "inputs": inputs, "outputs": outputs, "element": element, "unit": 0, "form": 0},
-            3 * -(-rows // 32), shared=half_bytes(rows),
-        )  # fmt: skip
-        exact = widened(halves, dtype) @ widened(weight, dtype).T
-        np.testing.assert_allclose(to, exact, rtol=0, atol=2e-5 * np.sqrt(inputs))  # float32 sums of about 17
-        found[rows] = to
+        own, halves, written = np.ascontiguousarray(x[-rows:]), Written(dtype, rows, 288), Written("float32", rows, 75)
+        numbers = {"blocks": own.size // 32, "form": halves.number}
+        launch(engine_kernels, "outrider_form", {"x": own, "to": halves.to}, numbers, 3)
+        halves.check(own)
+        multiply_halves(engine_kernels, halves.to, weight, dtype, written, blocks=3)
+        exact = widened(halves.to, dtype) @ widened(weight, dtype).T
+        np.testing.assert_allclose(written.to, exact, rtol=0, atol=2e-5 * np.sqrt(288))  # float32 sums of about 17
+        found[rows] = written.to
     for rows in ROWS:
         np.testing.assert_array_equal(found[rows], found[max(ROWS)][-rows:])
 
 
 def test_rows_of_half_weights_are_looked_up(engine_kernels: Kernels) -> None:
-    weight = narrowed(np.random.default_rng(1).normal(size=(70, 64)).astype(np.float32), "bfloat16")
+    weight = narrowed(normal(np.random.default_rng(1), 70, 64), "bfloat16")
     ids, to = np.array([3, 69, 0, 70, -1]), poisoned(5, 64)
     launch(
         engine_kernels, "outrider_half_gather", {"ids": ids, "weight": weight, "to": to},
@@ -231,19 +287,29 @@ def test_rows_of_half_weights_are_looked_up(engine_kernels: Kernels) -> None:
     assert not to[3:].any()
 
 
-@pytest.mark.parametrize(("bits", "minimums", "wide"), [(4, False, False), (8, True, True)])
-def test_rows_of_quantised_weights_are_looked_up(
-    engine_kernels: Kernels, bits: int, minimums: bool, wide: bool
-) -> None:
-    rng = np.random.default_rng(bits)
-    integers, scales, least, packed = quantized(rng, 70, 64, bits, minimums, wide)
-    ids, to = np.array([3, 69, 0, 33, 70, -1]), poisoned(6, 64)
-    launch(
-        engine_kernels, "outrider_quant_gather", {"ids": ids, "packed": packed, "to": to},
-        {"count": 6, "inputs": 64, "outputs": 70, "bits": bits, "wide": int(wide), "minimums": int(minimums)}, 2,
-    )  # fmt: skip
-    np.testing.assert_array_equal(to[:4], dequantize(integers, scales, least)[ids[:4]])
-    assert not to[4:].any()
+def test_a_half_product_with_a_gated_unit_after_it(engine_kernels: Kernels) -> None:
+    """As the product of both halves, and then the unit."""
+    rng, dtype = np.random.default_rng(4), "bfloat16"
+    x, weight = (narrowed(normal(rng, n, 64), dtype) for n in (5, 64))
+    whole, gated = Written("float32", 5, 64), Written(dtype, 5, 32)
+    multiply_halves(engine_kernels, x, weight, dtype, whole)
+    multiply_halves(engine_kernels, x, weight, dtype, gated, unit=1, blocks=1)
+    gated.check(gated_unit(whole.to[:, :32], whole.to[:, 32:]))
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+def test_products_are_added_to_the_residual_stream(engine_kernels: Kernels, rows: int) -> None:
+    rng, dtype = np.random.default_rng(rows), "float16"
+    weights, residual = Quantised(rng, 40, 96, 8), normal(rng, rows, 40)
+    x, matrix = normal(rng, rows, 96), narrowed(normal(rng, 40, 96), dtype)
+    for quantised in (True, False):
+        plain, summed = Written("float32", rows, 40), Written("float32", rows, 40)
+        for written, more in ((plain, {}), (summed, {"residual": residual})):
+            if quantised:
+                weights.multiply(engine_kernels, x, written, **more)
+            else:
+                multiply_halves(engine_kernels, narrowed(x, dtype), matrix, dtype, written, **more)
+        summed.check(residual + plain.to)
 
 
 def attend(
@@ -275,7 +341,7 @@ def attend(
         {"rows": rows, "places": places, "view": view}, tokens,
     )  # fmt: skip
     chunks = -(-(min(view, window) if window else view) // CHUNK)
-    out, group = np.zeros((tokens, heads, size), [np.float32, np.uint16, np.uint16, np.int8][form]), heads // kv_heads
+    out, group = np.zeros((tokens, heads, size), FORM_TYPES[form]), heads // kv_heads
     of_blocks = {"out_scales": poisoned(out.size // 32), "out_sums": np.zeros(out.size // 32, np.int32)}
     for first in range(0, tokens, at_once):
         count = min(at_once, tokens - first)
@@ -310,7 +376,8 @@ def attend(
 def test_attention_has_the_bits_of_the_reference(
     engine_kernels: Kernels, dtype: type, softcap: float, window: int, sinks: bool
 ) -> None:
-    """Two rows, keys that lie scattered, of tokens that see nothing, one key, or more than one chunk."""
+    """Two rows, keys that lie scattered, of tokens that see nothing, one key, or more than one chunk; launched at once,
+    by two tokens, by head, and with little shared memory."""
     rng = np.random.default_rng(window)
     heads, kv_heads, size, capacity = 4, 2, 40, 640
     caches = rng.normal(size=(2, 2, kv_heads, capacity, size)).astype(dtype)
@@ -321,7 +388,11 @@ def test_attention_has_the_bits_of_the_reference(
     seen[1, 1, 40] = True
     bias = np.where(seen, np.float32(0), np.finfo(np.float32).min)
     sink = rng.normal(size=heads).astype(np.float32) if sinks else None
-    found = attend(engine_kernels, queries, caches, bias, splits, scale=0.3, softcap=softcap, window=window, sinks=sink)
+    how = {"scale": 0.3, "softcap": softcap, "window": window, "sinks": sink}
+    found = attend(engine_kernels, queries, caches, bias, splits, **how)  # type: ignore[arg-type]
+    for ways in ({"at_once": 2}, {"heads_at_once": 1}, {"keys_at_once": 24}):
+        again = attend(engine_kernels, queries, caches, bias, splits, **how, **ways)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(again, found)
     for token in range(5):
         row = int(token >= 3)
         slots = np.flatnonzero(seen[row, token - splits[row]])[-window:]
@@ -361,142 +432,6 @@ def test_attention_of_wide_groups_leaves_what_products_read(
     elif form != "float32":
         expected = narrowed(expected, form)
     np.testing.assert_array_equal(found, expected)
-
-
-def test_a_token_attends_the_same_in_any_company(engine_kernels: Kernels) -> None:
-    """Alone, among others, with its keys elsewhere, and with a block for each of its heads."""
-    rng = np.random.default_rng(5)
-    caches = rng.normal(size=(2, 1, 1, 400, 16)).astype(np.float32)
-    queries = rng.normal(size=(9, 2, 16)).astype(np.float32)
-    seen = rng.random((1, 9, 400)) < 0.8
-    bias = np.where(seen, np.float32(0), np.finfo(np.float32).min)
-    whole = attend(engine_kernels, queries, caches, bias, np.array([0, 9]), scale=0.25, at_once=4)
-    for token in (0, 4, 8):
-        alone = attend(
-            engine_kernels, queries[token : token + 1].copy(), caches, bias[:, token : token + 1].copy(),
-            np.array([0, 1]), scale=0.25,
-        )  # fmt: skip
-        np.testing.assert_array_equal(alone[0], whole[token])
-        slots = np.flatnonzero(seen[0, token])
-        dense = np.zeros_like(caches)
-        dense[:, :, :, : len(slots)] = caches[:, :, :, slots]
-        near = np.full((1, 1, 400), np.finfo(np.float32).min, np.float32)
-        near[..., : len(slots)] = 0
-        elsewhere = attend(engine_kernels, queries[token : token + 1].copy(), dense, near, np.array([0, 1]), scale=0.25)
-        np.testing.assert_array_equal(elsewhere[0], whole[token])
-    for ways in ({"heads_at_once": 1}, {"keys_at_once": 24}):
-        again = attend(engine_kernels, queries, caches, bias, np.array([0, 9]), scale=0.25, **ways)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(again, whole)
-
-
-def check_form(
-    form: str,
-    expected: NDArray[np.float32],
-    found: NDArray[np.generic],
-    scales: NDArray[np.float32],
-    sums: NDArray[np.int32],
-) -> None:
-    """What a kernel has left of `expected`, in one of FORMS: of integers, with their scales and sums."""
-    if form != "int8":
-        np.testing.assert_array_equal(found, expected if form == "float32" else narrowed(expected, form))
-        return
-    integers, factors = quantize_rows(expected)
-    np.testing.assert_array_equal(found, integers.reshape(found.shape))
-    np.testing.assert_array_equal(scales, factors)
-    np.testing.assert_array_equal(sums, integers.sum(-1))
-
-
-@pytest.mark.parametrize("form", FORMS[1:])
-def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: Kernels, form: str) -> None:
-    rng = np.random.default_rng(2)
-    x, weight = rng.normal(size=(3, 96)).astype(np.float32), rng.normal(size=96).astype(np.float32)
-    normed = np.zeros((3, 96), np.int8 if form == "int8" else np.uint16)
-    scales, sums = poisoned(3, 3), np.zeros((3, 3), np.int32)
-    launch(
-        engine_kernels, "outrider_rms_norm",
-        {"x": x, "weight": weight, "normed": normed, "scales": scales, "sums": sums},
-        {"size": 96, "epsilon": real(1e-6), "form": FORMS.index(form)}, 3, shared=4 * 96,
-    )  # fmt: skip
-    expected = norm(x[None], weight)[0][0]
-    check_form(form, expected, normed, scales, sums)
-
-
-@pytest.mark.parametrize("form", ["float32", "int8"])
-@pytest.mark.parametrize("rows", [1, 19, 37])
-def test_a_quantised_product_with_a_gated_unit_behind_it(engine_kernels: Kernels, rows: int, form: str) -> None:
-    rng = np.random.default_rng(rows)
-    inputs, outputs = 96, 64
-    integers, scales, _, packed = quantized(rng, 2 * outputs, inputs, 4, False, False)
-    x = rng.normal(size=(rows, inputs)).astype(np.float32)
-    words, factors = quantize_rows(x)
-    both = quant_matmul(x, integers, scales)
-    expected = gated_unit(both[:, :outputs], both[:, outputs:])
-    to = np.zeros((rows, outputs), np.int8 if form == "int8" else np.float32)
-    to_scales, to_sums = poisoned(rows, outputs // 32), np.zeros((rows, outputs // 32), np.int32)
-    launch(
-        engine_kernels, "outrider_quant_product",
-        {
-            "integers": words.astype(np.int8), "scales": factors, "sums": words.sum(-1).astype(np.int32),
-            "packed": packed, "to": to, "to_scales": to_scales, "to_sums": to_sums,
-        },
-        {
-            "rows": rows, "inputs": inputs, "outputs": outputs, "bits": 4, "wide": 0, "minimums": 0, "unit": 1,
-            "form": FORMS.index(form),
-        },
-        2 * -(-rows // 32), shared=quant_bytes(4, rows),
-    )  # fmt: skip
-    check_form(form, expected, to, to_scales, to_sums)
-
-
-def test_a_half_product_with_a_gated_unit_behind_it(engine_kernels: Kernels) -> None:
-    """As the product of both halves, and then the unit."""
-    rng = np.random.default_rng(4)
-    rows, inputs, outputs, element = 5, 64, 32, FORMS.index("bfloat16")
-    x, weight = (narrowed(rng.normal(size=(n, inputs)).astype(np.float32), "bfloat16") for n in (rows, 2 * outputs))
-    numbers = {"rows": rows, "inputs": inputs, "element": element}
-    whole, to = poisoned(rows, 2 * outputs), np.zeros((rows, outputs), np.uint16)
-    launch(
-        engine_kernels, "outrider_half_product", {"x": x, "weight": weight, "to": whole},
-        {**numbers, "outputs": 2 * outputs, "unit": 0, "form": 0}, 2, shared=half_bytes(rows),
-    )  # fmt: skip
-    launch(
-        engine_kernels, "outrider_half_product", {"x": x, "weight": weight, "to": to},
-        {**numbers, "outputs": outputs, "unit": 1, "form": element}, 1, shared=half_bytes(rows),
-    )  # fmt: skip
-    np.testing.assert_array_equal(to, narrowed(gated_unit(whole[:, :outputs], whole[:, outputs:]), "bfloat16"))
-
-
-@pytest.mark.parametrize("rows", [1, 37])
-def test_products_are_added_to_the_residual_stream(engine_kernels: Kernels, rows: int) -> None:
-    rng = np.random.default_rng(rows)
-    inputs, outputs, dtype = 96, 40, "float16"
-    packed = quantized(rng, outputs, inputs, 8, False, False)[-1]
-    residual = rng.normal(size=(rows, outputs)).astype(np.float32)
-    x, matrix = (rng.normal(size=(count, inputs)).astype(np.float32) for count in (rows, outputs))
-    (words, factors), blocks = quantize_rows(x), 2 * -(-rows // 32)
-    quant = {"integers": words.astype(np.int8), "scales": factors, "sums": words.sum(-1).astype(np.int32)}
-    half = {"x": narrowed(x, dtype), "weight": narrowed(matrix, dtype)}
-    numbers = {"rows": rows, "inputs": inputs, "outputs": outputs, "unit": 0, "form": 0}
-    for name, tensors, own, shared in (
-        (
-            "outrider_quant_product",
-            {**quant, "packed": packed},
-            {"bits": 8, "wide": 0, "minimums": 0},
-            quant_bytes(8, rows),
-        ),
-        ("outrider_half_product", half, {"element": FORMS.index(dtype)}, half_bytes(rows)),
-    ):
-        plain, summed = poisoned(rows, outputs), poisoned(rows, outputs)
-        launch(engine_kernels, name, {**tensors, "to": plain}, {**numbers, **own}, blocks, shared=shared)
-        launch(
-            engine_kernels,
-            name,
-            {**tensors, "residual": residual, "to": summed},
-            {**numbers, **own},
-            blocks,
-            shared=shared,
-        )
-        np.testing.assert_array_equal(summed, residual + plain)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

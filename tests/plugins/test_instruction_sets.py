@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +12,7 @@ import pytest
 
 from tests.instruction_sets import BETTER_THAN_PLAIN, Results, with_instructions
 from tests.plugins.test_cpu_attention import TYPES, attend, capped_step, step, typed
-from tests.plugins.test_cpu_gated_unit import ACTIVATIONS, gated_unit
-from tests.plugins.test_cpu_norm import norm
-from tests.plugins.test_cpu_softcap import softcap, sweep
+from tests.plugins.test_cpu_rows import ACTIVATIONS, gated_unit, norm, softcap, sweep
 from tests.plugins.test_mixture_of_experts import of_experts
 from tests.plugins.test_quant_matmul import drawn, packed_weights, session
 
@@ -32,8 +33,7 @@ def of_ops(_: Path) -> Results:
         x, added = (rng.normal(size=(1, 20, size)).astype(np.float32) for _ in range(2))
         found[f"norm {size}"] = norm(x, added[0, 0], added)[0]
         for activation in ACTIVATIONS:
-            both = {"x": np.concatenate([x, added], -1) * 20}
-            found[f"{activation} {size}"] = gated_unit(activation).run(None, both)[0]
+            found[f"{activation} {size}"] = gated_unit(activation, np.concatenate([x, added], -1) * 20)
     for bits, minimums in ((4, False), (4, True), (8, False), (8, True)):
         weights = drawn(rng, 48, 3, bits, minimums, False)
         packed, layout = packed_weights(weights, bits)
@@ -57,3 +57,23 @@ def test_it_has_the_bits_of_plain_code(isa) -> None:
     assert found.keys() == plain.keys()
     for name, values in plain.items():
         np.testing.assert_array_equal(found[name].view(np.uint8), values.view(np.uint8), name)
+
+
+@pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
+@pytest.mark.long
+@pytest.mark.parametrize("isa", ["plain", *BETTER_THAN_PLAIN])
+def test_all_properties_hold_with_every_instruction_set(isa) -> None:
+    with_instructions(isa, __name__, "of_ops", Path())  # where the processor has it
+    names = "cpu_attention", "cpu_rows", "quant_matmul", "drafting"
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files],
+        env=os.environ | {"OUTRIDER_ISA": isa}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    known = "OUTRIDER_ISA must be plain, avx2, avxvnni, avx512 or amx, or on arm64 plain, neon or i8mm"
+    with pytest.raises(AssertionError, match=known):
+        with_instructions("sse", __name__, "of_ops", Path())

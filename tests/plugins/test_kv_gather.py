@@ -27,17 +27,9 @@ class Gather:
         self.splits[1 : rows + 1] = np.cumsum(new)
         self.base, self.destination = np.zeros((2, rows + spare), np.int64)
         self.base[:rows], self.destination[:rows] = base, destination
-        self.op = native.create(
-            "KvGather",
-            {
-                "kv": self.kv,
-                "source": self.source,
-                "source_count": self.count,
-                "row_splits": self.splits,
-                "source_base": self.base,
-                "destination": self.destination,
-            },
-        )
+        moves = {"source": self.source, "source_count": self.count, "row_splits": self.splits}
+        moves |= {"source_base": self.base, "destination": self.destination}
+        self.op = native.create("KvGather", {"kv": self.kv} | moves)
 
     def run(self):
         self.op(self.rows)
@@ -67,36 +59,22 @@ def test_kernel_equals_reference_also_where_moves_feed_each_other(gather):
     np.testing.assert_array_equal(gather.kv, expected)
 
 
-@st.composite
-def compactions(draw):
-    new = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
-    source = sorted(draw(st.sets(st.integers(0, sum(new) - 1)))) if sum(new) else []
-    base = [draw(st.integers(0, 20)) for _ in new]
-    destination = [draw(st.integers(0, b)) for b in base]
-    return Gather(source, new, base, destination, spare=draw(st.integers(0, 2)))
-
-
 @cheap
-@given(gather=compactions())
-def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(gather):
-    expected = gather.kv.copy()
-    source = gather.source[: gather.count[0]]
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=5),
+    spare=st.integers(0, 2),
+    data=st.data(),
+)
+def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(rows, spare, data):
+    new, base, lower = zip(*rows, strict=True)
+    source = sorted(data.draw(st.sets(st.integers(0, sum(new) - 1)))) if sum(new) else []
+    gather = Gather(source, new, base, np.maximum(0, np.subtract(base, lower)), spare=spare)
+    expected, source = gather.kv.copy(), np.array(source, np.int64)
     for row in range(gather.rows):
         first, end = gather.splits[row : row + 2]
         kept = source[(source >= first) & (source < end)] - first
         to = gather.destination[row]
         expected[:, row, :, to : to + len(kept)] = gather.kv[:, row][:, :, gather.base[row] + kept]
-    gather.run()
-    np.testing.assert_array_equal(gather.kv, expected)
-
-
-@cheap
-@given(kept=st.sets(st.integers(0, 15)), base=st.integers(0, 16), lower=st.integers(0, 16))
-def test_one_row_is_the_plain_compaction(kept, base, lower):
-    source, destination = sorted(kept), max(0, base - lower)
-    gather = Gather(source, [16], [base], [destination])
-    expected = gather.kv.copy()
-    expected[:, :, :, destination : destination + len(source)] = gather.kv[:, :, :, base + np.array(source, np.int64)]
     gather.run()
     np.testing.assert_array_equal(gather.kv, expected)
 
@@ -113,14 +91,6 @@ def test_a_run_moved_up_over_itself_repeats_its_first_slot_as_the_rule_says():
     assert gather.kv.ravel().tolist() == [0, 0, 0, 0, 4]
 
 
-@pytest.mark.parametrize("new", [[6], [2, 0, 4]])
-def test_accepted_chains_move_nothing(new):
-    gather = Gather(range(6), new, [10] * len(new), [10] * len(new))
-    before = gather.kv.copy()
-    gather.run()
-    np.testing.assert_array_equal(gather.kv, before)
-
-
 def test_bfloat16_is_moved():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     gather = Gather([3], [4], [0], [0], shape=(1, 1, 4, 2), dtype=bfloat16)
@@ -128,8 +98,8 @@ def test_bfloat16_is_moved():
     assert gather.kv.astype(np.float32).ravel().tolist() == [6, 7, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "int16", "uint8"])
-def test_dtypes_that_are_no_model_precision_are_refused(dtype):
+@pytest.mark.parametrize("dtype", ["float64", "int16"])
+def test_dtypes_that_no_cache_has_are_refused(dtype):
     with pytest.raises(TypeError, match=f"'kv' .* float32 or float16 or bfloat16 or int8 .*found {dtype}"):
         Gather([0], [1], [0], [0], dtype=dtype)
 
@@ -141,14 +111,11 @@ def test_dtypes_that_are_no_model_precision_are_refused(dtype):
         (2, {"count": (0, 7)}, r"source_count\[0\] is 7; it must be in 0\.\.6"),
         (2, {"count": (0, -1)}, r"source_count\[0\] is -1"),
         (2, {"splits": (0, 1)}, r"row_splits\[0\] is 1; it must be in 0\.\.0"),
-        (2, {"splits": (1, 7)}, r"row_splits\[1\] is 7; it must be in 0\.\.6"),
         (2, {"splits": (2, 1)}, r"row_splits\[2\] is 1; it must be in 2\.\.6"),
         (2, {"splits": (2, 7)}, r"row_splits\[2\] is 7; it must be in 2\.\.6"),
-        (2, {"splits": (2, 5)}, r"source\[3\] is 5; it must be in 0\.\.4"),
         (1, {}, r"source\[1\] is 3; it must be in 0\.\.1"),
         (0, {}, r"source\[0\] is 0; it must be in 0\.\.-1"),
         (2, {"source": (3, -1)}, r"source\[3\] is -1; it must be in 0\.\.5"),
-        (2, {"source": (3, 6)}, r"source\[3\] is 6; it must be in 0\.\.5"),
         (2, {"base": (1, 33)}, r"source_base\[1\] is 33; it must be in 0\.\.32"),
         (2, {"base": (1, 29)}, r"source\[3\] is 5; it must be in 2\.\.4"),
         (2, {"destination": (1, 30)}, r"destination\[1\] is 30; it must be in 0\.\.29"),
@@ -156,7 +123,7 @@ def test_dtypes_that_are_no_model_precision_are_refused(dtype):
         (2, {"destination": (1, 2**63 - 1)}, r"destination\[1\] is 9223372036854775807; it must be in 0\.\.32"),
     ],
 )
-def test_what_lies_outside_the_step_or_the_cache_is_refused_and_nothing_moves(rows, change, sentence):
+def test_numbers_outside_the_step_or_the_cache_are_refused_and_nothing_moves(rows, change, sentence):
     gather = Gather([0, 3, 4, 5], [2, 4], [4, 4], [0, 0])
     before = gather.kv.copy()
     for name, (index, value) in change.items():

@@ -67,56 +67,29 @@ def test_every_op_binds_by_its_schema_and_runs(op_name):
 
 
 @pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
-def test_a_wrong_dtype_is_refused_by_name(op_name, tensor):
-    arrays = arrays_of(op_name)
-    found = arrays[tensor].dtype
-    arrays[tensor] = arrays[tensor].astype("int16")
-    with pytest.raises(TypeError, match=f"{op_name}: tensor '{tensor}' must be .*{found}.*; found int16"):
-        create(op_name, arrays)
-
-
-@pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
-def test_a_wrong_rank_is_refused_by_name(op_name, tensor):
-    arrays = arrays_of(op_name)
-    arrays[tensor] = arrays[tensor][None]
-    found = re.escape(", ".join(str(size) for size in arrays[tensor].shape))
-    with pytest.raises(ValueError, match=f"{op_name}: tensor '{tensor}' must be .*; found .*{found}"):
-        create(op_name, arrays)
-
-
-@pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
-def test_sizes_that_contradict_the_schema_are_refused(op_name, tensor):
-    """One more in every axis: a fixed size is broken, or a symbol that another tensor shares."""
-    arrays = arrays_of(op_name)
-    spec = next(spec for spec in SCHEMAS[op_name].tensors if spec.name == tensor)
-    others = {dim for other in SCHEMAS[op_name].tensors if other.name != tensor for dim in other.shape}
+def test_arrays_that_are_not_the_schemas_are_refused_by_name(op_name, tensor):
+    schema, arrays = SCHEMAS[op_name], arrays_of(op_name)
+    array = arrays[tensor]
+    rank = re.escape(", ".join(str(size) for size in array[None].shape))
+    wrong = [
+        (array.astype("int16"), TypeError, f"{op_name}: tensor '{tensor}' must be .*{array.dtype}.*; found int16"),
+        (array[None], ValueError, f"{op_name}: tensor '{tensor}' must be .*; found .*{rank}"),
+    ]
+    spec = next(spec for spec in schema.tensors if spec.name == tensor)
+    others = {dim for other in schema.tensors if other.name != tensor for dim in other.shape}
     others |= {"E"} if "R" in others else set()  # E is R + 1
-    if not any(isinstance(dim, int) or dim in others for dim in spec.shape):
-        pytest.skip("no size of this tensor is tied to another")
-    arrays[tensor] = np.zeros([size + 1 for size in arrays[tensor].shape], arrays[tensor].dtype)
-    with pytest.raises(ValueError, match=f"{op_name}: tensor '.*' must be"):
-        create(op_name, arrays)
-
-
-@pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
-def test_arrays_with_gaps_are_refused(op_name, tensor):
-    arrays = arrays_of(op_name)
-    shape = arrays[tensor].shape
-    if max(shape) == 1:
-        pytest.skip("a single element has no gaps")
-    arrays[tensor] = np.zeros((*shape, 2), arrays[tensor].dtype)[..., 0]
-    with pytest.raises(ValueError, match=f"'{tensor}' .* gaps"):
-        create(op_name, arrays)
-
-
-@pytest.mark.parametrize(
-    ("op_name", "tensor"), [(name, spec.name) for name in KERNELS for spec in SCHEMAS[name].outputs]
-)
-def test_read_only_outputs_are_refused(op_name, tensor):
-    arrays = arrays_of(op_name)
-    arrays[tensor].flags.writeable = False
-    with pytest.raises(ValueError, match=f"'{tensor}' .* read-only"):
-        create(op_name, arrays)
+    if any(isinstance(dim, int) or dim in others for dim in spec.shape):  # a size that is fixed, or another tensor's
+        larger = np.zeros([size + 1 for size in array.shape], array.dtype)
+        wrong.append((larger, ValueError, f"{op_name}: tensor '.*' must be"))
+    if array.size > 1:
+        wrong.append((np.zeros((*array.shape, 2), array.dtype)[..., 0], ValueError, f"'{tensor}' .* gaps"))
+    if spec in schema.outputs:
+        fixed = array.copy()
+        fixed.flags.writeable = False
+        wrong.append((fixed, ValueError, f"'{tensor}' .* read-only"))
+    for value, error, sentence in wrong:
+        with pytest.raises(error, match=sentence):
+            create(op_name, arrays | {tensor: value})
 
 
 def test_read_only_inputs_are_fine():
@@ -125,42 +98,25 @@ def test_read_only_inputs_are_fine():
     native.create("BimMask", arrays)(*extents_of("BimMask"))
 
 
-def test_what_is_no_array_and_foreign_byte_order_are_refused():
+def test_other_values_and_names_are_refused():
     arrays = arrays_of("BimMask")
-    with pytest.raises(TypeError, match=r"'bim' must be a C-contiguous NumPy array int64 .*; found a list"):
-        native.create("BimMask", arrays | {"bim": [1, 2]})
-    with pytest.raises(TypeError, match=r"'bim' .* other byte order"):
-        native.create("BimMask", arrays | {"bim": arrays["bim"].astype(arrays["bim"].dtype.newbyteorder())})
-
-
-def test_the_sizes_bound_so_far_are_in_the_sentence():
-    arrays = arrays_of("BimMask") | {"parent": np.zeros(9, np.int64)}
-    with pytest.raises(ValueError, match=r"int64 \[N=6\]; found int64 \[9\]"):
-        native.create("BimMask", arrays)
-
-
-@pytest.mark.parametrize("op_name", ["BimMask", "KvGather"])
-@pytest.mark.parametrize("edges", [3, 5])
-def test_row_splits_have_one_edge_more_than_there_are_rows(op_name, edges):
-    arrays = arrays_of(op_name) | {"row_splits": np.zeros(edges, np.int64)}
-    with pytest.raises(ValueError, match=rf"{op_name}: tensor 'row_splits' .* int64 \[E=4\]; found int64 \[{edges}\]"):
-        create(op_name, arrays)
-
-
-def test_names_are_checked():
-    arrays = arrays_of("BimMask")
-    with pytest.raises(ValueError, match="There is no op 'Mask'; the ops are BimMask, "):
-        native.create("Mask", arrays)
-    for name in GRAPH_OPS:
-        with pytest.raises(ValueError, match=f"{name} stands in graphs only"):
-            native.create(name, {})
-    with pytest.raises(ValueError, match="BimMask: unknown tensor tokens"):
-        native.create("BimMask", arrays | {"tokens": arrays["bim"]})
-    del arrays["bim"]
-    with pytest.raises(ValueError, match="BimMask: missing tensor bim"):
-        native.create("BimMask", arrays)
-    with pytest.raises(ValueError, match="Sample: unknown attribute purposes"):
-        native.create("Sample", arrays_of("Sample"), {"purposes": 1})
+    for name, value, error, sentence in (
+        ("bim", [1, 2], TypeError, r"'bim' must be a C-contiguous NumPy array int64 .*; found a list"),
+        ("bim", arrays["bim"].astype(">i8"), TypeError, r"'bim' .* other byte order"),
+        ("parent", np.zeros(9, np.int64), ValueError, r"int64 \[N=6\]; found int64 \[9\]"),
+        ("row_splits", np.zeros(3, np.int64), ValueError, r"'row_splits' .* int64 \[E=4\]; found int64 \[3\]"),
+        ("tokens", arrays["bim"], ValueError, "BimMask: unknown tensor tokens"),
+    ):
+        with pytest.raises(error, match=sentence):
+            native.create("BimMask", arrays | {name: value})
+    for op, given, attributes, sentence in (
+        ("Mask", arrays, {}, "There is no op 'Mask'; the ops are BimMask, "),
+        ("TreeExpand", {}, {}, "TreeExpand stands in graphs only"),
+        ("BimMask", {}, {}, "BimMask: missing tensor .*bim"),
+        ("Sample", arrays_of("Sample"), {"purposes": 1}, "Sample: unknown attribute purposes"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            native.create(op, given, attributes)
 
 
 @pytest.mark.parametrize("op_name", KERNELS)
@@ -197,32 +153,20 @@ def test_a_bound_op_keeps_its_arrays_alive_and_calls_allocate_nothing(op_name):
 
 def test_threads_choose_independently_while_the_lock_is_released():
     """Rows long enough that the interpreter lock is released; scratch memory is per thread."""
-    rng = np.random.default_rng(0)
-    results, expected = {}, {}
-
-    def bound(seed):
+    rng, bound = np.random.default_rng(0), []
+    for seed in range(3):
         arrays = arrays_of("Sample") | {"logits": rng.normal(size=(5, 100_000)).astype(np.float32)}
         arrays["sampling"][:], arrays["seed"][:] = Sampling(temperature=1.0, top_p=0.9), seed
-        return native.create("Sample", arrays), arrays["committed"]
-
-    ops = {seed: bound(seed) for seed in range(3)}
-    for seed, (op, committed) in ops.items():
+        op = native.create("Sample", arrays)
         op(5, 5)
-        expected[seed] = committed.tolist()
-        committed[:] = -1
-
-    def work(seed):
-        op, committed = ops[seed]
-        for _ in range(5):
-            op(5, 5)
-        results[seed] = committed.tolist()
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in ops]
+        bound.append((op, arrays["committed"], arrays["committed"].tolist()))
+        arrays["committed"][:] = -1
+    threads = [threading.Thread(target=lambda op=op: [op(5, 5) for _ in range(5)]) for op, _, _ in bound]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == expected
+    assert all(committed.tolist() == alone for _, committed, alone in bound)
 
 
 def test_a_missing_extension_says_what_to_do(tmp_path):
@@ -243,21 +187,20 @@ def test_a_missing_extension_says_what_to_do(tmp_path):
     assert "pip install -e ." in result.stderr
 
 
-def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnxruntime_ops, "_VERSION", onnxruntime_ops._VERSION + 1)
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("_VERSION", onnxruntime_ops._VERSION + 1, r"of our ops, and .* is wanted\. Run `pip install -e \.`"),
+        ("folder", lambda: Path("nowhere"), r"outrider_onnxruntime.* is missing"),
+    ],
+)
+def test_a_library_of_other_sources_and_one_that_was_not_built_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name, value, sentence
+) -> None:
+    monkeypatch.setattr(onnxruntime_ops, name, value)
     onnxruntime_ops.cpu_library.cache_clear()
     try:
-        with pytest.raises(ImportError, match=r"of our ops, and .* is wanted\. Run `pip install -e \.`"):
-            onnxruntime_ops.cpu_library()
-    finally:
-        onnxruntime_ops.cpu_library.cache_clear()
-
-
-def test_a_library_that_was_not_built_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(onnxruntime_ops, "folder", lambda: tmp_path)
-    onnxruntime_ops.cpu_library.cache_clear()
-    try:
-        with pytest.raises(ImportError, match=r"outrider_onnxruntime.* is missing"):
+        with pytest.raises(ImportError, match=sentence):
             onnxruntime_ops.cpu_library()
     finally:
         onnxruntime_ops.cpu_library.cache_clear()

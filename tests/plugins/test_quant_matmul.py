@@ -1,12 +1,7 @@
-"""Products with quantised weights: the kernels of every instruction set have the reference's bits, in any company."""
+"""Products with quantised weights: the kernel has the reference's bits, in any company."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,32 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_dtypes import int4, uint4
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 
-from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from outrider.plugins.quant_layout import QuantLayout, fits_half, pack, unpack
 from outrider.plugins.reference import dequantize, quant_matmul
-from outrider.plugins.schema import CPU_DOMAIN
-from tests.cpu_session import cpu_session
-from tests.instruction_sets import BETTER_THAN_PLAIN
+from tests.plugins.onnx_node import BYTES, FLOAT, INT, body_session, kernel_session
 
 BLOCK = 32
 Weights = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.float32] | None]
 
 
-@cache
 def session(op: str, layout: QuantLayout, threads: int = 1, rank: int = 2) -> ort.InferenceSession:
     lookup = op == "QuantGather"
-    first = helper.make_tensor_value_info("x", TensorProto.INT64 if lookup else TensorProto.FLOAT, [None] * rank)
-    graph = helper.make_graph(
-        [helper.make_node(op, ["x", "packed"], ["y"], domain=CPU_DOMAIN, **layout.attributes)],
-        "quant",
-        [first, helper.make_tensor_value_info("packed", TensorProto.UINT8, [None])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * (rank + lookup))],
-    )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CPU_DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    return cpu_session(model.SerializeToString(), threads)
+    inputs = (("x", INT if lookup else FLOAT, rank), ("packed", BYTES, 1))
+    return kernel_session(op, inputs, (("y", FLOAT, rank + lookup),), threads, **layout.attributes)
 
 
 def packed_weights(weights: Weights, bits: int) -> tuple[NDArray[np.uint8], QuantLayout]:
@@ -96,15 +78,13 @@ def test_it_has_the_references_bits(seed, count, outputs, blocks, bits, minimums
     np.testing.assert_array_equal(multiply(x, weights, bits, threads), quant_matmul(x, *weights))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("minimums", [False, True])
+@pytest.mark.parametrize(("bits", "minimums"), [(4, False), (4, True), (8, False), (8, True)])
 def test_a_row_has_the_same_bits_in_any_company(bits, minimums) -> None:
     rng = np.random.default_rng(bits)
     weights, x = drawn(rng, 200, 20, bits, minimums, wide=False), rows(rng, 40, 20)
     alone = np.concatenate([multiply(x[i : i + 1], weights, bits) for i in range(len(x))])
     for count in (*range(1, 34), 40):
-        for threads in (1, 2):
-            np.testing.assert_array_equal(multiply(x[:count], weights, bits, threads), alone[:count])
+        np.testing.assert_array_equal(multiply(x[:count], weights, bits, 1 + count % 2), alone[:count])
     np.testing.assert_array_equal(multiply(x[::-1].copy(), weights, bits), alone[::-1])
 
 
@@ -178,76 +158,39 @@ def test_the_bodies_multiply_the_same_weights(bits, minimums, lookup) -> None:
     integers, scales, least = drawn(rng, 24, 3, bits, minimums, True)
     kinds = {(4, False): int4, (4, True): uint4, (8, False): np.int8, (8, True): np.uint8}
     name = ("Asymmetric" if minimums else "") + ("QuantGather" if lookup else "QuantMatMul")
-    given = {"weight": integers.astype(kinds[bits, minimums]), "scales": scales}
-    given |= {} if least is None else {"minimums": least}
+    constants = {"weight": integers.astype(kinds[bits, minimums]), "scales": scales}
+    constants |= {} if least is None else {"minimums": least}
     x = rng.integers(0, 24, (2, 3)) if lookup else rng.normal(size=(2, 3, 96)).astype(np.float32)
-    first = helper.make_tensor_value_info("x", TensorProto.INT64 if lookup else TensorProto.FLOAT, x.shape)
-    graph = helper.make_graph(
-        [helper.make_node(name, ["x", *given], ["y"], domain=DOMAIN)], "body", [first],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3, 96 if lookup else 24])],
-        [numpy_helper.from_array(value, name) for name, value in given.items()],
-    )  # fmt: skip
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
-    model = helper.make_model(graph, functions=[FUNCTIONS[name]()], opset_imports=opsets, ir_version=11)
-    (found,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    inputs = (("x", INT if lookup else FLOAT, x.ndim),)
+    (found,) = body_session(name, inputs, (("y", FLOAT, 3),), constants).run(None, {"x": x})
     table = dequantize(integers, scales, least)
     np.testing.assert_allclose(found, table[x] if lookup else x @ table.T, rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    rng = np.random.default_rng(0)
-    weights = drawn(rng, 16, 2, 4, False, False)
-    packed, layout = packed_weights(weights, 4)
-    with pytest.raises(Exception, match="width"):
-        session("QuantMatMul", layout).run(None, {"x": np.zeros((2, 65), np.float32), "packed": packed})
-    with pytest.raises(Exception, match="extent"):
-        session("QuantMatMul", layout).run(None, {"x": np.zeros((2, 64), np.float32), "packed": packed[1:]})
-    for ids in ([[16]], [[-1]]):
-        with pytest.raises(Exception, match="outside"):
-            session("QuantGather", layout).run(None, {"x": np.array(ids), "packed": packed})
-    with pytest.raises(Exception, match="multiple of 32"):
-        session("QuantMatMul", QuantLayout(16, 48, 4, False, False))
-    for op in ("QuantMatMul", "QuantGather"):
-        for outputs, inputs, bits, said in (
-            (16, 32, 3, "bits must be"), (16, 32, 0, "bits must be"), (16, 32, 2**32 + 4, "bits must be"),
-            (0, 32, 4, "N must be"), (2**62, 64, 4, "N must be"), (16, 2**32, 4, "K must be"),
-        ):  # fmt: skip
-            with pytest.raises(Exception, match=said):
+    packed, layout = packed_weights(drawn(np.random.default_rng(0), 16, 2, 4, False, False), 4)
+    product, lookup = session("QuantMatMul", layout), session("QuantGather", layout)
+    for engine, x, weights, words in (
+        (product, np.zeros((2, 65), np.float32), packed, "width"),
+        (product, np.zeros((2, 64), np.float32), packed[1:], "extent"),
+        (lookup, np.array([[16]]), packed, "outside"),
+        (lookup, np.array([[-1]]), packed, "outside"),
+    ):
+        with pytest.raises(Exception, match=words):
+            engine.run(None, {"x": x, "packed": weights})
+    for outputs, inputs, bits, words in (
+        (16, 48, 4, "multiple of 32"), (16, 32, 3, "bits must be"), (16, 32, 2**32 + 4, "bits must be"),
+        (0, 32, 4, "N must be"), (2**62, 64, 4, "N must be"), (16, 2**32, 4, "K must be"),
+    ):  # fmt: skip
+        for op in ("QuantMatMul", "QuantGather"):
+            with pytest.raises(Exception, match=words):
                 session(op, QuantLayout(outputs, inputs, bits, False, False))
-    one, narrow = np.ones((1, 1), np.float32), QuantLayout(1, 32, 4, False, False)
-    with pytest.raises(ValueError, match="does not fit into 4 bits"):
-        pack(np.full((1, 32), 8, np.int8), one, None, narrow)
-    with pytest.raises(ValueError, match="no blocks"):
-        pack(np.zeros((1, 48), np.int8), one, None, narrow)
-    with pytest.raises(ValueError, match="no number of float16"):
-        pack(np.zeros((1, 32), np.int8), one / 3, None, narrow)
-    with pytest.raises(ValueError, match="not those of"):
-        pack(np.zeros((1, 32), np.int8), one, one, narrow)
-
-
-def run_with(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"OUTRIDER_ISA": isa}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="runs the others with other instructions")
-@pytest.mark.long
-@pytest.mark.parametrize("isa", ["plain", *BETTER_THAN_PLAIN])
-def test_every_instruction_set_has_the_same_bits(isa) -> None:
-    tried = run_with(isa, "-c", f"import sys; sys.path.insert(0, '.'); from {__name__} import *; any_session()")
-    if "lacks" in tried.stderr:
-        pytest.skip(f"this processor has no {isa}")
-    ran = run_with(isa, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(Path(__file__)))
-    assert ran.returncode == 0, ran.stdout[-3000:]
-
-
-def any_session() -> None:
-    session("QuantMatMul", QuantLayout(16, 32, 4, False, False))
-
-
-@pytest.mark.skipif("OUTRIDER_ISA" in os.environ, reason="has its own")
-def test_an_unknown_instruction_set_is_refused() -> None:
-    tried = run_with("sse", "-c", f"import sys; sys.path.insert(0, '.'); from {__name__} import *; any_session()")
-    assert "OUTRIDER_ISA must be plain, avx2, avxvnni, avx512 or amx, or on arm64 plain, neon or i8mm" in tried.stderr
+    one, zeros, narrow = np.ones((1, 1), np.float32), np.zeros((1, 32), np.int8), QuantLayout(1, 32, 4, False, False)
+    for integers, scales, minimums, words in (
+        (zeros + np.int8(8), one, None, "does not fit into 4 bits"),
+        (np.zeros((1, 48), np.int8), one, None, "no blocks"),
+        (zeros, one / 3, None, "no number of float16"),
+        (zeros, one, one, "not those of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pack(integers, scales, minimums, narrow)

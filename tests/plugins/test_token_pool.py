@@ -1,4 +1,4 @@
-"""The kernels that hand tokens from one round to the next on the device (`runtime.backends.token_pool`)."""
+"""Kernels of `runtime.backends` that hand tokens from one round to the next, and that change few numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.plugins.emulator import Emulator
 
-ROWS, LENGTH = 4, 37  # three branches, and what belongs to none
+ROWS, LENGTH = 4, 37  # three branches, and tokens of none
 
 
 @pytest.mark.parametrize("library", ["emulator", "translated"])
@@ -48,6 +48,20 @@ def test_places_outside_the_pool_are_left_alone(library: str, request: pytest.Fi
     np.testing.assert_array_equal(pool, before)
     launch(kernels, "outrider_take_tokens", [pool, positions, branch, token_ids], 3)
     np.testing.assert_array_equal(token_ids, [LENGTH - 1, -1, -1])
+
+
+@pytest.mark.parametrize("library", ["emulator", "translated"])
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_listed_places_get_their_values(library: str, count: int, request: pytest.FixtureRequest) -> None:
+    rng = np.random.default_rng(count)
+    numbers = rng.integers(-9, 9, 80)
+    places, values = rng.permutation(80)[:count], rng.integers(-(2**62), 2**62, count)
+    changes = np.concatenate(([count], np.stack((places, values), 1).ravel(), np.full(6, 10**6)))
+    expected = numbers.copy()
+    expected[places] = values
+    pointers = [ctypes.c_uint64(each.ctypes.data) for each in (numbers, changes)]
+    request.getfixturevalue(library).launch("outrider_set_numbers", 1, 32, pointers)
+    np.testing.assert_array_equal(numbers, expected)
 
 
 def launch(kernels: Emulator, kernel: str, arrays: list[np.ndarray], count: int) -> None:

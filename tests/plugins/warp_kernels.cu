@@ -96,27 +96,23 @@ OUTRIDER_KERNEL bytes_without_barrier(const char* from, u32* to) {
   follow();
   hand_on<unsigned char>(from, to, [] {});
 }
-OUTRIDER_KERNEL bytes_behind_shuffle(const char* from, u32* to) {
+OUTRIDER_KERNEL bytes_after_shuffle(const char* from, u32* to) {
   follow();
   hand_on<unsigned char>(from, to, [&] { to[4 * own_place()] = shuffle(1u, 0); });
 }
-OUTRIDER_KERNEL bytes_behind_warp_barrier(const char* from, u32* to) {
+OUTRIDER_KERNEL bytes_after_warp_barrier(const char* from, u32* to) {
   follow();
   hand_on<unsigned char>(from, to, [] { warp_barrier(); });
 }
-OUTRIDER_KERNEL bytes_behind_barrier(const char* from, u32* to) {
+OUTRIDER_KERNEL bytes_after_barrier(const char* from, u32* to) {
   follow();
   hand_on<unsigned char>(from, to, [] { barrier(); });
-}
-OUTRIDER_KERNEL shorts_behind_warp_barrier(const char* from, u32* to) {
-  follow();
-  hand_on<unsigned short>(from, to, [] { warp_barrier(); });
 }
 OUTRIDER_KERNEL words_without_barrier(const char* from, u32* to) {
   follow();
   hand_on<u32>(from, to, [] {});
 }
-OUTRIDER_KERNEL words_behind_warp_barrier(const char* from, u32* to) {
+OUTRIDER_KERNEL words_after_warp_barrier(const char* from, u32* to) {
   follow();
   hand_on<u32>(from, to, [] { warp_barrier(); });
 }
@@ -135,19 +131,13 @@ OUTRIDER_DEVICE void write_again(u32* to, const Wait& wait) {
   to[own_place()] = kept[own ^ 1];
 }
 
-OUTRIDER_KERNEL again_behind_warp_barrier(u32* to) {
+OUTRIDER_KERNEL again_after_warp_barrier(u32* to) {
   follow();
   write_again(to, [] { warp_barrier(); });
 }
 OUTRIDER_KERNEL again_without_barrier(u32* to) {
   follow();
   write_again(to, [] {});
-}
-
-OUTRIDER_KERNEL half_of_a_warp_waits(u32* to) {
-  follow();
-  if (lane_index() < 16) warp_barrier();
-  to[own_place()] = 1;
 }
 
 OUTRIDER_KERNEL halves_of_a_warp_wait_for_others(u32* to) {
@@ -160,17 +150,7 @@ OUTRIDER_KERNEL halves_of_a_warp_wait_for_others(u32* to) {
   }
 }
 
-OUTRIDER_KERNEL one_waits_for_its_warp_and_one_for_its_block(u32* to) {
-  follow();
-  if (thread_index() < 32) {
-    warp_barrier();
-  } else {
-    barrier();
-  }
-  to[own_place()] = 1;
-}
-
-// What blocks find in dynamic shared memory, and a byte that may lie after it.
+// The contents that blocks find in dynamic shared memory, and a byte that may lie after it.
 OUTRIDER_KERNEL found_there(u32* to, const i64* place) {
   follow();
   const u32* kept = reinterpret_cast<const u32*>(dynamic_shared());

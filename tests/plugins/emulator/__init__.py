@@ -124,7 +124,7 @@ class Emulator:
         return call
 
     def missed(self, run: Callable[[], None]) -> list[bool]:
-        """Whether each barrier, fence and wait for earlier kernels that `run` comes to is missed where it is left out:
+        """Whether each barrier, fence and wait for earlier kernels that `run` reaches is missed where it is left out:
         one after another, of PTX alone."""
         list(iter(map(self._library.reached, count()).__next__, -1))  # of launches before
         run()
@@ -137,7 +137,7 @@ class Emulator:
             with self.blocks_in_order(order):
                 run()
         except AssertionError as error:
-            return re.search("a race in|may write before it|come to the same barriers", str(error)) is not None
+            return re.search("a race in|may write before it|reach the same barriers", str(error)) is not None
         finally:
             self._library.leave_out(-1)
         return False
@@ -154,6 +154,6 @@ class Emulator:
         self._launches += 1
         code = self._library.emulate(kernel.encode(), blocks, threads, shared, parameters, self._launches)
         assert code != 1, f"the emulator has no kernel {kernel}"
-        assert code != 2, f"threads of {kernel} do not all come to the same barriers, or lanes to the same collectives"
+        assert code != 2, f"threads of {kernel} do not all reach the same barriers, or lanes the same collectives"
         assert code != 3, f"a race in {self._library.race().decode()}"
         assert code != 4, f"{kernel} writes beside its {shared} bytes of dynamic shared memory"

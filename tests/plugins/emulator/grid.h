@@ -52,7 +52,7 @@ struct Fiber {
   unsigned exchanges;  // of this block
 };
 
-// What happens in a launch, for whoever watches.
+// Events of a launch, for those that watch.
 struct Watch {
   std::function<void()> block_starts = [] {};
   std::function<void()> interval_starts = [] {};  // all threads of the block have come to a barrier

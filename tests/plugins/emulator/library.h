@@ -84,8 +84,8 @@ extern "C" int any_threads(const char* kernel) { return outrider::kernels().at(k
 // Of the blocks of all launches from now on: 0 shuffled, 1 from the first to the last, 2 from the last to the first.
 extern "C" void set_order(int order) { outrider::order_of_blocks = static_cast<emulator::Order>(order); }
 
-// 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block comes to, or a collective that not
-// every lane of a warp comes to, 4 for a block that has written beside its `shared` bytes of dynamic shared memory.
+// 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block reaches, or a collective that not
+// every lane of a warp reaches, 4 for a block that has written beside its `shared` bytes of dynamic shared memory.
 extern "C" int emulate(const char* kernel, long long blocks, long long threads, long long shared, void** params,
                        unsigned seed) {
   using namespace outrider;

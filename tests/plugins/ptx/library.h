@@ -42,8 +42,8 @@ extern "C" int reached(int site) {
 // What the last launch read before it waited for the kernels before it: from where, and up to where; null for nothing.
 extern "C" const char* early(int end) { return end ? ptx::machine.early_end : ptx::machine.early; }
 
-// 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block comes to, or a collective that not
-// every lane of a warp comes to, 3 for a race.
+// 0, or 1 for an unknown kernel, 2 for a barrier that not every thread of a block reaches, or a collective that not
+// every lane of a warp reaches, 3 for a race.
 extern "C" int emulate(const char* kernel, long long blocks, long long threads, long long shared, void** params,
                        unsigned seed) {
   using ptx::machine;
@@ -53,7 +53,7 @@ extern "C" int emulate(const char* kernel, long long blocks, long long threads, 
   machine.early = machine.early_end = nullptr;
   emulator::Watch watch;
   watch.block_starts = [=] {
-    // Whatever is there; where a barrier is left out zeros, which are places of something.
+    // Garbage; where a barrier is left out zeros, which are places of something.
     machine.shared.assign(ptx::kSharedBytes + shared, machine.left_out < 0 ? static_cast<char>(seed * 0x9du + 0x35u) : 0);
     machine.races.block_starts();
     machine.copies.block_starts();

@@ -145,7 +145,7 @@ def _end_of_body(text: str, position: int) -> int:
 
 
 def _lines(body: str) -> Iterator[str]:
-    """Statements, labels and braces, one by one: calls are told in several lines."""
+    """Statements, labels and braces, one by one: calls have several lines."""
     pending = ""
     for line in map(str.strip, body.splitlines()):
         if not line:

@@ -42,7 +42,7 @@ class Races {
 
   __attribute__((noinline)) void loads(const Place& place, const void* address, size_t bytes, bool shared) {
     each(address, bytes, [&](Accesses& known, const Overlap& overlap) {
-      if (conflicts(known.write, place, shared)) tell("loads what", place, known.write, "has stored", shared);
+      if (conflicts(known.write, place, shared)) report("loads what", place, known.write, "has stored", shared);
       if (!overlap.kept) return;
       const Access& last = known.read;
       const Moment now = moment(place);
@@ -60,7 +60,7 @@ class Races {
     each(address, bytes, [&](Accesses& known, const Overlap& overlap) {
       const uint32_t own = static_cast<uint32_t>(bits >> overlap.value_bit) & overlap.mask;
       const bool same = !known.write.atomic && (known.write.bits >> overlap.known_bit & overlap.mask) == own;
-      if (!same && conflicts(known.write, place, shared)) tell("stores what", place, known.write, "has stored", shared);
+      if (!same && conflicts(known.write, place, shared)) report("stores what", place, known.write, "has stored", shared);
       check_reads(known, place, shared);
       if (overlap.kept) known.write = access(place, own, false);
     });
@@ -69,7 +69,7 @@ class Races {
   __attribute__((noinline)) void counts(const Place& place, const void* address, size_t bytes, bool shared) {
     each(address, bytes, [&](Accesses& known, const Overlap& overlap) {
       if (!known.write.atomic && conflicts(known.write, place, shared)) {
-        tell("counts what", place, known.write, "has stored", shared);
+        report("counts what", place, known.write, "has stored", shared);
       }
       check_reads(known, place, shared);
       if (overlap.kept) known.write = access(place, 0, true);
@@ -161,7 +161,7 @@ class Races {
     const bool since_barrier = last.block == place.block && last.when.interval == now.interval;
     const bool at_once = last.when.warp() == now.warp() && last.when.warp_barriers == now.warp_barriers;
     const bool others = since_barrier && (known.warps || (known.lanes && at_once));
-    if (others || conflicts(last, place, shared)) tell("stores what", place, last, "has loaded", shared);
+    if (others || conflicts(last, place, shared)) report("stores what", place, last, "has loaded", shared);
   }
 
   bool conflicts(const Access& before, const Place& place, bool shared) const {
@@ -193,7 +193,7 @@ class Races {
     return false;
   }
 
-  void tell(const char* does, const Place& place, const Access& before, const char* did, bool shared) {
+  void report(const char* does, const Place& place, const Access& before, const char* did, bool shared) {
     if (!found_.empty()) return;
     char text[300];
     std::snprintf(text, sizeof text, "thread %lld of block %lld %s thread %d of block %d %s, in %s memory",

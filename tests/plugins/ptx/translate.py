@@ -23,7 +23,12 @@ _SPECIAL = {
     "%nctaid.x": "machine.place().blocks", "%laneid": "machine.place().lane()",
 }  # fmt: skip
 _COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_INFIX = {"and": "&", "or": "|", "xor": "^"}
+_SIMPLE = {
+    "add": "{} + {}", "sub": "{} - {}", "neg": "-{}", "fma": "std::fma({}, {}, {})", "rem": "remainder({}, {})",
+    "rcp": "1 / {}", "min": "least({}, {})", "max": "largest({}, {})", "and": "{} & {}", "or": "{} | {}",
+    "xor": "{} ^ {}",
+}  # fmt: skip
+"""Operations whose result has a single form; additions and negations wrap around."""
 _CONVERSIONS = {  # opcode: the type of the operand, and what converts it
     "cvt.f32.f16": ("b16", "float_of_half"),
     "cvt.rn.f16.f32": ("f32", "half_of"),
@@ -124,8 +129,13 @@ class _Body:
         return "\n".join([*lines, "}", ""])
 
     def _guarded(self, instruction: Instruction) -> str:
-        translated = getattr(self, f"_{instruction.opcode[0]}", None)
-        code = translated(instruction) if translated else None
+        name = instruction.opcode[0]
+        if name in _SIMPLE:
+            wraps = name in ("add", "sub", "neg")
+            ptx_type = _unsigned(instruction.type) if wraps else instruction.type
+            code = self._operation(instruction, _SIMPLE[name].format, ptx_type)
+        else:
+            code = getattr(self, f"_{name}", lambda instruction: None)(instruction)
         if code is None:
             raise UnknownPtxError(
                 f"nobody has taught the translator {'.'.join(instruction.opcode)} ({instruction.text} in "
@@ -326,12 +336,6 @@ class _Body:
 
     # Arithmetic.
 
-    def _add(self, i: Instruction) -> str:
-        return self._operation(i, lambda a, b: f"{a} + {b}", _unsigned(i.type))
-
-    def _sub(self, i: Instruction) -> str:
-        return self._operation(i, lambda a, b: f"{a} - {b}", _unsigned(i.type))
-
     def _mul(self, i: Instruction) -> str:
         if "wide" in i.opcode:
             wide = i.type[0] + str(16 * bytes_of(i.type))
@@ -344,39 +348,16 @@ class _Body:
     def _mad(self, i: Instruction) -> str | None:
         return self._operation(i, lambda a, b, c: f"{a} * {b} + {c}", _unsigned(i.type)) if "lo" in i.opcode else None
 
-    def _fma(self, i: Instruction) -> str:
-        return self._operation(i, lambda a, b, c: f"std::fma({a}, {b}, {c})")
-
     def _div(self, i: Instruction) -> str:
         return self._operation(i, lambda a, b: f"{a} / {b}" if i.type[0] == "f" else f"quotient({a}, {b})")
 
-    def _rem(self, i: Instruction) -> str:
-        return self._operation(i, lambda a, b: f"remainder({a}, {b})")
-
-    def _rcp(self, i: Instruction) -> str:
-        return self._operation(i, lambda a: f"1 / {a}")
-
     def _sqrt(self, i: Instruction) -> str | None:
         return self._operation(i, lambda a: f"std::sqrt({a})") if i.opcode[1:-1] == ("rn",) else None
-
-    def _min(self, i: Instruction) -> str:
-        return self._operation(i, lambda a, b: f"least({a}, {b})")
-
-    def _max(self, i: Instruction) -> str:
-        return self._operation(i, lambda a, b: f"largest({a}, {b})")
-
-    def _neg(self, i: Instruction) -> str:
-        return self._operation(i, lambda a: f"-{a}", _unsigned(i.type))
 
     def _abs(self, i: Instruction) -> str | None:
         return self._operation(i, lambda a: f"std::fabs({a})") if i.type[0] == "f" else None
 
     # Bits.
-
-    def _logic(self, i: Instruction) -> str:
-        return self._operation(i, lambda a, b: f"{a} {_INFIX[i.opcode[0]]} {b}")
-
-    _and = _or = _xor = _logic
 
     def _not(self, i: Instruction) -> str:
         return self._operation(i, lambda a: f"{'!' if i.type == 'pred' else '~'}{a}")
