@@ -86,7 +86,7 @@ def _examine(
 
 
 def stored_name(family: str, parameter: str) -> str:
-    """Return the name in a checkpoint of that family of a parameter of `Decoder`; of a stacked one with `EXPERT`."""
+    """Return the checkpoint's name of a parameter of `Decoder`; of a stacked one with `EXPERT`."""
     parts = parameter.split(".")
     layer = parts[1] if parts[0] == "layers" else ""
     key = ".".join(["layers", "{i}", *parts[2:]]) if layer else parameter
@@ -97,7 +97,7 @@ def checkpoint_hashes(path: Path) -> dict[str, str]:
     """Return the sha256 (hex) of every file of the checkpoint that can change a plan, by file name in sorted order.
 
     These files are the configuration, the weights, and the tokenizer with its chat template, as far as present; or the
-    one GGUF file, whatever its name. Raises `CheckpointError` if the folder or a file cannot be read.
+    one GGUF file, under any name. Raises `CheckpointError` if the folder or a file cannot be read.
     """
     if is_gguf(path):
         return {GGUF: _sha256(path)}

@@ -14,7 +14,6 @@ from outrider.compiler.checkpoint import checkpoint_hashes, defer_decoder
 from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.export.block_graph import block_slots
 from outrider.compiler.identity import digest
-from outrider.compiler.layer_windows import windows_within
 from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder
@@ -34,8 +33,7 @@ from outrider.compiler.recipe_drafters import (
     NgramSection,
     resolve_tree,
 )
-from outrider.compiler.recipe_rope import positions_served
-from outrider.compiler.recipe_weights import WeightsSection
+from outrider.compiler.recipe_sections import WeightsSection, positions_served
 from outrider.compiler.text import read_vocabulary
 from outrider.plans.errors import RecipeError
 from outrider.plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
@@ -95,7 +93,7 @@ class GraphSource:
             rows=target.rows,
             sink=self.sink,
             window=self.window,
-            layer_windows=windows_within(c, target.context) if isinstance(c, DecoderConfig) else (),
+            layer_windows=c.windows_within(target.context) if isinstance(c, DecoderConfig) else (),
         )
 
 

@@ -33,7 +33,7 @@ HARMLESS = {
     "is_encoder_decoder", "problem_type", "id2label", "label2id", "embed_requires_grad",
     # Tokens that the target knows itself.
     "bos_token_id", "eos_token_id", "pad_token_id",
-    # Whether the output weights are the embedding is told by the tensors.
+    # The tensors show whether the output weights are the embedding.
     "tie_word_embeddings",
 }  # fmt: skip
 WINDOW = {"sliding_window", "max_window_layers", "sliding_window_non_causal"}

@@ -9,11 +9,10 @@ from outrider.compiler.formats.gguf_config import read_gguf_config
 from outrider.compiler.formats.gguf_file import GgufFile, is_gguf
 from outrider.compiler.formats.gguf_tensors import GgufTensors
 from outrider.compiler.formats.packed_tensors import unpacked
-from outrider.compiler.fused_tensors import FusedTensors
+from outrider.compiler.fused_tensors import FusedTensors, StackedExperts
 from outrider.compiler.models.config import DecoderConfig, read_folder
 from outrider.compiler.models.families import FAMILIES
 from outrider.compiler.models.rope import RopeScaling
-from outrider.compiler.stacked_experts import StackedExperts
 from outrider.compiler.tensor_source import TensorSource
 from outrider.compiler.weights import Weights, check_folder
 

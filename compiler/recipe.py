@@ -33,11 +33,16 @@ from outrider.compiler.recipe_backends import (
     choose_backends,
 )
 from outrider.compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection, NgramSection
-from outrider.compiler.recipe_partial import PartialKvSection
-from outrider.compiler.recipe_rope import RopeScalingSection, positions_served
-from outrider.compiler.recipe_section import Name, Section, WrittenPath
+from outrider.compiler.recipe_sections import (
+    Name,
+    PartialKvSection,
+    RopeScalingSection,
+    Section,
+    WeightsSection,
+    WrittenPath,
+    positions_served,
+)
 from outrider.compiler.recipe_source import Location, RecipeSource
-from outrider.compiler.recipe_weights import WeightsSection
 from outrider.plans import names
 from outrider.plans.buffers import DType
 from outrider.plans.errors import PlanError, RecipeError

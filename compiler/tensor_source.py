@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whatever its format: all headers at once, values on request."""
+"""The tensors of a checkpoint of any format: all headers at once, values on request."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class BlockType:
     def numbers_of(self, rows: Bytes) -> Float32:
         """Return the numbers that rows `[N, bytes]` stand for, `[N, K]`."""
         integers, scales, minimums = self.split(rows.reshape(-1, self.size))
-        with np.errstate(invalid="ignore"):  # scales that are not finite; whoever reads the numbers says so
+        with np.errstate(invalid="ignore"):  # scales that are not finite, which readers of the numbers refuse
             found = integers.reshape(*scales.shape, self.width).astype(np.float32) * scales[:, :, None]
         if minimums is not None:
             found = found + minimums[:, :, None]

@@ -22,7 +22,7 @@ _ENDS = {
     "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
     "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 }  # fmt: skip
-"""Tokens that end a text by their names, whatever their type: files give one end token, models have several.
+"""Tokens that end a text by their names, of any type: files give one end token, models have several.
 
 They are llama.cpp's (`special_eog_ids` in `llama-vocab.cpp`), but for the separators of fill-in-the-middle.
 """

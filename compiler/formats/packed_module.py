@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.compiler.models.quantization import BITS
 from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
 from outrider.compiler.tensor_source import Stored, TensorSource
 from outrider.plans.errors import CheckpointError
@@ -170,12 +169,6 @@ class PackedModule(ABC):
             f"{self._parts[last].file}: tensor {f'{self._name}.{last}'!r} of {self.format} {how}; "
             "give files that belong together"
         )
-
-    def _check_bits(self, last: str) -> None:
-        if self.bits not in BITS:
-            raise self._wrong(
-                last, f"has integers of {self.bits} bits; those of {' and '.join(map(str, BITS))} are read"
-            )
 
     def _read(self, last: str) -> NDArray[Any]:
         tensor = self._tensors.read(f"{self._name}.{last}")

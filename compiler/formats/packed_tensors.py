@@ -10,9 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.compiler.formats.awq import AwqModule
-from outrider.compiler.formats.compressed_tensors import CompressedModule
-from outrider.compiler.formats.gptq import FirstGptqModule, GptqModule
+from outrider.compiler.formats.packed_layouts import AwqModule, CompressedModule, FirstGptqModule, GptqModule
 from outrider.compiler.formats.packed_module import PackedModule
 from outrider.compiler.models.quantization import Packing
 from outrider.compiler.quantization.form import WeightSource
@@ -39,12 +37,7 @@ class PackedTensors:
     two before it are reordered, here, and the MLP computes the same. Others name the order in `WeightSource.order`.
     """
 
-    def __init__(
-        self,
-        stored: TensorSource,
-        packing: Packing,
-        unbiased: Set[str] = frozenset(),
-    ) -> None:
+    def __init__(self, stored: TensorSource, packing: Packing, unbiased: Set[str] = frozenset()) -> None:
         """Check all headers. Raises `CheckpointError`.
 
         `unbiased` are the projections, by the last part of their names, that have no bias in the model: AutoGPTQ once

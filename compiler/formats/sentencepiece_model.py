@@ -56,7 +56,7 @@ class SentencePieceModel:
     """The normalizer's table, empty where characters stay as they are."""
     dummy_prefix: bool
     single_spaces: bool
-    space_behind: bool
+    space_after: bool
     """Whether pieces have the space after a word, and not the one before it."""
     space_escaped: bool
     """Whether a space is the character `SPACE` in pieces."""
@@ -75,12 +75,10 @@ def read_model(file: Path) -> SentencePieceModel:
         ) from None
     if model.kind not in ("bpe", "unigram"):
         raise CheckpointError(f"{file} is a SentencePiece model of the kind {model.kind}; BPE and Unigram are read")
-    wrong = (
-        "treat_whitespace_as_suffix" if model.space_behind else None if model.space_escaped else "escape_whitespaces"
-    )
+    wrong = "treat_whitespace_as_suffix" if model.space_after else None if model.space_escaped else "escape_whitespaces"
     if wrong is not None:
         raise CheckpointError(
-            f"{file} has {wrong} {'set' if model.space_behind else 'switched off'}, which is not read; add a "
+            f"{file} has {wrong} {'set' if model.space_after else 'switched off'}, which is not read; add a "
             "tokenizer.json of the model"
         )
     return model
@@ -252,7 +250,7 @@ def _model(data: bytes) -> SentencePieceModel:
         characters=normalizer.get((2, BYTES), b""),
         dummy_prefix=bool(normalizer.get((3, VARINT), 1)),
         single_spaces=bool(normalizer.get((4, VARINT), 1)),
-        space_behind=bool(trainer.get((24, VARINT), 0)),
+        space_after=bool(trainer.get((24, VARINT), 0)),
         space_escaped=bool(normalizer.get((5, VARINT), 1)),
     )
 

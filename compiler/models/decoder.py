@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.compiler.models.attention import Attention
+from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
-from outrider.compiler.models.families import Activation, QkNorm
+from outrider.compiler.models.families import Activation
 
 
 class Execution(Protocol):
@@ -33,47 +33,8 @@ class Execution(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
 
 
-class LayerConfig(Attention, Protocol):
-    """Geometry of one layer: a decoder's, or a drafter's with layers of the same kind."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def intermediate_size(self) -> int: ...
-
-    @property
-    def query_size(self) -> int: ...
-
-    @property
-    def kv_size(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-    @property
-    def qkv_bias(self) -> bool: ...
-
-    @property
-    def output_bias(self) -> bool: ...
-
-    @property
-    def mlp_bias(self) -> bool: ...
-
-    @property
-    def qk_norm(self) -> QkNorm: ...
-
-    @property
-    def norm_before(self) -> bool: ...
-
-    @property
-    def norm_behind(self) -> bool: ...
-
-    @property
-    def activation(self) -> Activation: ...
-
-    @property
-    def residual_scale(self) -> float: ...
+LayerConfig = DecoderConfig | BlockConfig
+"""Geometry of one layer: a decoder's, or a drafter's with layers of the same kind."""
 
 
 class Linear(nn.Module):
@@ -119,9 +80,9 @@ class DecoderLayer(nn.Module):
         whole = c.qk_norm == "whole"
         self.q_norm = norm(c.qk_norm != "none", c.query_size if whole else c.head_dim)
         self.k_norm = norm(c.qk_norm != "none", c.kv_size if whole else c.head_dim)
-        self.attention_out_norm = norm(c.norm_behind)
+        self.attention_out_norm = norm(c.norm_after)
         self.mlp_norm = norm(c.norm_before)
-        self.mlp_out_norm = norm(c.norm_behind)
+        self.mlp_out_norm = norm(c.norm_after)
         self.experts = None if experts is None else Experts(experts, hidden)
         if experts is None:
             self.gate = Linear(hidden, c.intermediate_size, c.mlp_bias)

@@ -47,7 +47,7 @@ class Family:
     """One `model_type` of Hugging Face.
 
     `title` is what people call its models. A flag that is None follows the checkpoint's `attention_bias` (`mlp_bias`:
-    its own key); one that is not stands, whatever that key says, as in transformers. `activation_names` are the values
+    its own key); one that is not stands, independent of that key, as in transformers. `activation_names` are the values
     of `activation_key` that mean the activation. `weights`
     maps a parameter name of `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint.
     `fused` maps a projection of the checkpoint that is several in one, by the last part of its name, to those that it
@@ -78,7 +78,7 @@ class Family:
     qk_norm: QkNorm = "none"
     sinks: bool = False
     norm_before: bool = True
-    norm_behind: bool = False
+    norm_after: bool = False
     norm_offset: float = 0.0
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
@@ -165,7 +165,7 @@ def stacked_part(stored: str, expert: int | str, product: str) -> str:
 
 
 _BEFORE = _weights(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-_BEHIND = _weights(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+_AFTER = _weights(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
 _BOTH = _weights(
     attention_norm="input_layernorm",
     attention_out_norm="post_attention_layernorm",
@@ -198,7 +198,7 @@ _GEMMA2 = replace(
     activation_key="hidden_activation",
     activation_names=("gelu_pytorch_tanh",),
     weights=_BOTH,
-    norm_behind=True,
+    norm_after=True,
     window=4096,
     slides=2,
     factors={
@@ -212,10 +212,10 @@ _OLMO2 = replace(
     name="olmo2",
     title="OLMo 2",
     mlp_bias=False,
-    weights=_BEHIND,
+    weights=_AFTER,
     qk_norm="whole",
     norm_before=False,
-    norm_behind=True,
+    norm_after=True,
     rms_norm_eps=1e-5,
 )
 

@@ -15,7 +15,7 @@ from rich.console import Console
 import outrider.compiler.__main__
 from outrider.compiler.recipe import Recipe
 from outrider.compiler.recipe_keys import choose_keys, print_keys, recipe_keys, recipe_schema
-from outrider.compiler.recipe_section import Section
+from outrider.compiler.recipe_sections import Section
 from outrider.plans.errors import UsageError
 from tests.conftest import REPOSITORY, TOY_RECIPE
 

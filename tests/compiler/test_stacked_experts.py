@@ -18,12 +18,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.deferred import StackedTensor, deferred
 from outrider.compiler.export import export_target
+from outrider.compiler.fused_tensors import from_mxfp4
 from outrider.compiler.models.config import WeightType
 from outrider.compiler.models.eager import sequence_logits
 from outrider.compiler.opening import stores_integers
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.weight_form import WeightForm
-from outrider.compiler.stacked_experts import from_mxfp4
 from outrider.plans.errors import CheckpointError
 
 from .conftest import MakeCheckpoint
@@ -108,7 +108,7 @@ def test_experts_are_read_late_and_one_at_a_time(mxfp4: Path, monkeypatch: pytes
         read.append(tuple(blocks.shape))
         return from_mxfp4(blocks, scales)
 
-    monkeypatch.setattr("outrider.compiler.stacked_experts.from_mxfp4", noted)
+    monkeypatch.setattr("outrider.compiler.fused_tensors.from_mxfp4", noted)
     wanted, unread = load_decoder(mxfp4).state_dict(), deferred(defer_decoder(mxfp4))
     products = {name for name, each in unread.items() if isinstance(each, StackedTensor) and "bias" not in name}
     assert products == {f"layers.{i}.experts.{each}" for i in (0, 1) for each in ("gate", "up", "down")}
