@@ -38,10 +38,7 @@ _NAMES = {
 
 
 def open_block(path: Path, target: DecoderConfig) -> OpenHead[BlockConfig, BlockHead]:
-    """Read the geometry of the head in the checkpoint folder `path`; check it against `target` and all tensor headers.
-
-    Raises `CheckpointError` naming the file, the key or tensor, the expectation and the finding.
-    """
+    """Read the geometry of the head in the folder `path`; check it against `target` and all tensor headers."""
     check_folder(path)
     file = path / "config.json"
     raw = read_json(file)

@@ -192,7 +192,7 @@ class _Dspark(_MarkovKeys, _Speculators):
 
 
 def layout_of(file: Path, raw: Mapping[str, Any]) -> Layout:
-    """Return the layout of the config.json `file` with the values `raw`. Raises `CheckpointError` for one not read."""
+    """Return the layout of the config.json `file` with the values `raw`."""
     named = raw.get("architectures") or [None]
     architecture = named[0] if isinstance(named, list) else named
     if raw.get(TYPE) is not None:

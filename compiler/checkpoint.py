@@ -41,7 +41,6 @@ def load_decoder(
 
     Projections are transposed to `[in, out]`; the embedding stays `[vocab, hidden]`. `rope_scaling` replaces the
     checkpoint's own, and `context` is the longest sequence, where a scaling depends on it.
-    Raises `CheckpointError` naming the file, the tensor, the expectation and the finding.
     """
     model, tensors, wanted = _examine(path, rope_scaling, context)
     model.load_state_dict(fill(tensors, wanted, dtype), assign=True)
@@ -51,10 +50,8 @@ def load_decoder(
 def defer_decoder(
     path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None, context: int | None = None
 ) -> Decoder:
-    """Return the decoder of `load_decoder` without values, for graphs that read them as they are written.
-
-    Raises `CheckpointError` as `load_decoder`, but for values that are not finite: reading them does.
-    """
+    """Return the decoder of `load_decoder` without values, for graphs that read them as they are written, and refuse
+    those that are not finite then."""
     model, tensors, wanted = _examine(path, rope_scaling, context)
     defer(model, tensors, wanted, dtype)
     return model.eval()
@@ -97,7 +94,7 @@ def checkpoint_hashes(path: Path) -> dict[str, str]:
     """Return the sha256 (hex) of every file of the checkpoint that can change a plan, by file name in sorted order.
 
     These files are the configuration, the weights, and the tokenizer with its chat template, as far as present; or the
-    one GGUF file, under any name. Raises `CheckpointError` if the folder or a file cannot be read.
+    one GGUF file, under any name.
     """
     if is_gguf(path):
         return {GGUF: _sha256(path)}

@@ -33,8 +33,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def write_recipe(checkpoint: Path, out: Path | None) -> Path:
     """Write the recipe of a checkpoint beside its plan at `out` (default: build/NAME), unless its recipe is there, and
-    return the file. Raises `CheckpointError` for what is no checkpoint, `RecipeError` where the file is of another one,
-    and `OSError`."""
+    return the file. Raises `RecipeError` where the file is of another checkpoint."""
     named = Path(os.path.abspath(checkpoint))  # not where links lead: names in caches say nothing
     stem = named.stem if is_gguf(named) else named.name
     name = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._") or "model"

@@ -98,10 +98,7 @@ class GraphSource:
 
 
 def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
-    """Read the configurations of the recipe's drafters with weights, and check them against the target's.
-
-    Raises `CheckpointError` for a wrong checkpoint, `RecipeError` for a checkpoint that does not fit the target.
-    """
+    """Read the configurations of the recipe's drafters with weights, and check them against the target's."""
     sources = []
     for index, section in enumerate(recipe.drafters):
         if isinstance(section, NgramSection):
@@ -133,7 +130,13 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
                     "a draft model must share the target's tokenizer",
                 )
             _check_tokens(recipe, index, path)
-            _check_positions(recipe, index, config, replaced=section.rope_scaling is not None)
+            served = positions_served(config, replaced=section.rope_scaling is not None)
+            if recipe.capacity.context > served:
+                raise recipe.error(
+                    ("drafters", index, "checkpoint"),
+                    f"is made for {served} positions, fewer than capacity.context {recipe.capacity.context}; lower "
+                    f"that, or stretch the drafter with drafters[{index}].rope_scaling",
+                )
         tree = _tree(section, config, recipe.device)
         if isinstance(config, BlockConfig) and tree.depth >= config.drafted:
             raise recipe.error(
@@ -248,13 +251,3 @@ def _check_tokens(recipe: Recipe, index: int, path: Path) -> None:
                 f"has a tokenizer in which {token!r} is token {number}, in the target's it is {target.get(token)}; "
                 "a draft model must share the target's tokenizer",
             )
-
-
-def _check_positions(recipe: Recipe, index: int, config: DecoderConfig, *, replaced: bool) -> None:
-    served = positions_served(config, replaced=replaced)
-    if recipe.capacity.context > served:
-        raise recipe.error(
-            ("drafters", index, "checkpoint"),
-            f"is made for {served} positions, fewer than capacity.context {recipe.capacity.context}; lower that, or "
-            f"stretch the drafter with drafters[{index}].rope_scaling",
-        )

@@ -108,7 +108,7 @@ class _SpeculatorsHead(SpeculatorsKeys):
     norm_before_residual: Any = None
 
     def taps(self, layers: int) -> Taps:
-        """Return the taps named for a target of `layers` layers, or default. Raises `CheckpointError`.
+        """Return the taps named for a target of `layers` layers, or default.
 
         speculators always names the layer that a stream enters, under a key whose first id decides in other layouts.
         """
@@ -119,10 +119,7 @@ class _SpeculatorsHead(SpeculatorsKeys):
         return name_taps(self.file, key, ids, range(layers), why, left=False, count=TAPS)
 
     def flattened(self) -> dict[str, Any]:
-        """Return the values of a config.json that other projects would write for this head.
-
-        Raises `CheckpointError` for a key that is not known, and for heads that the EAGLE3 module does not compute.
-        """
+        """Return the values of a config.json that other projects would write for this head."""
         layer, outer = self.transformer_layer_config, self.model_dump(include=_OUTER, exclude_none=True)
         _SpeculatorsLayer.read(layer, self.file, DECODER, "EAGLE3 heads that differ in it cannot be compiled")
         return layer | outer
@@ -134,8 +131,7 @@ def open_eagle3(
     """Read the geometry of the head in the checkpoint folder `path`; check it against `target` and all tensor headers.
 
     Overrides `given` by the recipe win. Without any `rope_theta` the base is 10000: EAGLE and AngelSlim trained with
-    10000, independent of their config.json, SpecForge with the base in its config.json. Raises `CheckpointError` naming
-    the file, the key or tensor, the expectation and the finding.
+    10000, independent of their config.json, SpecForge with the base in its config.json.
     """
     check_folder(path)
     file = path / "config.json"

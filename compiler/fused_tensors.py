@@ -35,7 +35,7 @@ class FusedTensors:
 
     def __init__(self, stored: TensorSource, fused: Mapping[str, tuple[str, ...]], outputs: Mapping[str, int]) -> None:
         """`fused` maps a fused projection to those in it, all by the last part of their names; `outputs` are how many
-        rows each of these has. Raises `CheckpointError` for one that has another number of rows, or is quantised."""
+        rows each of these has."""
         self._stored = stored
         self._parts: dict[str, tuple[str, slice]] = {}
         self.found: dict[str, Stored] = {}
@@ -106,8 +106,7 @@ class StackedExperts:
         self, stored: Weights, stacked: Mapping[str, tuple[str, ...]], experts: ExpertsConfig, hidden: int
     ) -> None:
         """`stacked` maps a tensor of all experts, by the last part of its name, to the products in it, whose outputs
-        take turns; `hidden` is the width of the model. Raises `CheckpointError` for a tensor of another shape or type,
-        or one without its scales."""
+        take turns; `hidden` is the width of the model."""
         inward = hidden, experts.size
         products = {"gate": inward, "up": inward, "down": inward[::-1]}
         self._stored = stored

@@ -52,7 +52,7 @@ class OpenHead(Generic[Config, Head]):
         """Check all tensors by their headers; `stored_name` names a parameter in the checkpoint.
 
         Its tensors are listed by `listing` and described by `description`, and are those of a `kind` of head. The
-        `optional` may stand beside them. Raises `CheckpointError`.
+        `optional` may stand beside them.
         """
         with torch.device("meta"):
             wanted = slots(make(config), stored_name)
@@ -102,8 +102,7 @@ def optional_tensors(draft_vocab: int, vocab: int, hidden: int, *, training: boo
 def _target_ids(tensors: TensorSource, listing: Path, draft: int, vocab: int) -> Tensor:
     """Return every draft token's target token, int64 `[draft]`, ascending, from d2t or t2d.
 
-    `listing` is the file that lists the tensors. Raises `CheckpointError` where the checkpoint has both and they
-    disagree, or has none of the two and needs one.
+    `listing` is the file that lists the tensors.
     """
     ids = torch.arange(draft)
     if D2T in tensors.found:

@@ -30,10 +30,7 @@ class OpenCheckpoint:
 
 def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context: int | None = None) -> OpenCheckpoint:
     """Read the configuration and all headers of the checkpoint at `path`. `rope_scaling` replaces its own; `context` is
-    the longest sequence that will be run, where a scaling depends on it.
-
-    Raises `CheckpointError` naming the file and the key or tensor.
-    """
+    the longest sequence that will be run, where a scaling depends on it."""
     if is_gguf(path):
         file = GgufFile.open(path)
         config = read_gguf_config(file, rope_scaling)
@@ -51,7 +48,7 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context
 
 
 def read_config(path: Path, rope_scaling: RopeScaling | None = None, context: int | None = None) -> DecoderConfig:
-    """Read the configuration of the checkpoint at `path`, as `open_checkpoint` does. Raises `CheckpointError`."""
+    """Read the configuration of the checkpoint at `path`, as `open_checkpoint` does."""
     if is_gguf(path):
         return read_gguf_config(GgufFile.open(path), rope_scaling)
     return read_folder(path, rope_scaling, context)[0]

@@ -70,15 +70,12 @@ def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
     GGUF file's metadata.
 
     Without a `tokenizer.json` it is made of SentencePiece's `tokenizer.model`.
-
-    Raises `CheckpointError` for a tokenizer that is missing, unreadable, larger than the model's vocabulary, or whose
-    text cannot be streamed, and for a chat template that is not Jinja or renders no plain conversation.
     """
     return _gguf(checkpoint, config) if is_gguf(checkpoint) else _folder(checkpoint, config)
 
 
 def read_vocabulary(checkpoint: Path) -> dict[str, int] | None:
-    """Return the ids of a checkpoint's tokens; None where it has no tokenizer. Raises `CheckpointError`."""
+    """Return the ids of a checkpoint's tokens; None where it has no tokenizer."""
     if is_gguf(checkpoint):
         return read_gguf_text(GgufFile.open(checkpoint)).tokenizer.get_vocab()
     if not any((checkpoint / name).is_file() for name in (TOKENIZER_FILE, _PIECES)):
@@ -169,10 +166,7 @@ def _tokenizer_json(checkpoint: Path, settings: Mapping[str, Any]) -> tuple[Path
 
 
 def _added_tokens(checkpoint: Path, settings: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return the tokens that `tokenizer_config.json`, or in older checkpoints `added_tokens.json`, adds, by their ids.
-
-    Raises `CheckpointError` as `_decoder` does.
-    """
+    """Return the tokens that `tokenizer_config.json`, or in older checkpoints `added_tokens.json`, adds, by ids."""
     written = settings.get("added_tokens_decoder")
     if written is None and (file := checkpoint / _ADDED).is_file():
         written = {number: {"content": text, "normalized": False} for text, number in read_json(file).items()}
@@ -180,7 +174,7 @@ def _added_tokens(checkpoint: Path, settings: Mapping[str, Any]) -> dict[int, to
 
 
 def _decoder(checkpoint: Path, written: Any) -> dict[int, tokenizers.AddedToken]:
-    """Return the tokens of an `added_tokens_decoder`. Raises `CheckpointError` for what is no such table."""
+    """Return the tokens of an `added_tokens_decoder`."""
     try:
         return {int(number): _added_token(token) for number, token in (written or {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -281,10 +275,7 @@ _Named = Mapping[str, tuple[Path, str | None]]
 
 
 def _templates(checkpoint: Path, settings: Mapping[str, Any]) -> _Named:
-    """Return the chat templates. Files win over settings, as in transformers.
-
-    Raises `CheckpointError` where they cannot be read or chosen.
-    """
+    """Return the chat templates. Files win over settings, as in transformers."""
     files = {_DEFAULT: checkpoint / CHAT_TEMPLATE_FILE, _TOOLS: checkpoint / TOOLS_TEMPLATE_FILE}
     found = {name: (file, _template_text(file)) for name, file in files.items() if file.is_file()}
     if found:
@@ -318,7 +309,7 @@ def _template_text(file: Path) -> str:
 
 
 def _checked(named: _Named, special: Mapping[str, str]) -> dict[str, str]:
-    """Return the templates by their files in a plan. Raises `CheckpointError` unless each renders a conversation."""
+    """Return the templates by their files in a plan."""
     files = {_DEFAULT: CHAT_TEMPLATE_FILE, _TOOLS: TOOLS_TEMPLATE_FILE}
     templates = {}
     for name, (source, template) in named.items():

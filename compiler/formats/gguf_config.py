@@ -61,10 +61,7 @@ _NEUTRAL: dict[str, int | float] = {
 
 
 def read_gguf_config(file: GgufFile, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
-    """Return the decoder that the file describes. `rope_scaling` replaces the file's own.
-
-    Raises `CheckpointError` naming the key that is missing, wrong, or means what no decoder here computes.
-    """
+    """Return the decoder that the file describes. `rope_scaling` replaces the file's own."""
     raw = _raw(file)
     scaling = _table_scaling(file, raw) if rope_scaling is None else rope_scaling
     return config_from(raw, file.path, list(end_tokens(file)), file.path, scaling)
@@ -151,7 +148,7 @@ def _scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
 
 
 def _head_dim(file: GgufFile, architecture: str, hidden_size: int, heads: int) -> int:
-    """Return the numbers of a head. Raises `CheckpointError` where keys, values or rotation have another size."""
+    """Return the numbers of a head."""
     names = [f"{architecture}.{key}" for key in _HEAD_SIZES]
     given = {name: value for name in names if (value := file.value(name, int)) is not None}
     if len(set(given.values())) > 1:

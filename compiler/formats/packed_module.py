@@ -117,7 +117,7 @@ class PackedModule(ABC):
         return WeightSource(self.bits, self.shape, not symmetric, read, wide, None if fold else self.order)
 
     def _minimums(self) -> NDArray[np.float32]:
-        """Read the minimums `[N, G]`. Raises `CheckpointError` where one is too large for float32."""
+        """Read the minimums `[N, G]`."""
         with np.errstate(over="ignore"):
             minimums = -(self.zeros().astype(np.float32) * self.scales())
         if not np.isfinite(minimums).all():
@@ -150,7 +150,7 @@ class PackedModule(ABC):
                 )
 
     def _part(self, last: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Return the shape of one of the module's tensors. Raises `CheckpointError` if it is missing or different."""
+        """Return the shape of one of the module's tensors."""
         stored = self._parts.get(last)
         if stored is None:
             raise CheckpointError(

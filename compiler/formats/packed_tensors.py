@@ -24,7 +24,7 @@ _DOWN = re.compile(r".*\.mlp\.down_proj\.weight")
 def unpacked(stored: TensorSource, packing: Packing | None, unbiased: Set[str] = frozenset()) -> TensorSource:
     """Return the tensors of a folder whose weights are packed so, those `stored` where they are floats.
 
-    `unbiased` goes to `PackedTensors`. Raises `CheckpointError` naming the tensor that is wrong.
+    `unbiased` goes to `PackedTensors`.
     """
     return stored if packing is None else PackedTensors(stored, packing, unbiased)
 
@@ -38,7 +38,7 @@ class PackedTensors:
     """
 
     def __init__(self, stored: TensorSource, packing: Packing, unbiased: Set[str] = frozenset()) -> None:
-        """Check all headers. Raises `CheckpointError`.
+        """Check all headers.
 
         `unbiased` are the projections, by the last part of their names, that have no bias in the model: AutoGPTQ once
         wrote a bias of zeros for each projection, and such ones are left out.
@@ -102,8 +102,7 @@ class PackedTensors:
 
 
 def _modules(stored: TensorSource, packing: Packing) -> dict[str, PackedModule]:
-    """Return the packed projections by name. Raises `CheckpointError` for one whose tensors do not fit each other, or
-    its group."""
+    """Return the packed projections by name."""
     kinds: dict[str, type[PackedModule]] = {
         "awq": AwqModule,
         "gptq": FirstGptqModule if packing.zeros_less_one else GptqModule,

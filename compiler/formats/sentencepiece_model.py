@@ -63,7 +63,7 @@ class SentencePieceModel:
 
 
 def read_model(file: Path) -> SentencePieceModel:
-    """Read a `tokenizer.model`. Raises `CheckpointError` where it is none."""
+    """Read a `tokenizer.model`."""
     try:
         model = _model(file.read_bytes())
     except OSError as error:
@@ -92,7 +92,7 @@ def make_tokenizer(
     `settings` are those of `tokenizer_config.json`, whose `add_bos_token`, `add_eos_token`, `add_prefix_space` and
     `legacy` count as in transformers' tokenizers of Llama and Gemma. Without `add_bos_token` a text begins with BOS, as
     in transformers 4 and as these models are trained; transformers 5.23 puts none. `added` are tokens by id, of the
-    model's pieces or after them. Raises `CheckpointError` for ids with a gap before them.
+    model's pieces or after them.
 
     Where a space is put before a text, symbols that users defined are found before that: a text that begins with one
     gets no space, text after one gets a space unless `legacy` is false, and no space of the text is part of one.
@@ -100,7 +100,12 @@ def make_tokenizer(
     prefix = _flag(settings, "add_prefix_space", model.dummy_prefix)
     # Before the text alone, not after each special token; the library cannot do that where spaces are taken away.
     first = prefix and not model.single_spaces and not _flag(settings, "legacy", True)
-    tokenizer = Tokenizer(_bpe(model) if model.kind == "bpe" else _unigram(model))
+    pieces = model.pieces
+    if model.kind == "bpe":
+        tokenizer = Tokenizer(_bpe(model))
+    else:
+        scored = list(zip(pieces.tokens, map(float, pieces.scores), strict=True))
+        tokenizer = Tokenizer(Unigram(scored, unk_id=model.unknown, byte_fallback=model.byte_fallback))
     steps: list[normalizers.Normalizer] = []
     if model.characters:
         steps.append(normalizers.Precompiled(model.characters))
@@ -112,10 +117,7 @@ def make_tokenizer(
     elif prefix:
         steps.append(normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
-    )
+    tokenizer.decoder = pieces_decoder(prefix)
     # A symbol with the sign of a space is found in the text as it is normalized. With a prefix none can be: the library
     # would put one before the symbol that it looks for, too.
     tokenizer.add_tokens(
@@ -132,10 +134,29 @@ def make_tokenizer(
                 f"the added token {token.content!r} has the id {number}, and would get "
                 f"{tokenizer.token_to_id(token.content)} after the pieces of tokenizer.model"
             )
-    around = _around(model, settings)
-    if around is not None:
-        tokenizer.post_processor = around
+    first_and_last = (
+        (model.pieces.tokens[number], number) if number >= 0 and _flag(settings, f"add_{role}_token", default) else None
+        for role, number, default in (("bos", model.bos, True), ("eos", model.eos, False))
+    )
+    surround(tokenizer, *first_and_last)
     return tokenizer
+
+
+def pieces_decoder(prefix: bool) -> decoders.Decoder:
+    """Return what makes a text of pieces; `prefix`: a space was put before it."""
+    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
+    return decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+
+
+def surround(tokenizer: Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None) -> None:
+    """Let a tokenizer put special tokens, each with its id, around a text."""
+    known = [token for token in (first, last) if token is not None]
+    if known:
+        single = [*([first[0]] if first else []), "$A", *([last[0]] if last else [])]
+        pair = [*single, *("$B:1" if part == "$A" else f"{part}:1" for part in single)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=pair, special_tokens=list(dict.fromkeys(known))
+        )
 
 
 def merges(pieces: Pieces, ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -143,7 +164,7 @@ def merges(pieces: Pieces, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
     SentencePiece merges the neighbours whose union has the highest score. So every way in which a piece parts into two
     pieces is a merge, and pieces of higher scores come first; of one piece, the leftmost parting in the vocabulary's
-    order, as transformers has it. Raises `CheckpointError` where pieces contain each other without end.
+    order, as transformers has it.
     """
     merged = [token for token, number in ids.items() if pieces.types[number] in (NORMAL, USER_DEFINED)]
     ranked = sorted(merged, key=lambda piece: -float(pieces.scores[ids[piece]]))
@@ -183,27 +204,6 @@ def _bpe(model: SentencePieceModel) -> BPE:
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
     )
-
-
-def _unigram(model: SentencePieceModel) -> Unigram:
-    pieces = model.pieces
-    scored = list(zip(pieces.tokens, map(float, pieces.scores), strict=True))
-    return Unigram(scored, unk_id=model.unknown, byte_fallback=model.byte_fallback)
-
-
-def _around(model: SentencePieceModel, settings: Mapping[str, Any]) -> processors.TemplateProcessing | None:
-    """Return what puts special tokens around a text."""
-    known = {
-        role: (model.pieces.tokens[number], number)
-        for role, number, default in (("bos", model.bos, True), ("eos", model.eos, False))
-        if number >= 0 and _flag(settings, f"add_{role}_token", default)
-    }
-    if not known:
-        return None
-    first, last = ([known[role][0]] if role in known else [] for role in ("bos", "eos"))
-    single = [*first, "$A", *last]
-    pair = [*single, *(f"{part}:1" for part in first), "$B:1", *(f"{part}:1" for part in last)]
-    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(known.values()))
 
 
 def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:

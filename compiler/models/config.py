@@ -101,7 +101,6 @@ def read_folder(
     its weights are packed.
 
     `rope_scaling` replaces the checkpoint's own; `context` is the longest sequence, where a scaling depends on it.
-    Raises `CheckpointError` naming the file and the key.
     """
     file, generation = checkpoint / "config.json", checkpoint / "generation_config.json"
     raw = read_json(file)
@@ -113,7 +112,7 @@ def read_folder(
 
 
 def read_folder_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
-    """Return the decoder of `read_folder`. Raises `CheckpointError`."""
+    """Return the decoder of `read_folder`."""
     return read_folder(checkpoint, rope_scaling)[0]
 
 
@@ -128,7 +127,7 @@ def config_from(
     """Return the decoder that `raw`, the values of a `config.json`, describe; `path` is the file that has them.
 
     `eos` are the end tokens, as `eos_path` has them: None, one id or a list. `rope_scaling` and `context` are as for
-    `read_folder`. Raises `CheckpointError`.
+    `read_folder`.
     """
     keys = read_decoder_keys(raw, path)
     family, heads, bias = keys.family, keys.num_attention_heads, keys.attention_bias

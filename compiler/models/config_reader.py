@@ -74,10 +74,7 @@ class Keys(BaseModel):
 
     @classmethod
     def read(cls, raw: Any, file: Path, within: str = "", advice: str = _CORRECT) -> Self:
-        """Read `raw`, the object of `file`, or the one `within` it under that key.
-
-        Raises `CheckpointError` naming the file, the key and the value.
-        """
+        """Read `raw`, the object of `file`, or the one `within` it under that key."""
         try:
             keys = cls.model_validate(raw)
         except ValidationError as error:
@@ -116,7 +113,7 @@ def first_fault(error: ValidationError, advice: str = _CORRECT) -> str:
 
 
 def read_json(path: Path, missing: str = "a checkpoint folder needs config.json and *.safetensors") -> dict[str, Any]:
-    """Read the JSON object in the file. Raises `CheckpointError`; `missing` is its advice where there is no file."""
+    """Read the JSON object in the file; `missing` is the advice where there is none."""
     try:
         if path.exists() and not path.is_file():  # a pipe, or a device: reading it may never end
             raise OSError("it is no file")

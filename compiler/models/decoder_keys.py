@@ -55,7 +55,7 @@ class RopeKeys(Keys):
 
     def agreed(self, name: str) -> tuple[str, Any] | None:
         """Return the first place of `name` and the value there, which every place of it has; None where no place has
-        one. Raises `CheckpointError`."""
+        one."""
         places: dict[str, RopeKeys | RopeObject] = {f"{key}.{name}": each for key, each in self.objects.items()}
         given = {place: getattr(each, name) for place, each in (places | {name: self}).items()}
         found = [(place, value) for place, value in given.items() if value is not None]
@@ -69,7 +69,7 @@ class RopeKeys(Keys):
 
         Two given spellings must agree: transformers takes `rope_scaling` alone and forgets the rest of
         `rope_parameters`. The checkpoint's scaling is not read where `replacement` replaces it, which is the way out of
-        an unsupported scaling. Raises `CheckpointError`.
+        an unsupported scaling.
         """
         theta = (self.agreed("rope_theta") or ("", default))[1]
         if replacement is not None:
@@ -166,11 +166,7 @@ class DecoderKeys(RopeKeys):
 
 
 def read_decoder_keys(raw: Mapping[str, Any], file: Path) -> DecoderKeys:
-    """Read a `config.json` with the values `raw`.
-
-    Raises `CheckpointError` for a wrong value, for a family that is not known, and for what its decoder does not
-    compute.
-    """
+    """Read a `config.json` with the values `raw`."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = _INSIDE if name in ("gemma3", "mistral3") else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,71 +60,52 @@ def test_geometry(layout: Layout, tmp_path: Path) -> None:
     assert config.drafted == (7 if dspark else 6)
 
 
-class TestTaps:
-    @pytest.mark.parametrize("layout", ["zlab", "jetspec", "deepspec"])
-    def test_layers_whose_output_is_read_are_one_more_each(self, layout: Layout, tmp_path: Path) -> None:
-        write_block(tmp_path, layout=layout, streams=(2, 5, 7))
-        config = json.loads((tmp_path / "config.json").read_text())
-        assert config.get("target_layer_ids", config.get("dflash_config", {}).get("target_layer_ids")) == [1, 4, 6]
-        taps = read_block_config(tmp_path, target_config()).taps
-        assert taps.layers == (2, 5, 7)
-        assert "target_layer_ids [1, 4, 6], layers whose output is read" in taps.reason
-
-    @pytest.mark.parametrize("layout", ["zlab", "jetspec", "deepspec"])
-    def test_minus_one_is_the_embedding(self, layout: Layout, tmp_path: Path) -> None:
-        write_block(tmp_path, layout=layout, streams=(0, 4))
-        assert "[-1, 3]" in read_block_config(tmp_path, target_config()).taps.reason
-        assert read_block_config(tmp_path, target_config()).aux_layers == (0, 4)
-
-    @pytest.mark.parametrize("layout", ["speculators-dflash", "speculators-dspark"])
-    @pytest.mark.parametrize("streams", [(1, 4, 6), (2, 5, 7), (0, 3)])
-    def test_speculators_names_the_layer_that_a_stream_enters_whatever_the_first_id(
-        self, layout: Layout, streams: tuple[int, ...], tmp_path: Path
-    ) -> None:
-        write_block(tmp_path, layout=layout, streams=streams)
-        taps = read_block_config(tmp_path, target_config()).taps
-        assert taps.layers == streams
-        assert "aux_hidden_state_layer_ids [" in taps.reason
-
-    def test_the_order_is_that_of_the_concatenation(self, tmp_path: Path) -> None:
-        write_block(tmp_path, streams=(7, 2, 4))
-        assert read_block_config(tmp_path, target_config()).aux_layers == (7, 2, 4)
-
-    @pytest.mark.parametrize(("layers", "expected"), [(1, (7,)), (2, (2, 10)), (3, (2, 6, 10)), (5, (2, 4, 6, 8, 10))])
-    def test_zlabs_default_is_one_for_each_draft_layer(
-        self, layers: int, expected: tuple[int, ...], tmp_path: Path
-    ) -> None:
-        write_block(tmp_path, layers=layers, streams=expected, num_target_layers=12)
-        change_config(tmp_path, dflash_config={"target_layer_ids": None})
-        taps = read_block_config(tmp_path, target_config(layers=12)).taps
-        assert taps.layers == expected
-        assert taps.reason.endswith("z-lab's default: config.json names none")
+@pytest.mark.parametrize(
+    ("layout", "streams", "reason"),
+    [
+        *((layout, streams, reason) for layout in ("zlab", "jetspec", "deepspec") for streams, reason in (
+            ((2, 5, 7), "target_layer_ids [1, 4, 6], layers whose output is read"), ((0, 4), "[-1, 3]"),
+        )),
+        ("zlab", (7, 2, 4), "[6, 1, 3]"),  # the order is that of the concatenation
+        # speculators names the layer that a stream enters, with any first id.
+        *((layout, streams, "aux_hidden_state_layer_ids [") for layout in ("speculators-dflash", "speculators-dspark")
+          for streams in ((1, 4, 6), (0, 3))),
+    ],
+)  # fmt: skip
+def test_taps_are_counted_as_each_project_does(
+    layout: Layout, streams: tuple[int, ...], reason: str, tmp_path: Path
+) -> None:
+    write_block(tmp_path, layout=layout, streams=streams)
+    taps = read_block_config(tmp_path, target_config()).taps
+    assert taps.layers == streams
+    assert reason in taps.reason
 
 
-def test_without_architectures(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "expected"), [(1, (7,)), (2, (2, 10)), (3, (2, 6, 10)), (5, (2, 4, 6, 8, 10))])
+def test_zlabs_default_taps_are_one_for_each_draft_layer(
+    layers: int, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_block(tmp_path, layers=layers, streams=expected, num_target_layers=12)
+    change_config(tmp_path, dflash_config={"target_layer_ids": None})
+    taps = read_block_config(tmp_path, target_config(layers=12)).taps
+    assert taps.layers == expected
+    assert taps.reason.endswith("z-lab's default: config.json names none")
+
+
+def test_absent_architectures_and_unknown_keys_with_nothing_in_them_are_let_pass(tmp_path: Path) -> None:
     write_block(tmp_path)
     change_config(tmp_path, architectures=None)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"embedding_scale": None}))
     assert not read_block_config(tmp_path, target_config()).causal
 
 
-def test_an_unknown_key_with_nothing_in_it_is_let_pass(tmp_path: Path) -> None:
-    write_block(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"embedding_scale": None}))
-    read_block_config(tmp_path, target_config())
-
-
-NESTED, DECODER, TYPE, ABOUT = (
-    "dflash_config",
-    "transformer_layer_config",
-    "speculators_model_type",
-    "speculators_config",
-)
+NESTED, DECODER = "dflash_config", "transformer_layer_config"
+TYPE, ABOUT = "speculators_model_type", "speculators_config"
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 UNKNOWN = "a key that is not known here and could change what the drafter computes"
 GEOMETRY: list[tuple[dict[str, object], str]] = [
     ({"model_type": "gemma3"}, "model_type is 'gemma3'; the layers of"),
-    ({"model_type": None}, "model_type is None"),
     ({"hidden_size": 32}, "hidden_size is 32, but the target's is 16; give a drafter that was trained for"),
     ({"vocab_size": 61}, "vocab_size is 61, but the target's is 60; give a drafter that was trained for this"),
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu', found 'gelu'"),
@@ -131,14 +113,10 @@ GEOMETRY: list[tuple[dict[str, object], str]] = [
     ({"layer_types": ["full_attention", "sliding_attention"]}, "found 'sliding_attention'"),
     ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
     ({"head_dim": 7}, "head_dim is 7; rotary positions need an even head_dim"),
-    ({"head_dim": 16}, "asks for"),
     ({"intermediate_size": 48}, "asks for [16, 48]"),
     ({"num_hidden_layers": 3}, "tensor 'layers.2."),
-    ({"num_hidden_layers": 1}, "tensor 'layers.1."),
     ({"attention_bias": True}, "bias'"),
-    ({"attention_bias": "yes"}, "attention_bias must be true or false, found 'yes'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
-    ({"rope_theta": -1}, "rope_theta must be at least 1.001, found -1"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be at least 1.0, found 0.5"),
 ]
 DFLASH, DSPARK = "speculators-dflash", "speculators-dspark"
@@ -148,60 +126,35 @@ CASES: list[tuple[str, dict[str, object], str]] = [
     *((layout, FP8, "this is an FP8 checkpoint (quantization_config)") for layout in LAYOUTS),
     *((layout, {"embedding_scale": 2.0}, f"embedding_scale is 2.0, {UNKNOWN}") for layout in LAYOUTS),
     *(("zlab", {NESTED: {"target_layer_ids": ids}}, f"{NESTED}.target_layer_ids must be different layers of the target "
-       f"from -1 to 6, found {ids}; the stream after the last layer") for ids in ([], [1, 1], [-2, 3], [1, 7])),
-    ("zlab", {NESTED: {"target_layer_ids": [1, 3, "5"]}}, "target_layer_ids.2 must be a whole number, found '5'"),
-    ("zlab", {NESTED: {"target_layer_ids": [True, 2]}}, "target_layer_ids.0 must be a whole number, found True"),
-    ("zlab", {NESTED: {"target_layer_ids": 3}}, "target_layer_ids must be a list, found 3"),
+       f"from -1 to 6, found {ids}; the stream after the last layer") for ids in ([], [1, 1], [1, 7])),
     ("deepspec", {"target_layer_ids": [1, 7]}, "must be different layers of the target from -1 to 6, found [1, 7]"),
-    ("deepspec", {"target_layer_ids": None}, "target_layer_ids is missing; add it"),
     *((DFLASH, {"aux_hidden_state_layer_ids": ids}, "must be different layers of the target from 0 to 7")
-      for ids in ([], [1, 1], [-1, 3], [1, 8])),
-    (DFLASH, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing; add it"),
+      for ids in ([-1, 3], [1, 8])),
     ("zlab", {"architectures": ["Gemma4DSparkModel"]}, "architectures is ['Gemma4DSparkModel']"),
     ("zlab", {"architectures": ["Qwen3ForCausalLM"], NESTED: None}, "is no block drafter that is read here"),
     ("zlab", {"architectures": None, NESTED: None}, "expected speculators_model_type (speculators)"),
-    *((DFLASH, {TYPE: kind}, f"{TYPE} is {kind!r}; block drafters of speculators are 'dflash'") for kind in ("mtp", 3)),
+    (DFLASH, {TYPE: "mtp"}, f"{TYPE} is 'mtp'; block drafters of speculators are 'dflash'"),
     ("zlab", {NESTED: {"attention_sinks": True}}, f"{NESTED}.attention_sinks is True, {UNKNOWN}"),
     (DSPARK, {DECODER: {"attention_sinks": True}}, f"{DECODER}.attention_sinks is True, {UNKNOWN}"),
     ("zlab", {"markov_rank": 6}, UNKNOWN),
-    ("zlab", {"mask_token_id": 3}, UNKNOWN),
-    ("deepspec", {NESTED: {"causal_head": True}}, UNKNOWN),
     ("deepspec", {"sample_from_anchor": False}, UNKNOWN),
-    ("deepspec", {"draft_vocab_size": 25}, UNKNOWN),
     (DFLASH, {"markov_rank": 6}, UNKNOWN),
-    (DFLASH, {"enable_confidence_head": True}, UNKNOWN),
-    (DSPARK, {NESTED: {"causal_head": True}}, UNKNOWN),
-    ("zlab", {"block_size": 0}, "block_size must be greater than 0, found 0"),
     ("zlab", {"block_size": None}, "block_size is missing; add it"),
-    ("zlab", {"block_size": 2000}, "block_size must be at most 1024, found 2000"),
     ("zlab", {"block_size": 1}, "block_size is 1; such a block drafts nothing below 2"),
-    ("zlab", {NESTED: [1]}, f"{NESTED} must be a mapping of keys to values, found [1]"),
     ("zlab", {"num_target_layers": 36}, "num_target_layers is 36, but the target's is 8"),
-    ("zlab", {NESTED: {"mask_token_id": True}}, f"{NESTED}.mask_token_id must be a whole number, found True"),
-    ("zlab", {NESTED: {"mask_token_id": None}}, f"{NESTED}.mask_token_id is missing; add it"),
-    ("zlab", {NESTED: {"causal_head": "yes"}}, f"{NESTED}.causal_head must be true or false, found 'yes'"),
     ("zlab", {NESTED: {"block_size": 6}}, f"block_size is 5 and {NESTED}.block_size is 6; remove the wrong one"),
     ("zlab", {NESTED: {"target_hidden_size": 32}}, "target_hidden_size is 32 and hidden_size is 16; heads of another"),
-    ("deepspec", {"block_size": "7"}, "block_size must be a whole number, found '7'"),
     ("deepspec", {"num_target_layers": 36}, "num_target_layers is 36, but the target's is 8"),
     ("deepspec", {"mask_token_id": 60}, "mask_token_id must be a token from 0 to 59, found 60"),
-    ("deepspec", {"mask_token_id": None}, "mask_token_id is missing; add it"),
-    ("deepspec", {"markov_rank": -1}, "markov_rank must be at least 0, found -1"),
-    ("deepspec", {"markov_rank": None}, "markov_rank is missing; add it"),
     ("deepspec", {"markov_rank": 6, "markov_head_type": "lstm"}, "must be 'vanilla', 'gated' or 'rnn', found 'lstm'"),
     ("deepspec", {"markov_rank": 6}, "markov_head_type is missing, and markov_rank is not 0"),
-    ("deepspec", {"enable_confidence_head": None}, "enable_confidence_head is missing; add it"),
-    ("deepspec", {"enable_confidence_head": 1}, "enable_confidence_head must be true or false, found 1"),
     ("deepspec", {"enable_confidence_head": True, "confidence_head_with_markov": None}, "with_markov is missing; give"),
     ("deepspec", {"enable_confidence_head": True, "confidence_head_with_markov": True}, "is on, but markov_rank is 0"),
     (DFLASH, {"compression_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}},
      "compression_config.format must be 'pack-quantized' or 'mixed-precision', found 'marlin-24'"),
     (DFLASH, {DECODER: None}, f"{DECODER} is missing; add it"),
     (DFLASH, {"draft_vocab_size": 61}, "draft_vocab_size 61 is greater than vocab_size 60"),
-    (DFLASH, {"draft_vocab_size": None}, "draft_vocab_size is missing; add it"),
-    (DFLASH, {"sample_from_anchor": 1}, "sample_from_anchor must be true or false, found 1"),
     (DFLASH, {"target_hidden_size": 32}, "target_hidden_size is 32 and hidden_size is 16"),
-    (DFLASH, {ABOUT: 3}, f"{ABOUT} must be a mapping of keys to values, found 3"),
     (DFLASH, {ABOUT: {"algorithm": "eagle3"}}, f"{ABOUT}.algorithm is 'eagle3' and {TYPE} is 'dflash'"),
     (DFLASH, {ABOUT: {"proposal_methods": [{"speculative_tokens": 5}]}},
      "proposal_methods[0].speculative_tokens is 5, but a block of 5 drafts 4, as sample_from_anchor is off"),
@@ -226,19 +179,22 @@ def test_block_size_within_dflash_config(tmp_path: Path) -> None:
     assert read_block_config(tmp_path, target_config()).block_size == 9
 
 
-def test_a_block_of_one_drafts_one_from_the_anchor(tmp_path: Path) -> None:
-    write_block(tmp_path, layout="deepspec", block_size=1)
-    assert read_block_config(tmp_path, target_config()).drafted == 1
-
-
-def test_sampling_from_the_anchor_is_speculators_default_for_dspark_alone(tmp_path: Path) -> None:
-    for layout, drafted in (("speculators-dflash", 4), ("speculators-dspark", 5)):
-        write_block(tmp_path, layout=layout, speculators_config=None)  # type: ignore[arg-type]
-        assert read_block_config(tmp_path, target_config()).drafted == drafted
-    write_block(tmp_path, layout="speculators-dflash", sample_from_anchor=True)
-    assert read_block_config(tmp_path, target_config()).drafted == 5
-    write_block(tmp_path, layout="speculators-dspark", sample_from_anchor=False, speculators_config=None)
-    assert read_block_config(tmp_path, target_config()).drafted == 4
+@pytest.mark.parametrize(
+    ("layout", "settings", "drafted"),
+    [
+        ("deepspec", {"block_size": 1}, 1),
+        ("speculators-dflash", {}, 4),
+        ("speculators-dspark", {}, 5),
+        ("speculators-dflash", {"sample_from_anchor": True}, 5),
+        ("speculators-dspark", {"sample_from_anchor": False}, 4),
+    ],
+)
+def test_sampling_from_the_anchor_drafts_one_more_and_is_dsparks_default(
+    layout: Layout, settings: dict[str, Any], drafted: int, tmp_path: Path
+) -> None:
+    about = {"speculators_config": None} if layout.startswith("speculators") else {}
+    write_block(tmp_path, layout=layout, **settings, **about)
+    assert read_block_config(tmp_path, target_config()).drafted == drafted
 
 
 def test_absent_keys_of_a_dspark_head_mean_what_speculators_means(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_packed_head_is_the_one_that_others_write(bits: int, tmp_path: Path) -
     assert sum(source is not None and source.bits == bits for source in kept) == 9
 
 
-def test_taps_name_the_layers_that_streams_enter_whatever_the_first_id(tmp_path: Path) -> None:
+def test_taps_name_the_layers_that_streams_enter_with_any_first_id(tmp_path: Path) -> None:
     write_speculators(tmp_path)
     taps = read_eagle3_config(tmp_path, target_config()).taps
     assert taps == ((1, 4, 6), f"{TAPS} [1, 4, 6], indices of hidden_states, as speculators writes them")
@@ -93,27 +93,19 @@ def test_taps_name_the_layers_that_streams_enter_whatever_the_first_id(tmp_path:
 LAYERS, ABOUT, TYPE = "transformer_layer_config", "speculators_config", "speculators_model_type"
 UNKNOWN = "a key that is not known here and could change what the drafter computes; remove the key if it does not"
 CASES: list[tuple[dict[str, Any], str]] = [
-    *(({TAPS: ids}, f"{TAPS} must be 3 different layers of the target from 0 to 7, found {ids!r}")
-      for ids in ([1, 4], [1, 4, 4], [-1, 3, 5], [1, 4, 8])),
-    ({TAPS: 3}, f"{TAPS} must be a list, found 3"),
+    ({TAPS: [1, 4, 4]}, f"{TAPS} must be 3 different layers of the target from 0 to 7, found [1, 4, 4]"),
     ({TYPE: "dflash"}, f"{TYPE} must be 'eagle3', found 'dflash'"),
     ({"norm_before_fc": True}, "norm_before_fc must be False, found True"),
-    ({"norm_before_residual": True}, "norm_before_residual must be False, found True"),
     ({LAYERS: None}, f"{LAYERS} is missing; add it"),
     ({LAYERS: {"model_type": "qwen3"}}, f"{LAYERS}.model_type must be 'llama', found 'qwen3'"),
     *(({key: value}, f"{key} is {value!r}, {UNKNOWN}") for key, value in (
-        ("some_future_norm", True), ("residual_gate", "on"), ("sliding_window", 128), ("mask_token_id", 3),
-        ("aux_hidden_state_layer_ids", [1, 4, 6]), ("eagle_config", {TAPS: [1, 4, 6]}),
+        ("some_future_norm", True), ("sliding_window", 128), ("aux_hidden_state_layer_ids", [1, 4, 6]),
     )),
-    *(({LAYERS: {key: 2.0}}, f"{LAYERS}.{key} is 2.0, {UNKNOWN}")
-      for key in ("attention_multiplier", "logits_scaling", "fc_norm", "qk_norm")),
-    *(({LAYERS: {key: True}}, f"{LAYERS}.{key} must be False, found True; EAGLE3 heads that differ in it cannot")
-      for key in ("attention_bias", "mlp_bias")),
-    *(({LAYERS: {key: {"bits": 4}}}, f"{LAYERS}.{key} describes quantised weights, and those of a head are described")
-      for key in ("quantization_config", "compression_config")),
+    ({LAYERS: {"logits_scaling": 2.0}}, f"{LAYERS}.logits_scaling is 2.0, {UNKNOWN}"),
+    ({LAYERS: {"mlp_bias": True}}, f"{LAYERS}.mlp_bias must be False, found True; EAGLE3 heads that differ in it"),
+    ({LAYERS: {"quantization_config": {"bits": 4}}}, f"{LAYERS}.quantization_config describes quantised weights, and"),
     ({"quantization_config": {"quant_method": "fp8"}}, "this is an FP8 checkpoint (quantization_config), which is not"),
     ({ABOUT: {"algorithm": "dflash"}}, f"{ABOUT}.algorithm is 'dflash' and {TYPE} is 'eagle3'"),
-    ({ABOUT: "eagle3"}, f"{ABOUT} must be a mapping of keys to values, found 'eagle3'"),
 ]  # fmt: skip
 
 
@@ -124,39 +116,24 @@ def test_what_is_wrong_is_named(edit: dict[str, Any], words: str, tmp_path: Path
     refused(tmp_path, "config.json: ", words)
 
 
-def change_layers(folder: Path, **values: object) -> None:
-    change_config(folder, transformer_layer_config=values)
-
-
 def test_keys_without_effect_change_nothing(tmp_path: Path) -> None:
     """Those of published heads, of several versions of speculators and transformers."""
     write_speculators(tmp_path, draft_vocab=25)
     plain = read_eagle3_config(tmp_path, target_config())
-    greedy = {"proposal_type": "greedy", "accept_tolerance": 0.0, "speculative_tokens": 5, "verifier_accept_k": 1}
+    own = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    usual = {key: value for key, value in LlamaConfig().to_dict().items() if key != "rope_parameters"}
+    unused = {"sliding_window": 2048, "layer_types": ["full_attention"], "quantization_config": {}}
+    about = {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "a/model"},
+    }
     change_config(
-        tmp_path,
-        architectures=["Eagle3Speculator"],
-        auto_map={"": "eagle3.Eagle3SpeculatorConfig"},
-        base_model_ep_plan=None,
-        dtype="bfloat16",
-        has_no_defaults_at_init=False,
-        speculators_config={
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [greedy],
-            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "a/model"},
-        },
-        speculators_version="0.7.0",
-        tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-        transformers_version="4.57.1",
-    )
-    layers = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
-    rest = {key: value for key, value in LlamaConfig().to_dict().items() if key != "rope_parameters"}
-    change_layers(tmp_path, **rest | layers)
-    change_layers(
-        tmp_path, sliding_window=2048, layer_types=["full_attention"], quantization_config={}, torch_dtype="bfloat16"
-    )
+        tmp_path, architectures=["Eagle3Speculator"], auto_map={"": "eagle3.Eagle3SpeculatorConfig"}, dtype="bfloat16",
+        has_no_defaults_at_init=False, speculators_config=about, speculators_version="0.7.0", tie_word_embeddings=False,
+        torch_dtype="bfloat16", transformers_version="4.57.1", transformer_layer_config=usual | own | unused,
+    )  # fmt: skip
     assert read_eagle3_config(tmp_path, target_config()) == plain
 
 
