@@ -139,7 +139,6 @@ class Recipe(Section):
     )
     backends: tuple[BackendEntry, ...] = Field(
         DEFAULT_BACKENDS,
-        min_length=1,
         strict=False,
         description="backends to build engines for: names, or {kind: NAME, ...} with options",
     )
@@ -180,6 +179,8 @@ class Recipe(Section):
     @field_validator("backends")
     @classmethod
     def _distinct_backends(cls, backends: tuple[BackendBuild, ...]) -> tuple[BackendBuild, ...]:
+        if not backends:
+            raise PydanticCustomError("backend", "must have at least 1 entry, found []")
         kinds = [backend.kind for backend in backends]
         for index, kind in enumerate(kinds):
             if kind in kinds[:index]:

@@ -37,6 +37,8 @@ class _Gpu(_Backend):
     @field_validator("compute_capabilities")
     @classmethod
     def _distinct(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if not given:
+            raise PydanticCustomError("capability", "must have at least 1 entry, found []")
         for index, capability in enumerate(given):
             if capability in given[:index]:
                 context = {"value": capability, "at": (index,)}
@@ -66,7 +68,7 @@ class OnnxRuntimeCudaSection(_Gpu):
 
     kind: Literal["onnxruntime-cuda"] = Field(description="the backend")
     compute_capabilities: tuple[CudaCapability, ...] = Field(
-        ("sm_80", "sm_90", "sm_120"), strict=False, min_length=1, description="GPUs that our own ops are compiled for"
+        ("sm_80", "sm_90", "sm_120"), strict=False, description="GPUs that our own ops are compiled for"
     )
 
 
@@ -77,7 +79,6 @@ class CudaSection(_Gpu):
     compute_capabilities: tuple[KernelCapability, ...] = Field(
         ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
         strict=False,
-        min_length=1,
         description="GPUs that the kernels are compiled for",
     )
 
@@ -89,7 +90,6 @@ class TensorRtRtxSection(_TensorRt):
     compute_capabilities: tuple[RtxCapability, ...] = Field(
         ("sm_80", "sm_86", "sm_89", "sm_120"),
         strict=False,
-        min_length=1,
         description="GPUs that the engines are for; each adds to their size",
     )
 
@@ -101,7 +101,6 @@ class TensorRtSection(_TensorRt):
     compute_capabilities: tuple[CudaCapability, ...] = Field(
         ("sm_80", "sm_90", "sm_100", "sm_120"),
         strict=False,
-        min_length=1,
         description="GPUs that the ops beside engines are compiled for; engines are for the GPU that builds them",
     )
     timing_cache: WrittenPath | None = Field(

@@ -111,40 +111,34 @@ def test_target_ids_come_from_the_map_and_what_speculators_trains_against_is_let
 
 HEADS = {"markov": ("rnn", 6), "confidence": "markov"}
 SPECULATORS = "speculators-dspark"
-CASES: list[tuple[str, str, tuple[int, ...] | torch.dtype | None, tuple[str, ...]]] = [
+CASES: list[tuple[str, str, tuple[int, ...] | None, tuple[str, ...]]] = [
     ("zlab", UP, None, (f"{SAFETENSORS}: tensor '{UP}' is missing", "shape [", "complete checkpoint")),
     *((layout, name, None, (f"tensor '{name}' is missing",)) for layout, name in (
-        (SPECULATORS, "hidden_norm.weight"), (SPECULATORS, "lm_head.weight"), (SPECULATORS, W2),
-        ("deepspec", "embed_tokens.weight"), ("deepspec", W1), ("deepspec", "markov_head.joint_proj.bias"),
+        (SPECULATORS, "lm_head.weight"), (SPECULATORS, W2), ("deepspec", "embed_tokens.weight"), ("deepspec", W1),
         ("deepspec", "confidence_head.proj.weight"),
     )),
     *((layout, name, (32,), (f"tensor '{name}' is unexpected", "head in ", "config.json")) for layout, name in (
-        *((layout, "layers.2.mlp.up_proj.weight") for layout in LAYOUTS),
-        ("zlab", "layers.0.self_attn.q_proj.bias"), ("zlab", "embed_tokens.weight"), ("zlab", "d2t"),
+        ("zlab", "layers.0.self_attn.q_proj.bias"), ("zlab", "embed_tokens.weight"), ("jetspec", "d2t"),
         ("deepspec", "verifier_norm.weight"), ("speculators-dflash", W1),
     )),
     *((SPECULATORS, name, shape, (f"tensor '{name}' has shape {list(shape)}", f"asks for {wanted}"))
       for name, shape, wanted in (
-        ("fc.weight", (16, 32), "[16, 48]"), (Q, (64, 16), "[32, 16]"), ("lm_head.weight", (60, 16), "[25, 16]"),
-        (W1, (25, 6), "[60, 6]"), (W2, (60, 6), "[25, 6]"), ("markov_head.joint_proj.weight", (18, 22), "[18, 28]"),
-        ("confidence_head.proj.weight", (1, 16), "[1, 22]"), ("d2t", (24,), "[25]"),
+        ("fc.weight", (16, 32), "[16, 48]"), (W1, (25, 6), "[60, 6]"), (W2, (60, 6), "[25, 6]"),
+        ("markov_head.joint_proj.weight", (18, 22), "[18, 28]"), ("confidence_head.proj.weight", (1, 16), "[1, 22]"),
     )),
-    ("zlab", UP, torch.int8, (f"tensor '{UP}' is stored as I8, expected F64, F32, F16, BF16",)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "name", "edit", "words"), CASES)
 def test_what_is_wrong_with_a_tensor_is_named(
-    layout: Layout, name: str, edit: tuple[int, ...] | torch.dtype | None, words: tuple[str, ...], tmp_path: Path
+    layout: Layout, name: str, edit: tuple[int, ...] | None, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     heads: Any = HEADS if layout in ("deepspec", SPECULATORS) else {}
-    stored = write_block(tmp_path, layout=layout, draft_vocab=25 if layout == SPECULATORS else None, **heads)
+    write_block(tmp_path, layout=layout, draft_vocab=25 if layout == SPECULATORS else None, **heads)
     if edit is None:
         change(tmp_path, lambda tensors: tensors.pop(name))
     else:
-        found = stored.get(name, torch.zeros(1))
-        value = found.to(edit) if isinstance(edit, torch.dtype) else torch.zeros(edit, dtype=found.dtype)
-        change(tmp_path, lambda tensors: tensors.update({name: value}))
+        change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(edit)}))
     refused(tmp_path, *words)
 
 

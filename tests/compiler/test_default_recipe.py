@@ -55,8 +55,5 @@ def test_the_recipe_of_another_checkpoint_is_not_taken(toy_plan: Path, tmp_path:
     assert load_recipe(file).checkpoint_path == long
     with pytest.raises(RecipeError, match="is the recipe of another checkpoint; pass --out"):
         write_recipe(checkpoint, tmp_path / "plan")
-
-
-def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json does not exist; a checkpoint folder needs"):
-        write_recipe(tmp_path, tmp_path / "plan")
+        write_recipe(tmp_path, tmp_path / "other")

@@ -79,14 +79,7 @@ def test_target_ids_come_from_whichever_map_is_there(absent: tuple[str, ...], tm
     assert torch.equal(ids, tensors["t2d"].nonzero().flatten())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_vocabulary_needs_no_map(layout: Layout, tmp_path: Path) -> None:
-    tensors = write_eagle3(tmp_path, layout=layout)
-    assert ("d2t" in tensors) == (layout != "safeailab")
-    assert torch.equal(load_eagle3(tmp_path, target_config()).target_ids, torch.arange(60))
-
-
-@pytest.mark.parametrize(("layout", "dtype"), zip(LAYOUTS, ("float32", "float16", "bfloat16"), strict=True))
+@pytest.mark.parametrize(("layout", "dtype"), [*zip(LAYOUTS, ("float32", "float16", "bfloat16"), strict=True)])
 def test_weights_are_in_the_type_and_layout_asked_for(dtype: WeightType, layout: Layout, tmp_path: Path) -> None:
     tensors = write_eagle3(tmp_path, layout=layout, draft_vocab=25, dtype=torch.bfloat16)
     head = load_eagle3(tmp_path, target_config(), dtype)
@@ -96,14 +89,6 @@ def test_weights_are_in_the_type_and_layout_asked_for(dtype: WeightType, layout:
     assert torch.equal(head.q.weight, tensors[Q].T.to(kind))
     assert head.target_ids.dtype == torch.int64
     assert not head.training
-
-
-def test_weights_of_a_pickle_survive_a_change_of_the_file(tmp_path: Path) -> None:
-    write_eagle3(tmp_path, layout="safeailab", draft_vocab=25)
-    head = load_eagle3(tmp_path, target_config())
-    before = {name: weight.clone() for name, weight in head.state_dict().items()}
-    (tmp_path / PICKLED).write_bytes(b"\xff" * (tmp_path / PICKLED).stat().st_size)
-    assert all(torch.equal(weight, before[name]) for name, weight in head.state_dict().items())
 
 
 def shaped(*shape: int) -> Callable[[Tensor], Tensor]:
@@ -122,18 +107,11 @@ MOST = torch.iinfo(torch.int64).max
 ASCENDING = "(draft_id + d2t, ascending)"
 TENSORS: list[tuple[str, Callable[[Tensor], Tensor] | None, tuple[str, ...]]] = [
     (UP, None, (f"tensor '{UP}' is missing", "EAGLE3 head", "[40, 16]", "give a complete checkpoint")),
-    *((name, None, (f"tensor '{name}' is missing",)) for name in (Q, "fc.weight", "norm.weight")),
-    *((name, shaped(32), (f"tensor '{name}' is unexpected", "EAGLE3 head", "config.json")) for name in (
-        "midlayer.self_attn.q_proj.bias", "midlayer.self_attn.q_norm.weight", "layers.1.mlp.up_proj.weight",
-    )),
+    ("midlayer.self_attn.q_norm.weight", shaped(32), ("q_norm.weight' is unexpected", "EAGLE3 head", "config.json")),
     *((name, shaped(*shape), (f"tensor '{name}' has shape {list(shape)}", f"asks for {wanted}"))
       for name, shape, wanted in (
-        ("fc.weight", (16, 80), "[16, 48]"),
-        ("lm_head.weight", (26, 16), "[25, 16]"),
-        (Q, (32, 16), "[32, 32]"),
-        ("embed_tokens.weight", (59, 16), "[60, 16]"),
-        ("d2t", (24,), "[25]"),
-        ("t2d", (61,), "[60]"),
+        ("fc.weight", (16, 80), "[16, 48]"), ("lm_head.weight", (26, 16), "[25, 16]"), (Q, (32, 16), "[32, 32]"),
+        ("embed_tokens.weight", (59, 16), "[60, 16]"), ("d2t", (24,), "[25]"), ("t2d", (61,), "[60]"),
     )),
     *((name, typed(dtype), (f"tensor '{name}' is stored as ", f"expected {wanted}; ", "give the original one"))
       for name, dtype, wanted in (
@@ -164,9 +142,8 @@ def test_a_map_that_is_needed_or_is_none(tmp_path: Path) -> None:
     write_eagle3(tmp_path, draft_vocab=25)
     change(tmp_path, lambda tensors: [tensors.pop("d2t"), tensors.pop("t2d")])
     refused(tmp_path, "tensor 'd2t' is missing", "draft vocabulary (25)", "target's (60)")
-    write_eagle3(tmp_path)
-    change(tmp_path, lambda tensors: tensors["d2t"].add_(1))
-    refused(tmp_path, "tensor 'd2t' makes draft token 59 target token 60", "below 60")
+    assert "d2t" not in write_eagle3(tmp_path / "whole", layout="safeailab")
+    assert torch.equal(load_eagle3(tmp_path / "whole", target_config()).target_ids, torch.arange(60))
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:
@@ -183,10 +160,8 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual must be False"),
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, found 2"),
         ({"intermediate_size": None}, "intermediate_size is missing; add it"),
-        ({"intermediate_size": 48}, "asks for [16, 48]"),
         ({"draft_vocab_size": 61}, "draft_vocab_size 61 is greater than vocab_size 60"),
         ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
         ({"num_attention_heads": 6}, "has 32 rows, expected an even number for each of the 6 heads"),
@@ -221,14 +196,6 @@ def test_packed_projections_that_are_incomplete_or_not_described_are_named(layou
     refused(tmp_path, kind, target=target)
 
 
-def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
-    write_eagle3(tmp_path, **(WIDE | {"intermediate": 96}))
-    pack_head(tmp_path)
-    change_config(tmp_path, intermediate_size=64)
-    names = "'midlayer.mlp.down_proj.weight' has shape [32, 96]", "asks for [32, 64]"
-    refused(tmp_path, *names, target=target_config(hidden=32))
-
-
 def test_floats_and_integers_may_stand_side_by_side(tmp_path: Path) -> None:
     """Projections in `ignore`."""
     tensors = write_eagle3(tmp_path, **WIDE)
@@ -236,7 +203,6 @@ def test_floats_and_integers_may_stand_side_by_side(tmp_path: Path) -> None:
     head = load_eagle3(tmp_path, target_config(hidden=32))
     assert torch.equal(head.q.weight.T, tensors[Q])
     assert torch.equal(head.k.weight.T, numbers[K])
-    assert not torch.equal(numbers[K], tensors[K])
 
 
 def test_norms_that_the_config_denies(tmp_path: Path) -> None:
@@ -247,14 +213,10 @@ def test_norms_that_the_config_denies(tmp_path: Path) -> None:
     refused(tmp_path, "'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is unexpected")
 
 
-def test_folder_without_weights_or_config(tmp_path: Path) -> None:
-    refused(tmp_path / "absent", f"{tmp_path / 'absent'} is not a folder")
-    refused(tmp_path, f"{tmp_path / 'config.json'} does not exist")
+def test_folder_without_weights(tmp_path: Path) -> None:
     write_eagle3(tmp_path)
-    (tmp_path / SAFETENSORS).unlink()
-    refused(tmp_path, f"{tmp_path} holds no {SAFETENSORS}", PICKLED)
-    (tmp_path / "head.pt").write_bytes(b"")
-    refused(tmp_path, "beside head.pt")
+    (tmp_path / SAFETENSORS).rename(tmp_path / "head.pt")
+    refused(tmp_path, f"{tmp_path} holds no {SAFETENSORS}", PICKLED, "beside head.pt")
 
 
 class Harmful:
@@ -282,9 +244,7 @@ class TestPickle:
         ("content", "found"),
         [
             ([torch.zeros(1)], "must hold tensors by name, found a list"),
-            ({}, "must hold tensors by name"),
             ({"state_dict": {"fc.weight": torch.zeros(1)}}, "'state_dict' must be a plain tensor, found a dict"),
-            ({3: torch.zeros(1)}, "3 must be a plain tensor"),
             ({"fc.weight": torch.zeros(2, 2).to_sparse()}, "'fc.weight' must be a plain tensor"),
         ],
     )
@@ -292,10 +252,13 @@ class TestPickle:
         torch.save(content, file)
         refused(file.parent, str(file), found)
 
-    def test_of_the_old_format_is_read(self, file: Path) -> None:
+    def test_of_the_old_format_is_read_into_memory_of_its_own(self, file: Path) -> None:
         content = torch.load(file, weights_only=True)
-        torch.save(content, file, _use_new_zipfile_serialization=False)
-        assert torch.equal(load_eagle3(file.parent, target_config()).fc.weight, content["fc.weight"].T)
+        for new in (False, True):
+            torch.save(content, file, _use_new_zipfile_serialization=new)
+            head = load_eagle3(file.parent, target_config())
+            file.write_bytes(b"\xff" * file.stat().st_size)
+            assert torch.equal(head.fc.weight, content["fc.weight"].T)
 
     def test_beside_safetensors_is_left_alone(self, file: Path) -> None:
         assert checkpoint_hashes(file.parent)[PICKLED] == hashlib.sha256(file.read_bytes()).hexdigest()

@@ -34,52 +34,29 @@ def recipe(folder: Path, drafters: str, header: str = HEADER) -> Path:
     return path
 
 
+D = "name: d, kind: model, checkpoint: models/drafter"
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (
-            "  - {name: d, kind: model, checkpoint: models/drafter, tree: {top_k: 9, depth: 1, nodes: 4}}  # x\n",
-            f"  - {{name: d, kind: model, checkpoint: models/drafter, {WRITTEN}}}  # x\n",
-        ),
-        (
-            "  - {name: d, kind: model, tree: auto, checkpoint: models/drafter}\n",
-            f"  - {{name: d, kind: model, {WRITTEN}, checkpoint: models/drafter}}\n",
-        ),
-        (
-            "  - {name: d, kind: model, checkpoint: models/drafter, gamma: 4}\n",
-            f"  - {{name: d, kind: model, checkpoint: models/drafter, {WRITTEN}}}\n",
-        ),
-        (
-            "  - {name: d, kind: model, checkpoint: models/drafter, gamma: 4, tree: null}\n",
-            f"  - {{name: d, kind: model, checkpoint: models/drafter, gamma: null, {WRITTEN}}}\n",
-        ),
-        (
-            "  - {name: d, kind: model, checkpoint: models/drafter, gamma: null, tree: auto}\n",
-            f"  - {{name: d, kind: model, checkpoint: models/drafter, gamma: null, {WRITTEN}}}\n",
-        ),
-        (
-            "  - {name: d, kind: model, checkpoint: models/drafter, gamma: {max: 6}}\n",
-            f"  - {{name: d, kind: model, checkpoint: models/drafter, {WRITTEN}}}\n",
-        ),
+        (f"  - {{{D}, tree: {{top_k: 9, depth: 1, nodes: 4}}}}  # x\n", f"  - {{{D}, {WRITTEN}}}  # x\n"),
+        (f"  - {{tree: auto, {D}}}\n", f"  - {{{WRITTEN}, {D}}}\n"),
+        (f"  - {{{D}, gamma: 4}}\n", f"  - {{{D}, {WRITTEN}}}\n"),
+        (f"  - {{{D}, gamma: 4, tree: null}}\n", f"  - {{{D}, gamma: null, {WRITTEN}}}\n"),
+        (f"  - {{{D}, gamma: {{max: 6}}}}\n", f"  - {{{D}, {WRITTEN}}}\n"),
         (
             "  - name: d\n    kind: model\n    gamma:\n      min: 2\n      max: 6  # long\n    # then\n"
             "    checkpoint: models/drafter\n",
             f"  - name: d\n    kind: model\n    tree:\n      {WRITTEN.removeprefix('tree: ')}  # long\n    # then\n"
             "    checkpoint: models/drafter\n",
         ),
-        (
-            "  - {name: d, kind: model, checkpoint: models/drafter}\n",
-            f"  - {{name: d, kind: model, {WRITTEN}, checkpoint: models/drafter}}\n",
-        ),
+        (f"  - {{{D}}}\n", f"  - {{{D.replace('checkpoint', f'{WRITTEN}, checkpoint')}}}\n"),
         (
             "  - name: 'd'  # quoted\n    kind: model\n    tree:\n      top_k: 8  # wide\n      nodes: 60\n"
             "      # deep\n      depth: 5\n    checkpoint: models/drafter\n",
             "  - name: 'd'  # quoted\n    kind: model\n    tree:\n      top_k: 3  # wide\n      nodes: 9\n"
             "      # deep\n      depth: 2\n    checkpoint: models/drafter\n",
-        ),
-        (
-            "  - kind: model\n    gamma: 3  # short\n    name: d\n    checkpoint: models/drafter\n",
-            f"  - kind: model\n    {WRITTEN}  # short\n    name: d\n    checkpoint: models/drafter\n",
         ),
         (
             "  - checkpoint: models/drafter  # here\n    kind: model\n    name: d\n",
@@ -99,56 +76,40 @@ def test_the_tree_is_all_that_changes(folder: Path, before: str, after: str) -> 
     assert sorted(p.name for p in path.parent.iterdir()) == ["copy.yaml", "model.yaml", "models", "text"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("gamma: 4", "gamma: 5"),
-        ("tree: {top_k: 2, depth: 2, nodes: 4}", "tree: {top_k: 1, depth: 4, nodes: 6}"),
-    ],
-)
-def test_a_chain_stays_a_chain(folder: Path, before: str, after: str) -> None:
-    path = recipe(folder, f"  - {{name: d, kind: model, checkpoint: models/drafter, {before}}}\n")
-    RecipeCopy(path, path.with_name("copy.yaml"), "d").write(CHAIN)
-    assert after in path.with_name("copy.yaml").read_text(encoding="utf-8")
+def test_a_chain_stays_a_chain(folder: Path) -> None:
+    for before, after in (("gamma: 4", "gamma: 5"), ("tree: {nodes: 4, top_k: 2, depth: 2}", "nodes: 6, top_k: 1")):
+        path = recipe(folder, f"  - {{{D}, {before}}}\n")
+        RecipeCopy(path, path.with_name("copy.yaml"), "d").write(CHAIN)
+        assert after in path.with_name("copy.yaml").read_text(encoding="utf-8")
 
 
 def test_paths_lead_to_the_same_files_from_another_folder(folder: Path) -> None:
-    path = recipe(folder, "  - {name: d, kind: model, checkpoint: models/drafter}\n")
-    out = folder / "elsewhere" / "copy.yaml"
+    weights = "weights: {type: int4, method: awq, calibration: text/held_out.jsonl}"
+    header = HEADER.replace("models/target # big", f"models/target # big\n  {weights}")
+    path, out = recipe(folder, f"  - {{{D}, {weights}}}\n", header), folder / "elsewhere" / "copy.yaml"
     path.write_text(path.read_text() + "backends: [onnxruntime-cpu, {kind: tensorrt, timing_cache: kernels.cache}]\n")
     RecipeCopy(path, out, "d").write(TREE)
     old, new = load_recipe(path), load_recipe(out)
     caches = [r.timing_cache_path(target) for r in (old, new) for target in r.backends]
     assert caches == 2 * [None, folder / "recipes" / "kernels.cache"]
-    assert new.checkpoint_path == old.checkpoint_path
-    assert new.held_out_path == old.held_out_path
+    assert (new.checkpoint_path, new.held_out_path) == (old.checkpoint_path, old.held_out_path)
     (section,) = (d for d in new.drafters if not isinstance(d, NgramSection))
     assert new.drafter_path(section) == folder / "recipes" / "models" / "drafter"
-    assert "# big" in out.read_text(encoding="utf-8")
-
-
-def test_the_text_of_a_search_of_weights_keeps_its_place(folder: Path) -> None:
-    weights = "weights: {type: int4, method: awq, calibration: text/held_out.jsonl}"
-    header = HEADER.replace("models/target # big", f"models/target\n  {weights}")
-    path = recipe(folder, f"  - {{name: d, kind: model, checkpoint: models/drafter, {weights}}}\n", header)
-    out = folder / "elsewhere" / "copy.yaml"
-    RecipeCopy(path, out, "d").write(TREE)
-    new = load_recipe(out)
-    (section,) = (d for d in new.drafters if not isinstance(d, NgramSection))
     for found in (new.target.weights, section.weights):
         assert new.calibration_path(found) == folder / "recipes" / "text" / "held_out.jsonl"
+    assert "# big" in out.read_text(encoding="utf-8")
 
 
 def test_absolute_paths_and_line_ends_stay(folder: Path) -> None:
     header = HEADER.replace("models/target", str(folder / "recipes" / "models" / "target")).replace("\n", "\r\n")
-    path = recipe(folder, "  - {name: d, kind: model, checkpoint: models/drafter}\n", header)
+    path = recipe(folder, f"  - {{{D}}}\n", header)
     out = folder / "elsewhere" / "copy.yaml"
     RecipeCopy(path, out, "d").write(TREE)
     assert header.encode() in out.read_bytes()
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(folder: Path) -> None:
-    path = recipe(folder, "  - {name: d, kind: model, checkpoint: models/drafter}\n")
+    path = recipe(folder, f"  - {{{D}}}\n")
     with pytest.raises(RecipeError, match="is the recipe itself; choose another --out"):
         RecipeCopy(path, path.parent / "." / "model.yaml", "d")
     for out in (folder / "nowhere" / "copy.yaml", folder / "elsewhere"):
@@ -158,8 +119,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(folder: P
         RecipeCopy(path, path.with_name("copy.yaml"), "e")
 
 
-def test_a_copy_that_reads_otherwise_is_not_left_behind(folder: Path) -> None:
-    path = recipe(folder, "  - {name: d, kind: model, checkpoint: models/drafter, tree: auto}\n")
+def test_a_copy_that_reads_otherwise_is_removed(folder: Path) -> None:
+    path = recipe(folder, f"  - {{{D}, tree: auto}}\n")
     copy = RecipeCopy(path, path.with_name("copy.yaml"), "d")
     with pytest.raises(RecipeError, match="grows only 13"):
         copy.write(Tree(top_k=3, depth=1, nodes=30))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,36 +32,19 @@ FILE = "model.safetensors"
 EXPERTS = "model.layers.1.mlp.experts"
 UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
 SIZES = {
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "sliding_window": 20,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 4,
+    "head_dim": 16, "intermediate_size": 64, "sliding_window": 20, "num_local_experts": 5, "num_experts_per_tok": 4,
     "dtype": torch.bfloat16,
-}
-
-
-def change(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(path / FILE)
-    edit(tensors)
-    save_file(tensors, path / FILE)
-
-
-def change_config(path: Path, **values: object) -> None:
-    config = path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | values))
-
-
-def round_experts(tensors: dict[str, Tensor]) -> None:
-    for name in tensors:
-        if name.endswith(("gate_up_proj", "down_proj")):
-            tensors[name] = rounded(tensors[name].transpose(1, 2)).transpose(1, 2).bfloat16().contiguous()
+}  # fmt: skip
 
 
 @pytest.fixture
 def floats(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
     make_checkpoint("gpt_oss", **SIZES)
-    change(tmp_path, round_experts)
+    tensors = load_file(tmp_path / FILE)
+    for name in tensors:
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = rounded(tensors[name].transpose(1, 2)).transpose(1, 2).bfloat16().contiguous()
+    save_file(tensors, tmp_path / FILE)
     return tmp_path
 
 
@@ -120,13 +102,7 @@ def test_experts_are_read_late_and_one_at_a_time(mxfp4: Path, monkeypatch: pytes
 
 
 def test_transformers_reads_the_same_from_mxfp4(mxfp4: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(
-        mxfp4, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
-    ).eval()
-    ids = list(range(1, 60))
-    with torch.no_grad():
-        wanted = theirs(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(sequence_logits(load_decoder(mxfp4), ids), wanted, rtol=0, atol=1e-4)
+    same_as_transformers(mxfp4, list(range(1, 60)), quantization_config=Mxfp4Config(dequantize=True))
 
 
 @pytest.mark.parametrize("form", [None, WeightForm(4, 8)])
@@ -144,61 +120,56 @@ def test_graphs_have_the_same_weights(floats: Path, mxfp4: Path, form: WeightFor
 
 def test_absent_keys_stand_for_what_transformers_has(floats: Path) -> None:
     config = floats / "config.json"
-    kept = json.loads(config.read_text())
-    for key in ("rope_parameters", "layer_types", "sliding_window", "attention_bias", "swiglu_alpha", "swiglu_limit"):
-        kept.pop(key, None)
-    config.write_text(json.dumps(kept))
-    theirs = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32).eval()
-    ids = [each % 97 for each in range(180)]
+    absent = {"rope_parameters", "layer_types", "sliding_window", "attention_bias", "swiglu_alpha", "swiglu_limit"}
+    config.write_text(
+        json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key not in absent})
+    )
+    same_as_transformers(floats, [each % 97 for each in range(180)])
+
+
+def same_as_transformers(folder: Path, ids: list[int], **how: object) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(sequence_logits(load_decoder(floats), ids), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(sequence_logits(load_decoder(folder), ids), wanted, rtol=0, atol=1e-4)
+
+
+def wrong(path: Path, changes: dict[str, Tensor | None], *said: str, dtype: WeightType = "float32") -> None:
+    """Loading fails with a sentence that holds every part, where tensors are replaced, or removed."""
+    whole = load_file(path / FILE)
+    save_file({name: tensor for name, tensor in (whole | changes).items() if tensor is not None}, path / FILE)
+    refused(path, *said, dtype=dtype)
+    save_file(whole, path / FILE)
 
 
 def test_tensors_of_experts_are_named(floats: Path) -> None:
     whole = load_file(floats / FILE)
-
-    def given(**changes: Tensor | None) -> None:
-        kept = {name: tensor for name, tensor in (whole | changes).items() if tensor is not None}
-        save_file(kept, floats / FILE)
-
-    given(**{UP: None})
-    refused(floats, f"'{UP}[0].gate'", "is missing", "gpt_oss")
-    given(**{UP: whole[UP].transpose(1, 2).contiguous()})
-    refused(floats, f"{floats / FILE}: tensor '{UP}' has shape [5, 128, 32]", "asks for [5, 32, 128]")
-    given(**{f"{DOWN}_bias": whole[f"{DOWN}_bias"][:4].contiguous()})
-    refused(floats, f"tensor '{DOWN}_bias' has shape [4, 32]", "asks for [5, 32]")
-    given(**{DOWN: whole[DOWN].clone().index_fill_(0, torch.tensor([3]), float("nan"))})
-    refused(floats, f"tensor '{DOWN}[3].down' holds values that are not finite")
-    given(**{"model.layers.1.self_attn.sinks": None})
-    refused(floats, "'model.layers.1.self_attn.sinks' is missing")
+    wrong(floats, {UP: None}, f"'{UP}[0].gate'", "is missing", "gpt_oss")
+    turned = f"{floats / FILE}: tensor '{UP}' has shape [5, 128, 32]"
+    wrong(floats, {UP: whole[UP].transpose(1, 2).contiguous()}, turned, "asks for [5, 32, 128]")
+    few = whole[f"{DOWN}_bias"][:4].contiguous()
+    wrong(floats, {f"{DOWN}_bias": few}, f"tensor '{DOWN}_bias' has shape [4, 32]", "asks for [5, 32]")
+    odd = whole[DOWN].clone().index_fill_(0, torch.tensor([3]), float("nan"))
+    wrong(floats, {DOWN: odd}, f"tensor '{DOWN}[3].down' holds values that are not finite")
+    sinks = "model.layers.1.self_attn.sinks"
+    wrong(floats, {sinks: None}, f"'{sinks}' is missing")
 
 
 def test_tensors_of_mxfp4_are_named(mxfp4: Path) -> None:
-    whole = load_file(mxfp4 / FILE)
-    blocks, scales = f"{UP}_blocks", f"{UP}_scales"
-
-    def given(**changes: Tensor | None) -> None:
-        kept = {name: tensor for name, tensor in (whole | changes).items() if tensor is not None}
-        save_file(kept, mxfp4 / FILE)
-
-    given(**{scales: None})
-    refused(mxfp4, f"tensor '{scales}' is missing beside '{blocks}'")
-    given(**{blocks: None})
-    refused(mxfp4, f"tensor '{blocks}' is missing beside '{scales}'")
-    given(**{blocks: whole[blocks][:, :64].contiguous()})
-    refused(mxfp4, f"tensor '{blocks}' has shape [5, 64, 1, 16]", "asks for [5, 128, 1, 16]")
-    given(**{scales: whole[scales].float()})
-    refused(mxfp4, f"tensor '{scales}' is stored as F32", "bytes (U8)")
-    given(**{UP: torch.zeros(5, 32, 128)})
-    refused(mxfp4, f"'{blocks}' stands beside '{UP}'")
-    given(**{scales: torch.full_like(whole[scales], 255)})
-    refused(mxfp4, f"'{UP}[0].gate' holds values that are not finite")
-    given(**{scales: torch.full_like(whole[scales], 147)})
-    refused(mxfp4, f"'{UP}[0].gate' holds values that are not finite in float16", "bfloat16", dtype="float16")
+    whole, blocks, scales = load_file(mxfp4 / FILE), f"{UP}_blocks", f"{UP}_scales"
+    wrong(mxfp4, {scales: None}, f"tensor '{scales}' is missing beside '{blocks}'")
+    wrong(mxfp4, {blocks: None}, f"tensor '{blocks}' is missing beside '{scales}'")
+    half = whole[blocks][:, :64].contiguous()
+    wrong(mxfp4, {blocks: half}, f"tensor '{blocks}' has shape [5, 64, 1, 16]", "asks for [5, 128, 1, 16]")
+    wrong(mxfp4, {scales: whole[scales].float()}, f"tensor '{scales}' is stored as F32", "bytes (U8)")
+    wrong(mxfp4, {UP: torch.zeros(5, 32, 128)}, f"'{blocks}' stands beside '{UP}'")
+    for scale, dtype in ((255, "float32"), (147, "float16")):
+        said = f"'{UP}[0].gate' holds values that are not finite in {dtype}"
+        wrong(mxfp4, {scales: torch.full_like(whole[scales], scale)}, said, dtype=dtype)  # type: ignore[arg-type]
 
 
 def test_no_other_model_is_read_in_mxfp4(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     make_checkpoint("qwen3")
-    change_config(tmp_path, quantization_config=SETTINGS)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": SETTINGS}))
     refused(tmp_path, "MXFP4 checkpoint (quantization_config), which is not read")

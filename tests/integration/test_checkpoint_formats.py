@@ -14,8 +14,7 @@ from outrider.compiler.drafters import read_sources
 from outrider.compiler.inspect import describe
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.text import read_text
-from outrider.plans.errors import CheckpointError, RecipeError, RequestError
+from outrider.plans.errors import RecipeError, RequestError
 from outrider.tools.verify.oracle import load_oracle
 from outrider.tools.verify.verification import verify_plan
 from tests.compiler.formats.ggufs import write_model
@@ -79,48 +78,27 @@ def test_gguf_to_text(tmp_path: Path) -> None:
         load_oracle(load_recipe(recipe), "transformers")
 
 
-def test_the_place_of_a_chat_template_with_a_mistake_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    write_model(file, random_model(), "F32", tokenizer(), {**ENDS, "tokenizer.chat_template": "{% if %}"})
-    with pytest.raises(
-        CheckpointError, match=r"not a Jinja template.* tokenizer\.chat_template in a GGUF file"
-    ) as error:
-        read_text(file, read_config(file))
-    assert str(file) in str(error.value)
-
-
 def test_integers_of_another_form_are_rounded_where_the_recipe_allows_it(tmp_path: Path) -> None:
     """Q4_K_M, the file that most users have, mixes Q4_K with Q6_K."""
-    write_model(tmp_path / "model.gguf", random_model(), Q4_K_M, tokenizer(), ENDS)
+    file = tmp_path / "model.gguf"
 
-    def refused(weights: dict[str, object] | None, *said: str) -> None:
-        recipe = write_recipe(tmp_path, "model.gguf", **({} if weights is None else {"weights": weights}))
+    def refused(target: dict[str, object], *said: str, backend: str = "onnxruntime-cpu") -> None:
+        recipe = write_recipe(tmp_path, "model.gguf", **target)
         with pytest.raises(RecipeError) as error:
-            build(load_recipe(recipe), recipe, tmp_path / "plan")
-        for part in (str(recipe), str(tmp_path / "model.gguf"), *said):
+            build(load_recipe(recipe).for_backends([backend]), recipe, tmp_path / "plan")
+        for part in (str(recipe), str(file), *said):
             assert part in str(error.value)
 
-    refused(None, "target.weights is not set", "v_proj.weight' as Q6_K", "{type: int8, requantize: true}")
-    refused({"type": "int8"}, "target.weights.requantize is false", "as Q6_K", "no blocks of 32 inputs hold")
-    refused({"type": "int4"}, "target.weights.requantize is false", "as Q6_K")
+    write_model(file, random_model(), "Q8_0", tokenizer(), ENDS)
+    refused({"weights": {"type": "int4"}}, "as Q8_0, integers of 8 bits, and int4 is asked for")
+    write_model(file, random_model(), "Q4_1", tokenizer(), ENDS)
+    unsigned = "backends[0] is tensorrt-rtx, and", "embed_tokens.weight' as Q4_1, unsigned"
+    refused({"dtype": "float16"}, *unsigned, backend="tensorrt-rtx")
+    write_model(file, random_model(), Q4_K_M, tokenizer(), ENDS)
+    refused({}, "target.weights is not set", "v_proj.weight' as Q6_K", "{type: int8, requantize: true}")
+    refused({"weights": {"type": "int8"}}, "requantize is false", "as Q6_K", "no blocks of 32 inputs hold")
     recipe = write_recipe(tmp_path, "model.gguf", weights={"type": "int4", "requantize": True})
     assert {"int4", "int8"} < stored(checked(recipe, tmp_path / "plan"))
-
-
-def test_fewer_bits_than_the_checkpoint_has_are_asked_for_twice(tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", random_model(), "Q8_0", tokenizer(), ENDS)
-    recipe = write_recipe(tmp_path, "model.gguf", weights={"type": "int4"})
-    with pytest.raises(RecipeError, match="as Q8_0, integers of 8 bits, and int4 is asked for"):
-        build(load_recipe(recipe), recipe, tmp_path / "plan")
-
-
-def test_unsigned_integers_are_refused_for_tensorrt(tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", random_model(), "Q4_1", tokenizer(), ENDS)
-    recipe = write_recipe(tmp_path, "model.gguf", dtype="float16")
-    with pytest.raises(
-        RecipeError, match=r"backends\[0\] is tensorrt-rtx, and .*embed_tokens.weight' as Q4_1, unsigned"
-    ):
-        build(load_recipe(recipe).for_backends(["tensorrt-rtx"]), recipe, tmp_path / "plan")
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq, activations ordered", "compressed int8"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -59,19 +60,14 @@ def plan(head: Path, toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_the_engine_has_the_integers_of_the_checkpoint(plan: Path, head: Path, toy_recipe: Path) -> None:
-    """All of them, whatever products became one; the embedding, a table of floats, stays one."""
+    """All of them, though some products became one; the embedding, a table of floats, stays one."""
     graph = onnx.load(plan / "engines" / CPU / "head.onnx").graph
     weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
     found: dict[str, NDArray[np.float32]] = {}
     for node in graph.node:
         if node.op_type == "QuantMatMul":
-            layout = QuantLayout(
-                **{
-                    {"N": "outputs", "K": "inputs"}.get(attribute.name, attribute.name): attribute.i
-                    for attribute in node.attribute
-                    if attribute.name in ("N", "K", "bits", "wide", "minimums")
-                }
-            )
+            given = {attribute.name: attribute.i for attribute in node.attribute}
+            layout = QuantLayout(given["N"], given["K"], given["bits"], given.get("wide", 0), given.get("minimums", 0))
             found[node.input[1]] = dequantize(*unpack(weights[node.input[1]], layout))
             assert layout.bits == int(head.name[-1])
     stored = deferred(defer_eagle3(head, read_config(toy_recipe.parent / "target")))
@@ -95,23 +91,22 @@ def test_tokens_are_those_of_plain_decoding(plan: Path, options: Options) -> Non
     assert check.partings == []
 
 
-def test_weights_of_the_recipe_are_for_what_is_stored_as_floats(head: Path, toy_recipe: Path, tmp_path: Path) -> None:
-    """As for decoders: integers are kept, the embedding is rounded."""
-    build(recipe_of(toy_recipe, head, weights="{type: int8}"), toy_recipe, tmp_path / "plan")
-    shown = describe(tmp_path / "plan")["backends"][CPU]["engines"]["head"]
-    assert any(op.endswith("QuantGather") for op in shown["ops"])
-    assert set(shown["weights"]) - {"bool", "int64"} == {"int8", head.name.removeprefix("head-"), "float32"}
+def test_weights_of_the_recipe_round_integers_again_only_where_it_says_so(toy_recipe: Path, tmp_path: Path) -> None:
+    """As for decoders: integers are kept, the embedding, which is stored as floats, is rounded."""
 
+    def engine() -> dict[str, Any]:
+        shown: dict[str, Any] = describe(tmp_path / "plan")["backends"][CPU]["engines"]["head"]
+        return shown
 
-def test_fewer_bits_than_are_stored_are_refused_unless_they_may_be_rounded_again(
-    toy_recipe: Path, tmp_path: Path
-) -> None:
     write_head(tmp_path / "head", 8)
+    build(recipe_of(toy_recipe, tmp_path / "head", weights="{type: int8}"), toy_recipe, tmp_path / "plan")
+    assert any(op.endswith("QuantGather") for op in engine()["ops"])
+    assert set(engine()["weights"]) - {"bool", "int64"} == {"int8", "float32"}
     with pytest.raises(RecipeError, match=r"drafters\[0\]\.weights\.requantize is false, and .* integers of 8 bits"):
         build(recipe_of(toy_recipe, tmp_path / "head", weights="{type: int4}"), toy_recipe, tmp_path / "plan")
     again = recipe_of(toy_recipe, tmp_path / "head", weights="{type: int4, requantize: true}")
     build(again, toy_recipe, tmp_path / "plan")
-    assert "int4" in describe(tmp_path / "plan")["backends"][CPU]["engines"]["head"]["weights"]
+    assert "int4" in engine()["weights"]
 
 
 @pytest.mark.long

@@ -50,14 +50,9 @@ def round_in_groups(
     for group in range(count):
         part = weight[:, groups == group]
         low, high = np.minimum(part.min(1), 0), np.maximum(part.max(1), 0)
-        if symmetric:
-            scale = np.maximum(-low, high) / (most // 2)
-            zeros[:, group] = (most + 1) // 2
-        else:
-            scale = (high - low) / most
+        scale = np.maximum(-low, high) / (most // 2) if symmetric else (high - low) / most
         scales[:, group] = scale.astype(np.float16)
-        if not symmetric:
-            zeros[:, group] = np.clip(np.rint(-low / scales[:, group]), 0, most)
+        zeros[:, group] = (most + 1) // 2 if symmetric else np.clip(np.rint(-low / scales[:, group]), 0, most)
     integers = np.clip(np.rint(weight / scales[:, groups]) + zeros[:, groups], 0, most).astype(np.int64)
     return Rounded(integers, zeros, scales, groups)
 
@@ -120,9 +115,7 @@ def compressed_tensors(
 def compressed_settings(bits: int, size: int | None, symmetric: bool) -> dict[str, object]:
     """The `quantization_config` of such projections."""
     strategy = "group" if size else "channel"
-    weights = {
-        "num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": symmetric,
-    }  # fmt: skip
+    weights = {"num_bits": bits, "strategy": strategy, "group_size": size, "symmetric": symmetric}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 

@@ -30,10 +30,9 @@ def write(path: Path) -> None:
     rng = np.random.default_rng(0)
     writer.add_tensor("floats", rng.normal(size=(3, 5)).astype(np.float32))
     writer.add_tensor("halves", rng.normal(size=(4, 7)).astype(np.float16))
-    rounded = gguf.quants.quantize(rng.normal(size=(6, 64)).astype(np.float32), Type.Q4_0)
-    writer.add_tensor("blocks", rounded, raw_dtype=Type.Q4_0)
-    brain = gguf.quants.quantize(rng.normal(size=(2, 8)).astype(np.float32), Type.BF16)
-    writer.add_tensor("brain", brain, raw_dtype=Type.BF16)
+    for name, shape, kind in (("blocks", (6, 64), Type.Q4_0), ("brain", (2, 8), Type.BF16)):
+        rounded = gguf.quants.quantize(rng.normal(size=shape).astype(np.float32), kind)
+        writer.add_tensor(name, rounded, raw_dtype=kind)
     close(writer)
 
 
@@ -69,23 +68,20 @@ def refused(path: Path, *parts: str) -> None:
         assert part in str(error.value)
 
 
-def test_other_files_are_named(path: Path, tmp_path: Path) -> None:
+def test_other_files_and_types_are_named(path: Path, tmp_path: Path) -> None:
     refused(tmp_path / "absent.gguf", "No such file")
-    other = tmp_path / "other.gguf"
-    other.write_bytes(b"PK\x03\x04 and more")
-    refused(other, "does not begin with GGUF")
-    content = path.read_bytes()
-    other.write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
-    refused(other, "GGUF version 1")
-    other.write_bytes(content[:4] + struct.pack(">I", 3) + content[8:])
-    refused(other, "the other byte order")
-
-
-def test_a_type_that_is_not_read_is_named_with_its_tensor(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    other, content = tmp_path / "other.gguf", path.read_bytes()
+    for changed, said in (
+        (b"PK\x03\x04 and more", "does not begin with GGUF"),
+        (content[:4] + struct.pack("<I", 1) + content[8:], "GGUF version 1"),
+        (content[:4] + struct.pack(">I", 3) + content[8:], "the other byte order"),
+    ):
+        other.write_bytes(changed)
+        refused(other, said)
+    writer = gguf.GGUFWriter(other, "llama")
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, 110), np.uint8), raw_dtype=Type.Q3_K)
     close(writer)
-    refused(tmp_path / "model.gguf", "'blk.0.ffn_up.weight' is stored as Q3_K", "read are F32, F16, BF16, Q8_0, Q4_0")
+    refused(other, "'blk.0.ffn_up.weight' is stored as Q3_K", "read are F32, F16, BF16, Q8_0, Q4_0")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
