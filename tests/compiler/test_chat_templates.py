@@ -43,48 +43,14 @@ GEMMA = """{{ bos_token }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}
 """
-MISTRAL = """{%- if messages[0]["role"] == "system" %}
-    {%- set system, rest = messages[0]["content"], messages[1:] %}
-{%- else %}
-    {%- set rest = messages %}
-{%- endif %}
-{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
-{%- set users = rest | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace(index=0, calls=false) %}
-{%- for message in rest if not (message.role == 'tool' or message.tool_calls is defined) %}
-    {%- if (message.role == 'user') != (ns.index % 2 == 0) %}{{- raise_exception('Turns must alternate') }}{%- endif %}
-    {%- set ns.index = ns.index + 1 %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in rest %}
-    {%- if message.role == 'user' %}
-        {%- if tools is not none and message == users[-1] %}
-            {{- '[TOOLS] [' }}
-            {%- for tool in tools %}
-                {%- for key, value in tool.function.items() if key != 'return' %}
-                    {{- '"' + key + '": ' }}{{- value | tojson if value is not string else '"' + value + '"' }}
-                    {{- ', ' if not loop.last }}
-                {%- endfor %}
-                {{- ']' if loop.last else ', ' }}
-            {%- endfor %}
-        {%- endif %}
-        {{- '[INST] ' + (system + '\n\n' if loop.last and system is defined else '') + message.content + '[/INST]' }}
-    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
-        {%- set ns.calls = true %}
-        {{- '[TOOL_CALLS] ' + (message.tool_calls | map(attribute='function') | list | tojson) + eos_token }}
-    {%- elif message.role in ['tool', 'tool_results'] %}
-        {{- '[RESULT] ' ~ {'content': message.content | string} | tojson }}
-    {%- elif message.role == 'assistant' %}
-        {{- ' ' + message.content | trim + eos_token }}
-    {%- else %}
-        {{- raise_exception('Only user and assistant') }}
-    {%- endif %}
-{%- endfor %}
-"""
 QWEN = """{%- set ns = namespace(last=messages|length - 1, text="Today is " ~ strftime_now('%B %d, %Y')) %}
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
-    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson(ensure_ascii=True) }}{%- endfor %}
+    {%- for tool in tools if messages | selectattr("role", "equalto", "user") | list %}
+        {%- for key, value in tool.function.items() if key != 'return' %}
+            {{- key + ': ' }}{{- value | tojson(ensure_ascii=True) if value is not string else value }}
+        {%- endfor %}
+    {%- endfor %}
     {{- "<|im_end|>\\n" + tools | tojson(indent=4) }}
 {%- endif %}
 {%- for document in documents or [] %}{{- loop.index0 ~ ' ' ~ document.title ~ '\\n' ~ document['text'] }}{%- endfor %}
@@ -102,6 +68,7 @@ QWEN = """{%- set ns = namespace(last=messages|length - 1, text="Today is " ~ st
     {%- if reasoning and loop.index0 > ns.last %}
         {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' }}
     {%- endif %}
+    {%- if message.tool_calls %}{{- message.tool_calls | map(attribute='function') | list | tojson }}{%- endif %}
     {%- generation %}{{- message.content.lstrip('\\n') }}{%- set inner = 1 %}{%- endgeneration %}
     {{- '' if inner is defined else '<|im_end|>\\n' }}
 {%- endfor %}
@@ -185,9 +152,6 @@ VARIABLES: tuple[dict[str, Any], ...] = (
 )
 SHAPES: dict[str, tuple[Callable[[], tokenizers.Tokenizer], str, dict[str, Any]]] = {
     "gemma": (families.gemma, GEMMA, {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}),
-    "mistral": (
-        families.llama, MISTRAL, {"bos_token": {"__type": "AddedToken", "content": "<s>"}, "eos_token": "</s>"},
-    ),
     "qwen": (families.qwen, QWEN, {"bos_token": None, "eos_token": "<|im_end|>"}),
     "gpt-oss": (
         families.gpt_oss, HARMONY,

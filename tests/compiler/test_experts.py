@@ -11,9 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GptOssConfig, Qwen3MoeConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from outrider.compiler.deferred import StackedTensor, defer, deferred, rebind
 from outrider.compiler.export.tracing import name_inputs, trace
@@ -50,39 +47,6 @@ def experts(config: ExpertsConfig = PLAIN, seed: int = 0) -> Experts:
 
 def tokens(count: int = 50) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)) * 2
-
-
-@pytest.mark.parametrize("normalise", [False, True])
-def test_they_are_those_of_qwen3_moe(normalise) -> None:
-    ours = experts(ExpertsConfig(6, 2, 32, normalise))
-    theirs = Qwen3MoeSparseMoeBlock(
-        Qwen3MoeConfig(
-            hidden_size=HIDDEN, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2, norm_topk_prob=normalise
-        )
-    )
-    with torch.no_grad():
-        theirs.gate.weight.copy_(ours.router.T)
-        theirs.experts.gate_up_proj.copy_(torch.cat([ours.gate, ours.up], -1).transpose(1, 2))
-        theirs.experts.down_proj.copy_(ours.down.transpose(1, 2))
-        wanted = theirs(tokens()[None])[0]
-    torch.testing.assert_close(ours(tokens()), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_they_are_those_of_gpt_oss() -> None:
-    ours = experts(CONFIGS["clamped"])
-    theirs = GptOssMLP(
-        GptOssConfig(hidden_size=HIDDEN, intermediate_size=64, num_local_experts=5, num_experts_per_tok=2)
-    )
-    with torch.no_grad():
-        theirs.router.weight.copy_(ours.router.T)
-        theirs.router.bias.copy_(ours.router_bias)
-        for side, (weight, bias) in enumerate([(ours.gate, ours.gate_bias), (ours.up, ours.up_bias)]):
-            theirs.experts.gate_up_proj[..., side::2] = weight
-            theirs.experts.gate_up_proj_bias[:, side::2] = bias
-        theirs.experts.down_proj.copy_(ours.down)
-        theirs.experts.down_proj_bias.copy_(ours.down_bias)
-        wanted = theirs(tokens()[None])[0][0]
-    torch.testing.assert_close(ours(tokens()), wanted, rtol=1e-4, atol=1e-4)
 
 
 def graph_of(module: Experts) -> ir.Model:

@@ -85,11 +85,9 @@ PLAIN = {"rope_type": "default", "rope_theta": THETA}
     [
         {},
         {"rope_parameters": {"rope_type": "default"}},
-        {"rope_parameters": PLAIN, "rope_scaling": {}},
         {"rope_parameters": PLAIN, "rope_theta": THETA},
         {"rope_parameters": YARN | {"rope_theta": THETA}, "rope_scaling": YARN | {"rope_theta": THETA}},
         {"rope_parameters": YARN | {"rope_theta": THETA}, "rope_scaling": YARN, "rope_theta": THETA},
-        {"rope_parameters": YARN, "rope_scaling": YARN},
         {"rope_parameters": None, "rope_scaling": YARN | {"rope_theta": THETA}},
         {"rope_theta": THETA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}, TRAINED: 512},
         {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
@@ -105,20 +103,15 @@ def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tm
     ("keys", "sentence"),
     [
         ({"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_parameters and rope_scaling contradict each other"),
-        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "default"}}, "move all keys into rope_parameters"),
-        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
         (
             {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 1e4}},
             "rope_parameters.rope_theta is 500000.0 and rope_scaling.rope_theta is 10000.0; remove the wrong one",
         ),
-        ({"rope_parameters": PLAIN, "rope_theta": 1e4}, "is 500000.0 and rope_theta is 10000.0; remove the wrong one"),
         ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, "its older spelling 'type' is"),
         ({"rope_scaling": YARN, TRAINED: 64}, f"rope_scaling.{TRAINED} is 512 and {TRAINED} is 64"),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling must be a mapping of keys to values, found ['yarn']"),
         ({"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters is by kind of layer, which Qwen3 models do"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Qwen3 models rotate whole heads"),
         ({"rope_theta": float("nan")}, "rope_theta must be a finite number, found nan"),
-        ({"rope_theta": 1e-50}, "rope_theta must be at least 1.001"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], sentence: str, tmp_path: Path) -> None:
@@ -134,7 +127,6 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], se
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; known kinds: default, linear"),
         ({"rope_type": "linear"}, "needs a 'factor'"),
-        ({"rope_type": "linear", "factor": 1e300}, "factor must be at most 1000000000000.0, found 1e+300"),
         ({"rope_type": "linear", "factor": 0}, "factor must be at least 1e-06"),
         (YARN | {"beta_fast": 10**4000}, "beta_fast must be a number, found 1000"),
         ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, "unknown key 'short_factor'; known keys"),

@@ -126,17 +126,6 @@ def write_drafting_recipe(folder: Path) -> Path:
     return recipe
 
 
-@pytest.mark.long
-def test_a_gguf_file_drafts(tmp_path: Path) -> None:
-    recipe = write_drafting_recipe(tmp_path)
-    build(load_recipe(recipe), recipe, tmp_path / "plan")
-    runtime = Runtime.load(tmp_path / "plan")
-    plain = runtime.generate(TEXT, max_new_tokens=24, drafter="none", ignore_eos=True)
-    drafted = runtime.generate(TEXT, max_new_tokens=24, drafter="draft", ignore_eos=True)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.stats.tokens_per_verify > 2  # it is nearly the target itself
-
-
 def test_a_gguf_file_that_drafts_must_have_the_targets_tokens(tmp_path: Path) -> None:
     recipe = write_drafting_recipe(tmp_path)
     sources = read_sources(load_recipe(recipe), read_config(tmp_path / "model"))
@@ -144,3 +133,15 @@ def test_a_gguf_file_that_drafts_must_have_the_targets_tokens(tmp_path: Path) ->
     write_model(tmp_path / "draft.gguf", random_model(), "Q8_0", tokenizer("README.md"), ENDS)
     with pytest.raises(RecipeError, match="has a tokenizer in which"):
         read_sources(load_recipe(recipe), read_config(tmp_path / "model"))
+
+
+@pytest.mark.long
+def test_a_gguf_file_drafts(tmp_path: Path) -> None:
+    recipe = write_drafting_recipe(tmp_path)
+    build(load_recipe(recipe), recipe, tmp_path / "plan")
+    runtime = Runtime.load(tmp_path / "plan")
+    plain, drafted = (
+        runtime.generate(TEXT, max_new_tokens=24, drafter=drafter, ignore_eos=True) for drafter in ("none", "draft")
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.tokens_per_verify > 2  # it is nearly the target itself

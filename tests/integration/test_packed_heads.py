@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-import outrider.compiler.build
 from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.deferred import deferred
@@ -107,18 +106,3 @@ def test_weights_of_the_recipe_round_integers_again_only_where_it_says_so(toy_re
     again = recipe_of(toy_recipe, tmp_path / "head", weights="{type: int4, requantize: true}")
     build(again, toy_recipe, tmp_path / "plan")
     assert "int4" in engine()["weights"]
-
-
-@pytest.mark.long
-def test_tensorrt_builds_an_engine_of_it(
-    head: Path, toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of floats: it compiles no drafts that dequantise."""
-    pytest.importorskip("tensorrt_rtx")
-    monkeypatch.setattr(outrider.compiler.build, "_compile_kernels", lambda *_: {})  # those of ops beside the engines
-    recipe = recipe_of(toy_recipe, head, "backends=[{kind: tensorrt-rtx, compute_capabilities: [sm_80]}]")
-    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends["tensorrt-rtx"]
-    assert "DEQUANTIZE" not in plan.engines["head"].layers
-    applied = {(report.engine, report.rule): report.applied for report in plan.lowering}
-    assert applied["head", "Quantize"] == 9
-    assert applied["head", "FloatDrafts"] > 9  # each level reads the layer's weights
