@@ -217,7 +217,7 @@ def compressed(group: dict[str, object] | None = None, **changes: object) -> dic
         (compressed(kv_cache_scheme={"num_bits": 8}), ("kv_cache_scheme must be absent",)),
         (compressed(sparsity_config={"format": "sparse-24"}), ("sparsity_config.format must be 'dense'",)),
         ("awq", (": quantization_config must be a JSON object",)),
-        ({"quant_method": "fp8"}, ("an FP8 checkpoint (quantization_config), which is not read; read are AWQ", "give the")),
+        ({"quant_method": "fp8"}, ("an FP8 checkpoint (quantization_config), which is not read; read are", "give the")),
         ({"quant_method": "new-one"}, ("this is a new-one checkpoint",)),
     ],
 )  # fmt: skip
