@@ -163,13 +163,9 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, found 2"),
         ({"intermediate_size": None}, "intermediate_size is missing; add it"),
         ({"draft_vocab_size": 61}, "draft_vocab_size 61 is greater than vocab_size 60"),
-        ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
-        ({"num_attention_heads": 6}, "has 32 rows, expected an even number for each of the 6 heads"),
         ({"num_attention_heads": 8}, "head_dim is 8, but tensor 'midlayer.self_attn.q_proj.weight' has 32 rows"),
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4, but tensor 'midlayer.self_attn.k_proj.weight' has 16"),
         ({"fc_norm": True}, "tensor 'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is missing"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', found 'gelu'"),
     ],
 )
 def test_wrong_config_names_the_key(values: dict[str, object], sentence: str, tmp_path: Path) -> None:

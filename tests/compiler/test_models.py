@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.compiler.checkpoint import load_decoder
 from outrider.compiler.export import export_target
@@ -110,15 +110,13 @@ def test_replaced_rope_scaling_equals_transformers_with_it(tmp_path: Path, make_
     torch.testing.assert_close(sequence_logits(model, prompt), _oracle_logits(oracle, prompt), rtol=0, atol=1e-4)
 
 
-def test_no_key_value_heads_means_one_for_each_query_head(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
-    make_checkpoint("llama", num_key_value_heads=4)
+def test_end_tokens_of_the_generation_config_win_and_absent_key_value_heads_are_the_query_heads(
+    tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    make_checkpoint("llama", eos_token_id=3, num_key_value_heads=4)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"num_key_value_heads": 4', '"num_key_value_heads": null'))
     assert load_decoder(tmp_path).config.num_kv_heads == 4
-
-
-def test_end_tokens_of_the_generation_config_win(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
-    make_checkpoint("llama", eos_token_id=3)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_config(tmp_path).eos_token_ids == (5, 6)
     (tmp_path / "generation_config.json").unlink()
@@ -267,18 +265,17 @@ def test_what_changes_the_computation_is_not_ignored(
     assert sentence in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
-def test_the_text_model_of_one_with_vision_is_saved_as_the_readme_says(kind: str, tmp_path: Path) -> None:
+def test_the_text_model_of_one_with_vision_is_saved_as_the_readme_says(tmp_path: Path) -> None:
     readme = Path(__file__).parents[2] / "compiler" / "models" / "README.md"
     code = readme.read_text(encoding="utf-8").split("# one with vision\n")[1].split("\n\n")[0]
     text = {key: value for key, value in (SIZES | GEMMA).items() if key not in ("torch_dtype", "use_cache")}
-    text |= {"model_type": "gemma3_text" if kind == "gemma3" else "mistral", "num_hidden_layers": 2}
+    text |= {"model_type": "gemma3_text", "num_hidden_layers": 2}
     vision: dict[str, Any] = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14, "model_type": "siglip_vision_model" if kind == "gemma3" else "pixtral",
+        "patch_size": 14, "model_type": "siglip_vision_model",
     }  # fmt: skip
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
-    whole = (AutoModelForCausalLM if kind == "gemma3" else AutoModelForImageTextToText).from_config(config)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    whole = AutoModelForCausalLM.from_config(config)
     source, out = tmp_path / "whole", tmp_path / "text"
     whole.float().eval().save_pretrained(source)
     with pytest.raises(CheckpointError, match=r"compiler/models/README.md says how"):

@@ -224,10 +224,8 @@ class TestCapacity:
         (tmp_path / "config.json").write_text(json.dumps(raw))
         return read_config(tmp_path)
 
-    def test_context_within_the_model(self, recipe_file: Path, config: DecoderConfig) -> None:
-        check_capacity(load(recipe_file, SHORT, "capacity.context=1024"), config)
-
     def test_context_beyond_the_model_names_both_numbers(self, recipe_file: Path, config: DecoderConfig) -> None:
+        check_capacity(load(recipe_file, SHORT, "capacity.context=1024"), config)
         recipe = load(recipe_file, SHORT.replace("512", "3000"))
         with pytest.raises(RecipeError) as error:
             check_capacity(recipe, config)
@@ -285,18 +283,13 @@ def test_wrong_weights_and_shapes_of_drafts_are_named(
     assert "\n" not in message
 
 
-def test_where_the_text_of_a_search_lies_is_no_part_of_the_recipe(tmp_path: Path) -> None:
+def test_where_the_text_of_a_search_lies_is_no_part_of_the_recipe(recipe_file: Path, tmp_path: Path) -> None:
     """Its contents are hashed apart."""
-    (tmp_path / "target").mkdir()
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"prompt": "a"}\n')
-    file = tmp_path / "model.yaml"
-    weights = SEARCHED.replace("text.jsonl", str(text))
-    file.write_text(f"name: a\ntarget: {{checkpoint: target, weights: {weights}}}\ncapacity: {{context: 64}}\n")
-    recipe = load_recipe(file)
+    text = tmp_path / "held_out.jsonl"
+    recipe = load(recipe_file, SHORT, f"target.weights={SEARCHED.replace('text.jsonl', str(text))}")
     assert recipe.calibration_path(recipe.target.weights) == text
     target = recipe.resolved()["target"]
     assert isinstance(target, dict)
     assert target["weights"] == {
-        "type": "int4", "lm_head": "int8", "method": "awq", "calibration": "text.jsonl", "requantize": False,
+        "type": "int4", "lm_head": "int8", "method": "awq", "calibration": "held_out.jsonl", "requantize": False,
     }  # fmt: skip

@@ -15,32 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
-
-
-def own_name(name: str) -> str:
-    """llama.cpp's name of a tensor of transformers."""
-    module, _, last = name.rpartition(".")
-    if module in NAMES:
-        return f"{NAMES[module]}.{last}"
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{last}"
 
 
 def random_blocks(kind: str, rows: int, inputs: int, seed: int) -> NDArray[np.uint8]:
@@ -94,6 +69,7 @@ def write_model(
     config: Any = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
+    own_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     facts = {
         "{arch}.context_length": config.max_position_embeddings,
@@ -121,12 +97,13 @@ def write_model(
         weight = parameter.detach().float().numpy()
         turned = next((heads[each] for each in heads if f".{each}." in name), 0) if arch == "llama" else 0
         weight = rotated(weight, turned) if turned else weight
+        own = str(own_names.get_name(name, (".weight", ".bias")))
         wanted = kind if isinstance(kind, str) else next(v for k, v in kind.items() if k in name)
         if weight.ndim == 1 or wanted == "F32":
-            writer.add_tensor(own_name(name), np.ascontiguousarray(weight))
+            writer.add_tensor(own, np.ascontiguousarray(weight))
             continue
         stored = stored_as(wanted, weight, seed)
-        writer.add_tensor(own_name(name), stored, raw_dtype=Type[wanted])
+        writer.add_tensor(own, stored, raw_dtype=Type[wanted])
         numbers = gguf.quants.dequantize(stored, Type[wanted])
         numbers = unrotated(numbers, turned) if turned else numbers
         parameter.data = torch.from_numpy(np.ascontiguousarray(numbers))

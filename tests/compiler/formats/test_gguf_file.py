@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -209,26 +210,14 @@ def test_any_value_in_place_of_another_is_read_or_gets_a_sentence(
 ) -> None:
     file = written(tmp_path / "model.gguf", tokenizer, rope_freqs)
     read(file)
-    changed = [replace(file, metadata={**file.metadata, key: other}) for key in file.metadata for other in OTHERS]
-    refused = [sentence for each in changed if (sentence := sentence_of(read, each))]
-    assert len(refused) > 5 * len(OTHERS)
-    assert all(str(file.path) in sentence for sentence in refused)
-
-
-@pytest.mark.parametrize(
-    ("read", "key", "value", "said"),
-    [
-        (read_gguf_config, "general.architecture", 3, "must be a text, found 3"),
-        (read_gguf_config, "llama.block_count", True, "must be an integer, found True"),
-        (read_gguf_config, "llama.attention.causal", 1, "must be true or false, found 1"),
-        (read_gguf_config, "tokenizer.ggml.tokens", "text", "must be a list of texts, found 'text'"),
-        (read_gguf_config, "tokenizer.ggml.token_type", ["a"] * 6, "must be a list of 6 integers, found a list of 6"),
-        (read_gguf_text, "tokenizer.ggml.add_bos_token", [], "must be true or false, found a list of 0"),
-    ],
-)
-def test_the_key_of_a_mistyped_value_is_named(
-    read: Callable[[GgufFile], object], key: str, value: Value, said: str, tmp_path: Path
-) -> None:
-    file = written(tmp_path / "model.gguf", BYTES, rope_freqs=False)
-    sentence = sentence_of(read, replace(file, metadata={**file.metadata, key: value}))
-    assert f"{file.path}: {key} {said}" in str(sentence)
+    count = 0
+    for key in file.metadata:
+        for other in OTHERS:
+            if sentence := sentence_of(read, replace(file, metadata={**file.metadata, key: other})):
+                assert str(file.path) in sentence
+                assert (
+                    re.match(rf".*: (?!{re.escape(key)} )\S+ must be (an integer|a number|a text|true or)", sentence)
+                    is None
+                )
+                count += 1
+    assert count > 5 * len(OTHERS)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
+from outrider.compiler.checkpoint import load_decoder
 from outrider.compiler.formats.gguf_file import GgufFile
 from outrider.compiler.models.config import read_folder_config
 from outrider.compiler.models.eager import sequence_logits
@@ -88,6 +88,7 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
     ("kind", "written", "original"),
     [
         ("linear", {}, None),  # llama.cpp's default type
+        ("default", {"factor": 1.0}, None),
         ("yarn", {"type": "yarn", "original_context_length": 64}, 64),
         ("yarn", {"type": "yarn"}, 256),  # the model's own context length
     ],
@@ -95,19 +96,13 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
 def test_rotary_scaling_of_the_metadata(
     kind: str, written: dict[str, object], original: int | None, tmp_path: Path
 ) -> None:
-    parameters = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    parameters = {"rope_type": kind, "rope_theta": 10000.0} | ({} if kind == "default" else {"factor": 4.0})
     context = {} if original is None else {"original_max_position_embeddings": original}
     model = random_model("qwen2", rope_parameters=parameters | context)
-    metadata = {f"{{arch}}.rope.scaling.{key}": value for key, value in (written | {"factor": 4.0}).items()}
+    metadata = {f"{{arch}}.rope.scaling.{key}": value for key, value in ({"factor": 4.0} | written).items()}
     write_model(tmp_path / "model.gguf", model, "F32", metadata=metadata)
     found = sequence_logits(load_decoder(tmp_path / "model.gguf"), IDS)
     torch.testing.assert_close(found, logits_of(model, IDS), atol=5e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_a_factor_of_the_metadata_that_scales_nothing(factor: float, tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", random_model(), metadata={"{arch}.rope.scaling.factor": factor})
-    assert read_config(tmp_path / "model.gguf").rope_scaling.kind == "default"
 
 
 CONTROL, NORMAL, USER = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED
@@ -134,14 +129,6 @@ def test_end_tokens_are_those_named_and_those_known_by_name(
     named = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3}
     write_model(tmp_path / "model.gguf", random_model(), metadata=named, vocabulary=(texts, kinds))
     assert read_config(tmp_path / "model.gguf").eos_token_ids == found
-
-
-def test_hash_is_the_files_under_any_name(tmp_path: Path) -> None:
-    write_model(tmp_path / "one.gguf", random_model())
-    (tmp_path / "two.GGUF").write_bytes((tmp_path / "one.gguf").read_bytes())
-    hashes = checkpoint_hashes(tmp_path / "one.gguf")
-    assert hashes == checkpoint_hashes(tmp_path / "two.GGUF")
-    assert list(hashes) == ["model.gguf"]
 
 
 @pytest.mark.parametrize(

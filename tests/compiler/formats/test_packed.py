@@ -151,19 +151,6 @@ def test_compressed_tensors(bits: int, size: int | None, symmetric: bool, kind: 
     np.testing.assert_allclose(kept(source), numbers, rtol=0, atol=1e-7 * float(np.abs(numbers).max()) * 4)
 
 
-def test_integers_and_minimums_are_exact_where_scales_are_float16() -> None:
-    """Of two roundings that a zero point could cost, neither happens: `zero * scale` fits float32, and so the kernel's
-    sum of products and minimums is that of `scale * (integer - zero)` before its own rounding."""
-    made = round_in_groups(weights(11), 8, 32, symmetric=False)
-    source = opened(gptq_tensors(made, 8), Packing("gptq", zeros_less_one=True)).quantized(WEIGHT)
-    assert source is not None
-    found = source.read()
-    assert found.minimums is not None
-    exact = found.integers.reshape(24, 8, 32) * found.scales[:, :, None].astype(np.float64) + found.minimums[:, :, None]
-    steps = (made.integers - made.zeros[:, made.groups]) * made.scales[:, made.groups].astype(np.float64)
-    np.testing.assert_array_equal(exact.reshape(24, 256), steps)
-
-
 def test_groups_that_no_32_inputs_share_have_no_form() -> None:
     made = round_in_groups(weights(2), 4, 16, symmetric=True)
     tensors = opened(awq_tensors(made), Packing("awq"))
@@ -221,6 +208,7 @@ def packed_weights(symmetric: bool) -> tuple[dict[str, Any], dict[str, Any], dic
         ("awq", AWQ | {"scales": AWQ["scales"][:7]}, ("scales'", "[7, 24]", "256 inputs")),
         ("gptq", GPTQ | {"g_idx": GPTQ["g_idx"][:8]}, ("g_idx'", "[8]", "expected [256]")),
         ("gptq", GPTQ | {"qzeros": np.zeros((8, 18), np.int32)}, ("qzeros'", "24 bits")),
+        ("awq", AWQ | {"weight": np.ones((24, 256), "f4")}, ("weight' stands beside packed tensors of the same",)),
         ("compressed-tensors", COMPRESSED | {"weight_shape": np.array([24, 99])}, ("weight_packed'", "[24, 99]")),
         ("compressed-tensors", COMPRESSED | {"weight_scale": np.ones((24, 7), "f2")}, ("weight_scale'", "[24, 7]")),
     ],
@@ -309,12 +297,6 @@ def test_groups_of_a_configuration() -> None:
     place = "config.json: quantization_config.config_groups.a"
     with pytest.raises(CheckpointError, match=rf"{place}.targets has 're:\(', no regular expression"):
         read(targets=["re:("])
-
-
-def test_floats_beside_packed_tensors_are_refused() -> None:
-    parts = AWQ | {"weight": np.ones((24, 256), np.float32)}
-    with pytest.raises(CheckpointError, match=rf"tensor '{NAME}.weight' stands beside packed tensors of the same"):
-        opened(parts, Packing("awq"))
 
 
 def test_a_minimum_that_is_not_finite_is_refused() -> None:
