@@ -87,8 +87,10 @@ class _Zlab(_HeadKeys):
         _check_size(self, f"{_NESTED}.target_hidden_size", nested.target_hidden_size, decoder)
         ids, why = nested.target_layer_ids, "layers whose output is read, as z-lab writes them: one more each"
         known = range(-1, target.num_layers - 1)  # -1 is the embedding
-        if ids is None:
-            ids, why = _zlab_default(target.num_layers, decoder.num_layers), "z-lab's default: config.json names none"
+        if ids is None:  # one for each of the draft's layers, spread over the target
+            span, each = target.num_layers - 4, decoder.num_layers
+            ids = [round(1 + i * span / (each - 1)) for i in range(each)] if each > 1 else [target.num_layers // 2]
+            why = "z-lab's default: config.json names none"
         return {
             "block_size": self.block_size or nested.block_size,
             "causal": nested.causal_head,
@@ -269,14 +271,6 @@ def _read_decoder(keys: Keys, raw: Mapping[str, Any], layout: Layout, target: De
                 f"{key} is {own}, but the target's is {wanted}; give a drafter that was trained for this target"
             )
     return decoder
-
-
-def _zlab_default(layers: int, draft_layers: int) -> list[int]:
-    """Return z-lab's layers where config.json names none: one for each of the draft's, spread over the target."""
-    if draft_layers == 1:
-        return [layers // 2]
-    span = layers - 4
-    return [round(1 + i * span / (draft_layers - 1)) for i in range(draft_layers)]
 
 
 def _check_size(keys: Keys, key: str, size: int | None, decoder: DecoderConfig) -> None:

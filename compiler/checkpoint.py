@@ -77,8 +77,14 @@ def _examine(
         optional=tied,
         hints={TIED_HEAD: "if the model shares it with the embedding, set tie_word_embeddings"},
     )
-    if TIED_HEAD in tied and TIED_HEAD in tensors.found:
-        _check_tied(tensors, embedding)
+    if TIED_HEAD in tied and TIED_HEAD in tensors.found:  # as some tied checkpoints repeat it
+        head, table = tensors.read(TIED_HEAD), tensors.read(embedding)
+        kind = torch.promote_types(head.dtype, table.dtype)
+        if not torch.equal(head.to(kind), table.to(kind)):
+            raise CheckpointError(
+                f"{tensors.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json "
+                "sets tie_word_embeddings; set that to false if the head is its own"
+            )
     return model, tensors, wanted
 
 
@@ -112,15 +118,3 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _check_tied(tensors: TensorSource, embedding: str) -> None:
-    """Raise `CheckpointError` unless the stored head equals the embedding, which some tied checkpoints repeat."""
-    head, table = tensors.read(TIED_HEAD), tensors.read(embedding)
-    kind = torch.promote_types(head.dtype, table.dtype)
-    if not torch.equal(head.to(kind), table.to(kind)):
-        raise CheckpointError(
-            f"{tensors.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json "
-            "sets tie_word_embeddings; expected equal values or no such tensor: set tie_word_embeddings to false if "
-            "the head is its own"
-        )

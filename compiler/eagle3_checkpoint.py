@@ -186,7 +186,6 @@ def _read_config(
 
 
 def _check_target(keys: _Keys, own_embedding: bool, target: DecoderConfig) -> None:
-    """Raise `CheckpointError` unless the head was made for a target of this width and vocabulary."""
     width, key = keys.target_hidden_size, "target_hidden_size"
     if width is None:
         width, key = keys.hidden_size, "hidden_size, which stands for the absent target_hidden_size,"
@@ -198,8 +197,7 @@ def _check_target(keys: _Keys, own_embedding: bool, target: DecoderConfig) -> No
     if not own_embedding and keys.hidden_size != target.hidden_size:
         raise CheckpointError(
             f"{keys.file.parent}: tensor {EMBEDDING!r} is missing, and the target's embedding is {target.hidden_size} "
-            f"wide, not {keys.hidden_size} (hidden_size of {keys.file.name}), so it cannot stand in; give a checkpoint "
-            "that holds one"
+            f"wide, not {keys.hidden_size} (hidden_size); give a checkpoint that holds one"
         )
 
 

@@ -161,8 +161,7 @@ class StackedExperts:
         if header.shape != wanted[kind]:
             raise CheckpointError(
                 f"{header.file}: tensor {name!r} has shape {list(header.shape)}, but config.json asks for "
-                f"{list(wanted[kind])}: {count} experts of {inputs} inputs and {outputs} outputs; give files that "
-                "belong together"
+                f"{list(wanted[kind])}; give files that belong together"
             )
         if kind not in (_BLOCKS, _SCALES):
             return
@@ -175,14 +174,10 @@ class StackedExperts:
         other = whole + (_SCALES if kind == _BLOCKS else _BLOCKS)
         if other not in self._stored.found:
             raise CheckpointError(
-                f"{header.file}: tensor {other!r} is missing beside {name!r}, and MXFP4 has both; give a complete "
-                "checkpoint"
+                f"{header.file}: tensor {other!r} is missing beside {name!r}; give a complete checkpoint"
             )
         if whole in self._stored.found:
-            raise CheckpointError(
-                f"{header.file}: tensor {name!r} stands beside {whole!r}, the same experts in floating point; remove "
-                "the wrong one"
-            )
+            raise CheckpointError(f"{header.file}: tensor {name!r} stands beside {whole!r}; remove the wrong one")
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -62,8 +62,6 @@ class SpeculatorsKeys(StrictKeys):
     def _check_kind(self) -> Self:
         named = self.speculators_config.algorithm
         if named not in (None, self.speculators_model_type):
-            raise ValueError(
-                f"speculators_config.algorithm is {named!r} and {TYPE} is {self.speculators_model_type!r}; remove the "
-                "wrong one"
-            )
+            kind = self.speculators_model_type
+            raise ValueError(f"speculators_config.algorithm is {named!r} and {TYPE} is {kind!r}; remove the wrong one")
         return self

@@ -43,7 +43,9 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context
         tensors = StackedExperts(stored, family.stacked, config.experts, config.hidden_size)
     tensors = unpacked(tensors, packing, _unbiased(config))
     if family.fused:
-        tensors = FusedTensors(tensors, family.fused, _outputs(config))
+        outputs = dict.fromkeys(("k_proj", "v_proj"), config.kv_size) | {"q_proj": config.query_size}
+        outputs |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+        tensors = FusedTensors(tensors, family.fused, outputs)
     return OpenCheckpoint(config, tensors, path / "config.json", stored.source)
 
 
@@ -57,15 +59,6 @@ def read_config(path: Path, rope_scaling: RopeScaling | None = None, context: in
 def stores_integers(path: Path, rope_scaling: RopeScaling | None = None) -> bool:
     """Return whether the checkpoint at `path` stores weights as integers with scales. Raises as `open_checkpoint`."""
     return any(stored.packed for stored in open_checkpoint(path, rope_scaling).tensors.found.values())
-
-
-def _outputs(config: DecoderConfig) -> dict[str, int]:
-    """Return the outputs of projections, by the last part of their names in a checkpoint."""
-    return {
-        "q_proj": config.query_size,
-        **dict.fromkeys(("k_proj", "v_proj"), config.kv_size),
-        **dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
-    }
 
 
 def _unbiased(config: DecoderConfig) -> frozenset[str]:

@@ -117,16 +117,15 @@ class TensorRtSection(_TensorRt):
     )
 
 
-def _spelled_out(written: object) -> object:
-    """Expand a backend's name alone to its section with defaults."""
-    return {"kind": written} if isinstance(written, str) else written
-
-
 BackendBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | CudaSection | TensorRtRtxSection | TensorRtSection
 Kind = Literal["onnxruntime-cpu", "onnxruntime-cuda", "cuda", "tensorrt-rtx", "tensorrt"]
+_Discriminated = Annotated[BackendBuild, Field(discriminator="kind")]
 BackendEntry = Annotated[
-    Annotated[BackendBuild, Field(discriminator="kind")],
-    BeforeValidator(_spelled_out, json_schema_input_type=Annotated[BackendBuild, Field(discriminator="kind")] | Kind),
+    _Discriminated,
+    BeforeValidator(
+        lambda written: {"kind": written} if isinstance(written, str) else written,
+        json_schema_input_type=_Discriminated | Kind,
+    ),
 ]
 """A backend's section, or its kind alone."""
 

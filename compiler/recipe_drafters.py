@@ -106,10 +106,6 @@ AUTO_TREES = {
 Device = Literal["cpu", "gpu"]
 
 
-def _tree_kind(written: object) -> str:
-    return ":auto" if isinstance(written, str) else ":shape"
-
-
 def _check_word(written: object) -> object:
     if isinstance(written, str) and written != "auto":
         raise PydanticCustomError("tree", "must be {top_k, depth, nodes}, or auto")
@@ -118,7 +114,7 @@ def _check_word(written: object) -> object:
 
 TreeKey = Annotated[
     Annotated[TreeSection, Tag(":shape")] | Annotated[Literal["auto"], Tag(":auto")],
-    Discriminator(_tree_kind),
+    Discriminator(lambda written: ":auto" if isinstance(written, str) else ":shape"),
     BeforeValidator(_check_word),
 ]
 
@@ -236,13 +232,9 @@ class EntropySection(Section):
         return self
 
 
-def _gamma_kind(written: object) -> str:
-    return ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"
-
-
 Gamma = Annotated[
     Annotated[int, Field(ge=1, le=64), Tag(":count")] | Annotated[EntropySection, Tag(":entropy")],
-    Discriminator(_gamma_kind),
+    Discriminator(lambda written: ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"),
 ]
 
 
@@ -258,8 +250,8 @@ class ModelSection(_EngineSection):
     )
     gamma: Gamma | None = Field(
         None,
-        description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: of as "
-        "many as it is sure of",
+        description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: a chain "
+        "as long as it is sure",
     )
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
 

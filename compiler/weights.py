@@ -35,7 +35,6 @@ _SPELLING = {
 
 
 def check_folder(path: Path) -> None:
-    """Raise `CheckpointError` unless `path` is a folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
 
@@ -96,23 +95,18 @@ def _listed(path: Path) -> dict[str, Path] | None:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names, found {weight_map!r}")
-    listed = {name: path / _shard_name(index, name, shard) for name, shard in weight_map.items()}
+    for name, shard in weight_map.items():  # an index of unknown origin must not reach outside its folder
+        if not isinstance(shard, str) or set(shard) & set("/\\\0") or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: the file of tensor {name!r} must be the name of a .safetensors file in the same folder, "
+                f"found {shard!r}"
+            )
+    listed = {name: path / shard for name, shard in weight_map.items()}
     if single.exists() and single not in listed.values():
         raise CheckpointError(
             f"{path} holds both {SINGLE} and {INDEX}, which does not list it; remove the one that is out of date"
         )
     return listed
-
-
-def _shard_name(index: Path, tensor: str, shard: object) -> str:
-    """Return `shard` if it is a bare file name: an index of unknown origin must not reach outside its folder."""
-    plain = isinstance(shard, str) and not set(shard) & set("/\\\0") and shard.endswith(".safetensors")
-    if not isinstance(shard, str) or not plain:
-        raise CheckpointError(
-            f"{index}: the file of tensor {tensor!r} must be the name of a .safetensors file in the same folder, "
-            f"found {shard!r}"
-        )
-    return shard
 
 
 def _single(path: Path, pickled: bool) -> Path:

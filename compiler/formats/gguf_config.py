@@ -92,10 +92,7 @@ def _raw(file: GgufFile) -> dict[str, Any]:
         )
     parts = file.value("split.count", int)
     if parts not in (None, 0, 1):
-        raise CheckpointError(
-            f"{path} is one of {parts} parts of a model; join them with llama.cpp's "
-            "`llama-gguf-split --merge` and give the one file"
-        )
+        raise CheckpointError(f"{path} is one of {parts} parts of a model; join them with `llama-gguf-split --merge`")
     _check_keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:

@@ -189,19 +189,16 @@ class _Header:
             if name in tensors:
                 raise self._damaged(f"tensor {name!r} stands there twice")
             tensors[name] = tensor
-        start = self._aligned(GgufFile(self._path, metadata, tensors).value(_ALIGNMENT, int))
+        given = GgufFile(self._path, metadata, tensors).value(_ALIGNMENT, int)
+        alignment = 32 if given is None else given
+        if alignment <= 0:
+            raise self._damaged(f"{_ALIGNMENT} is {alignment}")
+        start = -(-self._at // alignment) * alignment
         placed = {name: GgufTensor(t.type, t.shape, start + t.offset) for name, t in tensors.items()}
         for name, tensor in placed.items():
             if tensor.offset + tensor.rows * tensor.row_bytes > self._size:
                 raise self._damaged(f"it ends before tensor {name!r} does")
         return GgufFile(self._path, metadata, placed)
-
-    def _aligned(self, given: int | None) -> int:
-        """Return where the tensors' bytes begin: after the header, at the next multiple of the alignment."""
-        alignment = 32 if given is None else given
-        if alignment <= 0:
-            raise self._damaged(f"{_ALIGNMENT} is {alignment}")
-        return -(-self._at // alignment) * alignment
 
     def _tensor(self) -> tuple[str, GgufTensor]:
         name, dimensions = self._string(), self._integer("<u4")

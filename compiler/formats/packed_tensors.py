@@ -45,11 +45,7 @@ class PackedTensors:
         """
         self._stored, self._unbiased = stored, unbiased
         self._modules = _modules(stored, packing)
-        plain = {
-            name: header
-            for name, header in stored.found.items()
-            if not self._is_part(name) and not self._is_spare(name)
-        }
+        plain = {name: header for name, header in stored.found.items() if self._is_plain(name)}
         packed = {
             f"{name}.weight": Stored(module.file, module.shape, f"{module.format} int{module.bits}", packed=True)
             for name, module in self._modules.items()
@@ -79,15 +75,13 @@ class PackedTensors:
         module = self._modules.get(name.removesuffix(".weight"))
         return None if module is None else module.weight_source(self._outputs(name), self._folds(name))
 
-    def _is_part(self, name: str) -> bool:
+    def _is_plain(self, name: str) -> bool:
+        """Return whether `name` is no part of a packed projection, and no bias of zeros that the model has not."""
         module, _, last = name.rpartition(".")
-        return module in self._modules and last in self._modules[module].parts
-
-    def _is_spare(self, name: str) -> bool:
-        """Return whether `name` is a bias of zeros that the model does not have."""
-        module, _, last = name.rpartition(".")
-        spare = last == "bias" and module in self._modules and module.rpartition(".")[2] in self._unbiased
-        return spare and not self._stored.read(name).any()
+        if module not in self._modules:
+            return True
+        spare = last == "bias" and module.rpartition(".")[2] in self._unbiased and not self._stored.read(name).any()
+        return not spare and last not in self._modules[module].parts
 
     def _folds(self, name: str) -> bool:
         """Return whether the order of the inputs of `name` is that of the outputs of the projections before it."""

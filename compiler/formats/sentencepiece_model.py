@@ -102,7 +102,15 @@ def make_tokenizer(
     first = prefix and not model.single_spaces and not _flag(settings, "legacy", True)
     pieces = model.pieces
     if model.kind == "bpe":
-        tokenizer = Tokenizer(_bpe(model))
+        used = {token: number for number, token in enumerate(pieces.tokens) if pieces.types[number] != UNUSED}
+        bpe = BPE(
+            vocab={token: number for number, token in enumerate(pieces.tokens)},
+            merges=merges(pieces, used),
+            unk_token=pieces.tokens[model.unknown],
+            fuse_unk=True,
+            byte_fallback=model.byte_fallback,
+        )
+        tokenizer = Tokenizer(bpe)
     else:
         scored = list(zip(pieces.tokens, map(float, pieces.scores), strict=True))
         tokenizer = Tokenizer(Unigram(scored, unk_id=model.unknown, byte_fallback=model.byte_fallback))
@@ -194,18 +202,6 @@ def _partings(piece: str, ids: Mapping[str, int], lengths: Sequence[int]) -> Ite
             yield first, second
 
 
-def _bpe(model: SentencePieceModel) -> BPE:
-    pieces = model.pieces
-    used = {token: number for number, token in enumerate(pieces.tokens) if pieces.types[number] != UNUSED}
-    return BPE(
-        vocab={token: number for number, token in enumerate(pieces.tokens)},
-        merges=merges(pieces, used),
-        unk_token=pieces.tokens[model.unknown],
-        fuse_unk=True,
-        byte_fallback=model.byte_fallback,
-    )
-
-
 def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
     value = settings.get(key)
     return value if isinstance(value, bool) else default
@@ -234,7 +230,8 @@ def _model(data: bytes) -> SentencePieceModel:
             normalizer |= _Fields(fields(value))
     if not tokens or len(set(tokens)) < len(tokens) or not set(types) <= set(range(NORMAL, BYTE + 1)):
         raise ValueError("no vocabulary")
-    unknown, bos, eos = (_id(trainer.get((number, VARINT), role)) for number, role in ((40, 0), (41, 1), (42, 2)))
+    ids = (trainer.get((number, VARINT), role) for number, role in ((40, 0), (41, 1), (42, 2)))
+    unknown, bos, eos = (value - 2**64 if value >= 2**63 else value for value in ids)  # negative: written with 64 bits
     if not (0 <= unknown < len(tokens) and bos < len(tokens) and eos < len(tokens)):
         raise ValueError("ids outside the vocabulary")
     kind = trainer.get((3, VARINT), 1)
@@ -253,8 +250,3 @@ def _model(data: bytes) -> SentencePieceModel:
         space_after=bool(trainer.get((24, VARINT), 0)),
         space_escaped=bool(normalizer.get((5, VARINT), 1)),
     )
-
-
-def _id(value: int) -> int:
-    """A number that may be negative, which is written with 64 bits."""
-    return value - 2**64 if value >= 2**63 else value

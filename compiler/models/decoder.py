@@ -19,7 +19,6 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
-from outrider.compiler.models.families import Activation
 
 
 class Execution(Protocol):
@@ -98,7 +97,9 @@ class DecoderLayer(nn.Module):
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
             return self._add(h, self.experts(x), self.mlp_out_norm)
-        return self._add(h, self.down(_activated(self.gate(x), c.activation) * self.up(x)), self.mlp_out_norm)
+        gate = self.gate(x)
+        gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self._add(h, self.down(gate * self.up(x)), self.mlp_out_norm)
 
     def key(self, x: Tensor) -> Tensor:
         """Return the keys `[..., kv_heads * head_dim]` of normed inputs `[..., hidden]`, normed and not yet rotated."""
@@ -151,10 +152,6 @@ class Decoder(nn.Module):
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
         return logits if c.logit_softcap is None else torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-
-
-def _activated(gate: Tensor, activation: Activation) -> Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:

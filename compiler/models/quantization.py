@@ -25,13 +25,12 @@ _NAMES = {
     "awq": "AWQ",
     "fp8": "FP8",
     "fbgemm_fp8": "FP8",
-    "compressed-tensors": "compressed-tensors",
-    "bitsandbytes": "bitsandbytes",
     "bitnet": "BitNet",
     "mxfp4": "MXFP4",
     "modelopt": "ModelOpt",
     "torchao": "TorchAO",
 }
+"""Methods that are written otherwise in messages."""
 _READ = "read are AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) of 4 and 8 bits, and decoders in GGUF files"
 _ADVICE = "give the checkpoint that it was made from, in float32, float16 or bfloat16"
 
