@@ -26,7 +26,7 @@ WIDE: dict[str, Any] = {"target_hidden": 32, "intermediate": 64}
 """Sizes of a head for `target_config(hidden=32)`, all projections of which have a multiple of 32 inputs."""
 Q, K, V, O = (f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo")  # noqa: E741
 
-
+NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 GIVEN = Eagle3Overrides()
 
 
@@ -108,9 +108,7 @@ def write_eagle3(
 
     tensors = {
         "fc.weight": matrix(hidden, 3 * target_hidden),
-        "midlayer.hidden_norm.weight": norm(hidden),
-        "midlayer.input_layernorm.weight": norm(hidden),
-        "midlayer.post_attention_layernorm.weight": norm(hidden),
+        **{f"midlayer.{name}.weight": norm(hidden) for name in NORMS},
         Q: matrix(heads * head_dim, 2 * hidden),
         K: matrix(kv_heads * head_dim, 2 * hidden),
         V: matrix(kv_heads * head_dim, 2 * hidden),
@@ -131,11 +129,9 @@ def write_eagle3(
         tensors["d2t"] = ids - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
 
-    architectures = {
-        "safeailab": "LlamaForCausalLM",
-        "specforge": "LlamaForCausalLMEagle3",
-        "angelslim": "Eagle3LlamaForCausalLM",
-    }
+    architectures = dict(
+        zip(LAYOUTS, ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), strict=True)
+    )
     values: dict[str, object] = {
         "architectures": [architectures[layout]],
         "model_type": "llama",
