@@ -31,7 +31,7 @@ def _reason_against_rotation(node: ir.Node, cos: ir.Value) -> str | None:
     if not isinstance(head_dim, int) or head_dim % 16:
         return f"its kernel rotates heads of a multiple of 16 numbers, and these have {head_dim}"
     if not isinstance(slots, int) or not isinstance(positions, int) or positions < slots:
-        return f"it wants angles of as many positions as there are slots, {slots}, and the table has {positions}"
+        return f"it wants angles for every slot's position, {slots}, and the table has {positions}"
     return None
 
 

@@ -17,9 +17,9 @@ from outrider.compiler.export.ops import branch_attention, window_bias
 from outrider.compiler.export.tracing import name_inputs, trace
 from outrider.plans import names
 from outrider.plugins import reference
+from tests.compiler.steps import Arrays, depths, flat
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 2, 16, 97
-Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -219,18 +219,9 @@ def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], paren
     new = [len(parent) for parent in parents]
     total, view = sum(new), max(p + n for p, n in zip(past, new, strict=True)) + 2
     splits = np.cumsum([0, *new])
-    parent = np.concatenate(
-        [np.array([p + (s if p >= 0 else 0) for p in row]) for row, s in zip(parents, splits[:-1], strict=True)]
-    )
-    depth: list[int] = []
-    for row, first in zip(parents, past, strict=True):
-        start = len(depth)
-        for p in row:
-            depth.append(first if p < 0 else depth[start + p] + 1)
+    parent = flat([np.array(row, np.int64) for row in parents])
     bim = random.choice([-2, -1, -1, 0], (rows, capacity))
-    bias = reference.bim_mask(
-        bim, np.array(past), splits, np.zeros(total, np.int64), parent.astype(np.int64), view, max(new)
-    )
+    bias = reference.bim_mask(bim, np.array(past), splits, np.zeros(total, np.int64), parent, view, max(new))
     shape = (rows, KV_HEADS, capacity, HEAD_DIM)
     caches = {
         of(i): random.normal(size=shape).astype(np.float32)
@@ -239,7 +230,7 @@ def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], paren
     }
     return {
         "token_ids": random.integers(0, VOCABULARY, total),
-        "positions": np.array(depth),
+        "positions": np.concatenate([depths(row, first) for row, first in zip(parents, past, strict=True)]),
         "row_splits": splits,
         "attn_bias": bias,
         "past_length": np.array(past, np.int64),

@@ -10,10 +10,8 @@ import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
-from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, is_plain
 from outrider.compiler.export.tracing import traced_of
 from outrider.compiler.lowering import lower
@@ -23,10 +21,10 @@ from outrider.plans import names
 from outrider.plans.kv_slots import KvType
 from outrider.plans.manifest import RuleReport
 from outrider.plugins.schema import CPU_DOMAIN
-from outrider.runtime.backends.onnxruntime_cpu import session_options
 from outrider.runtime.exactness import EVERY, differing
 from tests.compiler.attention_forms import FORMS, Arrays, Form, Forms, export_forms, random_step
 from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
+from tests.compiler.steps import run_engine, write_engine
 from tests.cpu_session import cpu_session
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
@@ -54,17 +52,10 @@ def lowered(
     return model, lower("target", model, target, rows, kv_cache=kv_cache)
 
 
-def run(model: ir.Model, feeds: Arrays, folder: Path) -> Arrays:
-    engines = OnnxRuntimeEngines(folder)
-    engines.write("target", model, {})
-    engines.close()
-    session = cpu_session(folder / "target.onnx")
-    taken = {each.name for each in session.get_inputs()}
-    outputs = [each.name for each in session.get_outputs()]
-    return dict(zip(outputs, session.run(None, {n: v for n, v in feeds.items() if n in taken}), strict=True))
-
-
-def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-5) -> None:
+def compare(model: ir.Model, feeds: Arrays, wanted: Arrays, folder: Path, tolerance: float = 3e-5) -> Arrays:
+    """Run the model, compare what it computes, and return that."""
+    write_engine(model, folder)
+    found = run_engine(folder / "target.onnx", feeds)
     for output, value in found.items():
         if not output.endswith("_out"):
             np.testing.assert_allclose(value, wanted[output], atol=tolerance, rtol=tolerance, err_msg=output)
@@ -72,6 +63,7 @@ def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-
         for row, past in enumerate(feeds["past_length"]):
             end = past + feeds["row_splits"][row + 1] - feeds["row_splits"][row]
             np.testing.assert_allclose(value[row, :, :end], wanted[output][row, :, :end], atol=tolerance)
+    return found
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -80,7 +72,7 @@ def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-
 def test_every_backend_computes_the_references(name: str, target: str, rows: int, tmp_path: Path) -> None:
     model, _ = lowered(name, target, rows)
     feeds = random_step(FORMS[name], CAPACITY, *TREES[rows])
-    compare(run(model, feeds, tmp_path), module(name).in_numpy(feeds), feeds)
+    compare(model, feeds, module(name).in_numpy(feeds), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "plain"), [("gemma 2", 0), ("gpt-oss", 0), ("smollm 3", 3), ("phi 3", 2)])
@@ -92,19 +84,16 @@ def test_the_torch_front_end_knows_which_attention_it_converts(name: str, plain:
 
 
 def test_a_body_with_caps_and_sinks_is_inlined_for_tensorrt(tmp_path: Path) -> None:
-    """Bodies of one name are told apart by the nodes' overloads."""
+    """The nodes' overloads distinguish bodies of one name."""
     rows = 2
     forms = (Form(window=3), Form(softcap=5.0), Form(sinks=True), Form(softcap=5.0, sinks=True))
     own = Forms(forms, CAPACITY)
     model = export_forms(own, CAPACITY)
     lower("target", model, "tensorrt", rows)
     assert {each.overload for each in model.functions.values()} == {"", "softcap", "sinks", "softcap_sinks"}
-    proto = onnx.inliner.inline_local_functions(ir.to_proto(model))
-    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    inlined = ir.from_proto(onnx.inliner.inline_local_functions(ir.to_proto(model)))
     feeds = random_step(forms, CAPACITY, *TREES[rows])
-    outputs = [each.name for each in session.get_outputs()]
-    found = dict(zip(outputs, session.run(None, feeds), strict=True))
-    compare(found, own.in_numpy(feeds), feeds)
+    compare(inlined, feeds, own.in_numpy(feeds), tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name, forms in FORMS.items() if not any(form.sinks for form in forms)])
@@ -116,7 +105,7 @@ def test_grouped_heads_of_onnx_runtime_compute_them_too(
     model, reports = lowered(name, CUDA, 1)
     assert {r.rule: r.applied for r in reports}["GroupQueryAttention"] == len(FORMS[name])
     feeds = random_step(FORMS[name], CAPACITY, *TREES[1])
-    compare(run(model, feeds, tmp_path), module(name).in_numpy(feeds), feeds)
+    compare(model, feeds, module(name).in_numpy(feeds), tmp_path)
 
 
 def test_sinks_are_written_out_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +150,7 @@ def test_queries_come_out_of_the_node_as_they_are_compared_with_keys(name: str, 
     assert {r.rule: r.applied for r in reports}["QueriesFromInside"] == len(FORMS[name])
     assert {r.rule: r.applied for r in reports}["PackedInside"] == len(FORMS[name])
     feeds = random_step(FORMS[name], CAPACITY, *TREES[1])
-    found = run(model, feeds, tmp_path)
-    assert names.queries(len(FORMS[name]) - 1) in found
-    compare(found, module(name).in_numpy(feeds), feeds)
+    assert names.queries(len(FORMS[name]) - 1) in compare(model, feeds, module(name).in_numpy(feeds), tmp_path)
 
 
 @pytest.mark.parametrize("kv_cache", [None, "int8"])
@@ -178,7 +165,7 @@ def test_probes_have_every_op_and_find_it_exact(name: str, kv_cache: KvType | No
     graph, outputs = probe_graph(ops)
     attributes = [node.attributes for node in graph.graph if node.op_type == "BranchAttention"]
     assert max(own.get_int("window", 0) for own in attributes) == max(form.window for form in FORMS[name])
-    session = cpu_session_of(graph)
+    session = cpu_session(ir.to_proto(graph).SerializeToString())
     assert [outputs[output].text for output in differing(session, EVERY)] == []
 
 
@@ -191,9 +178,3 @@ def test_a_wide_window_is_narrowed_in_a_probe() -> None:
     graph, _ = probe_graph(probed_ops({names.TARGET: model}))
     windows = {node.attributes.get_int("window", 0) for node in graph.graph if node.op_type == "BranchAttention"}
     assert windows == {0, 12}
-
-
-def cpu_session_of(model: ir.Model) -> ort.InferenceSession:
-    return ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), session_options(1), providers=["CPUExecutionProvider"]
-    )

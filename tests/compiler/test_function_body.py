@@ -16,25 +16,22 @@ from onnx import TensorProto, helper
 
 from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from outrider.plugins.reference import bim_mask, branch_attention
-from tests.compiler.step_parents import flat
+from tests.compiler.steps import Arrays, flat
 
 CAPACITY, HEAD_DIM = 32, 8
-Arrays = dict[str, NDArray[Any]]
 
 
 def attention_model(heads: int, kv_heads: int) -> ort.InferenceSession:
     """One BranchAttention node with its function body, as any ONNX tool would run it."""
-    value = helper.make_tensor_value_info
+    value, real, integer = helper.make_tensor_value_info, TensorProto.FLOAT, TensorProto.INT64
     cache = ["R", kv_heads, CAPACITY, HEAD_DIM]
     shapes: dict[str, tuple[int, list[Any]]] = {
-        "q": (TensorProto.FLOAT, [1, "N", heads * HEAD_DIM]),
-        "k": (TensorProto.FLOAT, [1, "N", kv_heads * HEAD_DIM]),
-        "v": (TensorProto.FLOAT, [1, "N", kv_heads * HEAD_DIM]),
-        "k_cache": (TensorProto.FLOAT, cache),
-        "v_cache": (TensorProto.FLOAT, cache),
-        "attn_bias": (TensorProto.FLOAT, ["R", 1, "S", "T"]),
-        "past_length": (TensorProto.INT64, ["R"]),
-        "row_splits": (TensorProto.INT64, ["E"]),
+        "q": (real, [1, "N", heads * HEAD_DIM]),
+        **dict.fromkeys(("k", "v"), (real, [1, "N", kv_heads * HEAD_DIM])),
+        **dict.fromkeys(("k_cache", "v_cache"), (real, cache)),
+        "attn_bias": (real, ["R", 1, "S", "T"]),
+        "past_length": (integer, ["R"]),
+        "row_splits": (integer, ["E"]),
     }
     outputs = [value("out", TensorProto.FLOAT, shapes["q"][1])]
     outputs += [value(f"{name}_out", TensorProto.FLOAT, cache) for name in ("k_cache", "v_cache")]
@@ -56,18 +53,13 @@ def attention_model(heads: int, kv_heads: int) -> ort.InferenceSession:
 
 
 @st.composite
-def tree(draw: st.DrawFn, nodes: int) -> NDArray[np.int64]:
-    """Parents of new tokens: ancestors first, -1 at a root."""
-    return np.array([draw(st.integers(-1, i - 1)) for i in range(nodes)], np.int64)
-
-
-@st.composite
 def steps(draw: st.DrawFn, rows: int) -> tuple[list[int], list[NDArray[np.int64]], int]:
     """Past lengths, trees of new tokens (an idle row has one inert token) and keys in view, padded."""
     new = [draw(st.integers(1, 6)) for _ in range(rows)]
     past = [draw(st.integers(0, CAPACITY - 6 - max(new))) for _ in range(rows)]
     view = draw(st.integers(max(p + n for p, n in zip(past, new, strict=True)), CAPACITY))
-    return past, [draw(tree(n)) for n in new], view
+    trees = [np.array([draw(st.integers(-1, i - 1)) for i in range(n)], np.int64) for n in new]
+    return past, trees, view
 
 
 def random_step(
@@ -110,17 +102,10 @@ def assert_equal_to_numpy(session: ort.InferenceSession, heads: tuple[int, int],
             np.testing.assert_array_equal(cache[row, :, :end], wanted[row, :, :end])  # after it lies garbage
 
 
-@given(heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]), step=steps(1), seed=st.integers(0, 2**32))
-def test_the_function_body_of_one_row_is_the_reference(attention, heads, step, seed) -> None:
-    assert_equal_to_numpy(attention[heads], heads, random_step(*step, *heads, seed))
-
-
-@given(
-    heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]),
-    step=st.integers(2, 5).flatmap(steps),
-    seed=st.integers(0, 2**32),
-)
-def test_the_function_body_of_ragged_rows_is_the_reference(attention, heads, step, seed) -> None:
+@pytest.mark.parametrize("rows", [st.just(1), st.integers(2, 5)], ids=["one row", "ragged rows"])
+@given(heads=st.sampled_from([(4, 2), (3, 3), (6, 1)]), data=st.data(), seed=st.integers(0, 2**32))
+def test_the_function_body_is_the_reference(attention, rows, heads, data, seed) -> None:
+    step = data.draw(rows.flatmap(steps))
     assert_equal_to_numpy(attention[heads], heads, random_step(*step, *heads, seed))
 
 
