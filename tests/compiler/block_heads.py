@@ -144,16 +144,8 @@ def write_block(
         "rms_norm_eps": 1e-5,
         "rope_theta": 500.0,
         "vocab_size": vocab,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 28,
         "layer_types": ["full_attention"] * layers,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 0,
     } | (decoder or {})
     heads_of = {
         "markov_rank": 0 if markov is None else markov[1],
@@ -162,14 +154,13 @@ def write_block(
         "confidence_head_with_markov": confidence == "markov",
     }
     left = [stream - 1 for stream in streams]
-    values: dict[str, object] = {"torch_dtype": "float32", "transformers_version": "5.0.0"}
+    values: dict[str, object] = {"torch_dtype": "float32"}
     if layout in ("zlab", "jetspec"):
         dflash: dict[str, object] = {"target_layer_ids": left, "mask_token_id": mask}
         if layout == "jetspec":
             dflash["causal_head"] = True
         values |= geometry | {
             "architectures": ["DFlashDraftModel"],
-            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
             "block_size": block_size,
             "num_target_layers": target_layers,
             "dflash_config": dflash,
@@ -181,7 +172,6 @@ def write_block(
             "num_target_layers": target_layers,
             "target_layer_ids": left,
             "mask_token_id": mask,
-            "num_anchors": 512,
         }  # fmt: skip
     else:
         kind = layout.removeprefix("speculators-")

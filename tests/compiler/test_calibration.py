@@ -12,16 +12,13 @@ from torch import Tensor
 
 from outrider.compiler.checkpoint import defer_decoder, load_decoder, stored_name
 from outrider.compiler.deferred import deferred
-from outrider.compiler.export import export_target
 from outrider.compiler.models.decoder import Decoder, DecoderLayer
 from outrider.compiler.models.eager import CausalExecution, sequence_logits
-from outrider.compiler.quantization.block_search import SHORT, search_block
 from outrider.compiler.quantization.calibration import CalibratedTensors, calibrate, calibrate_layer
 from outrider.compiler.quantization.channel_scales import GROUPS, copies_of, fold
-from outrider.compiler.quantization.error_feedback import feed_back, numbers, round_with_feedback
+from outrider.compiler.quantization.error_feedback import numbers, round_with_feedback
 from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
-from outrider.compiler.quantization.graph import quantize
-from outrider.compiler.quantization.moments import WINDOW, Moments, MomentSums
+from outrider.compiler.quantization.moments import Moments, MomentSums
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.plans.errors import CheckpointError
@@ -46,17 +43,6 @@ def moments_of(x: Tensor) -> Moments:
 
 def weights(outputs: int, size: int, seed: int = 1) -> Tensor:
     return torch.randn(outputs, size, generator=torch.Generator().manual_seed(seed))
-
-
-def test_moments_are_kept_in_windows() -> None:
-    """Beyond a window nothing is known of how inputs vary together, so that memory grows with the inputs alone."""
-    x = inputs(40, WINDOW + 64)
-    found = moments_of(x)
-    assert [window.shape for window in found.windows] == [(WINDOW, WINDOW), (64, 64)]
-    errors = torch.zeros(1, WINDOW + 64)
-    errors[:, WINDOW:] = 1
-    moved = (x[:, WINDOW:].double().sum(1)).square().mean()
-    np.testing.assert_allclose(found.cost(errors), moved[None], rtol=1e-4)
 
 
 def test_inputs_and_weights_that_are_zero_do_no_harm() -> None:
@@ -85,30 +71,6 @@ def test_no_output_moves_more_than_with_the_nearest_steps(bits: int) -> None:
     nearest = moments.cost(weight - numbers(round_to_nearest(weight.numpy(), bits)))
     assert (found <= nearest).all()
     assert found.sum() < (0.5 if bits == 4 else 0.8) * nearest.sum()
-
-
-def test_feedback_is_the_best_change_of_the_weights_after_it() -> None:
-    """Against least squares: with the first block rounded, what best makes up for its error on the inputs."""
-    x = inputs(3000, 64).double()
-    weight, moments = weights(7, 64), moments_of(x.float())
-    root = moments.roots[0]
-    mean = torch.linalg.inv(root.T @ root)  # damped, as the feedback sees it
-    complement = mean[:32, :32] - mean[:32, 32:] @ torch.linalg.inv(mean[32:, 32:]) @ mean[32:, :32]
-    integers, scales = search_block(weight[:, :32].contiguous(), complement.float(), 4, SHORT)
-    errors = (weight[:, :32] - integers * scales[:, None]).double()
-    change = errors @ mean[:32, 32:] @ torch.linalg.inv(mean[32:, 32:])
-    changed = (weight[:, 32:] + change).float()
-    last, steps = search_block(changed, mean[32:, 32:].float(), 4, SHORT)
-    found, all_scales = feed_back(weight, moments, 4, SHORT)
-    torch.testing.assert_close(all_scales, torch.stack([scales, steps], 1), rtol=1e-3, atol=0)
-    assert (found == torch.cat([integers, last], 1)).float().mean() > 0.99  # a last bit may turn a rounding over
-
-
-def test_rows_do_not_depend_on_each_other() -> None:
-    weight, moments = weights(50, 96), moments_of(inputs(300, 96))
-    whole, part = round_with_feedback(weight, moments, 4), round_with_feedback(weight[10:20].contiguous(), moments, 4)
-    np.testing.assert_array_equal(whole.integers[10:20], part.integers)
-    np.testing.assert_array_equal(whole.scales[10:20], part.scales)
 
 
 # Layers and models.
@@ -176,29 +138,6 @@ def calibrated(checkpoint: Path, form: WeightForm) -> tuple[Decoder, Decoder]:
     read = load_decoder(checkpoint)
     read.load_state_dict({name: stored.read() for name, stored in deferred(found).items()})
     return found, read
-
-
-def test_the_graph_has_the_searched_weights_and_the_oracle_reads_them(toy_recipe: Path) -> None:
-    """`read` gives the numbers that `quantized`'s integers stand for; a norm has the scales."""
-    found, read = calibrated(toy_recipe.parent / "target", WeightForm(4, 4))
-    graph = export_target(found, 32)
-    report = quantize("target", graph, WeightForm(4, 4))
-    assert report.applied == 3 * 7 + 1
-    values = {str(name): value.const_value for name, value in graph.graph.initializers.items()}
-    norms = [value.numpy() for name, value in values.items() if name.endswith("norm.weight") and value]
-    assert len(norms) > 1  # equal ones are merged, and all were equal
-    for index in range(3):
-        prefix = f"decoder.layers.{index}"
-        made = values[f"{prefix}.q.weight.integers"], values[f"{prefix}.q.weight.scales"]
-        integers, scales = (tensor.numpy() for tensor in made if tensor is not None)
-        weight = integers.astype(np.float32).reshape(*scales.shape, 32) * scales[..., None]
-        layer = read.layers[index]
-        assert isinstance(layer, DecoderLayer)
-        np.testing.assert_array_equal(weight.reshape(integers.shape), layer.q.weight.detach().T)
-        own = layer.attention_norm.weight.detach().numpy()
-        assert any(np.array_equal(norm, own) for norm in norms)
-    plain = load_decoder(toy_recipe.parent / "target")
-    assert not torch.equal(read.embedding, plain.embedding)
 
 
 def test_integers_that_are_left_alone_are_the_checkpoints() -> None:

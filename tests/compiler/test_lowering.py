@@ -1,39 +1,27 @@
-"""Lowering keeps what a model computes: every form of BranchAttention against PyTorch, and against each other."""
+"""Rules of lowering: where they apply and why they decline, and files of weights; what lowered graphs compute is tested
+in `test_attention_forms.py`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
-import torch
-from numpy.typing import NDArray
 from onnx import TensorProto
 
-import outrider.compiler.lowering as lowering
 from outrider.compiler.checkpoint import load_decoder
 from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower
-from outrider.compiler.lowering.attention import CpuAttention
-from outrider.compiler.lowering.functions import FunctionBody
 from outrider.compiler.lowering.gated_unit import FuseGatedUnit
-from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from outrider.compiler.lowering.projections import FuseProjections
+from outrider.compiler.lowering.inside import RotateInside
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
-from outrider.compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from outrider.compiler.lowering.sizes import CopiedSizes
 from outrider.compiler.lowering.softcap import FuseSoftcap
 from outrider.compiler.models.decoder import Decoder
-from outrider.compiler.models.eager import sequence_logits
-from outrider.plugins.reference import bim_mask
 from outrider.plugins.schema import CPU_DOMAIN
-from tests.compiler.steps import Arrays, depths, flat, run_engine, write_engine
 
 CPU = "onnxruntime-cpu"
 CAPACITY = 32
@@ -47,92 +35,9 @@ def decoder(toy_recipe: Path) -> Decoder:
     return load_decoder(toy_recipe.parent / "target", "float32", None)
 
 
-def engine(decoder: Decoder, folder: Path, rows: int = 1, target: str = CPU) -> tuple[Path, list[Any]]:
-    graph = export_target(decoder, CAPACITY)
-    reports = lower("target", graph, target, rows)
-    write_engine(graph, folder)
-    return folder / "target.onnx", reports
-
-
-def run_rows(path: Path, decoder: Decoder, tokens: list[list[int]], parents: list[NDArray[np.int64]]) -> list[Arrays]:
-    """Feed each row its tokens in two steps (a past, then a tree); logits of the second step, all tokens."""
-    config, rows = decoder.config, len(tokens)
-    shape = (rows, config.num_kv_heads, CAPACITY, config.head_dim)
-    caches = {f"{kind}_cache.{i}": np.zeros(shape, np.float32) for kind in "kv" for i in range(config.num_layers)}
-    past, found = [0] * rows, []
-    bim = np.full((rows, CAPACITY), -1, np.int64)
-    chains = [
-        np.arange(len(row) - len(parent), dtype=np.int64) - 1 for row, parent in zip(tokens, parents, strict=True)
-    ]
-    for trees in (chains, parents):
-        new = [len(t) for t in trees]
-        view = max(p + n for p, n in zip(past, new, strict=True)) + 3
-        branch, splits = np.zeros(sum(new), np.int64), np.cumsum([0, *new])
-        bias = bim_mask(bim, np.array(past), splits, branch, flat(trees), view, max(new))
-        positions = [place for parent, first in zip(trees, past, strict=True) for place in depths(parent, first)]
-        feeds = {
-            "token_ids": np.concatenate(
-                [np.array(t[p : p + n], np.int64) for t, p, n in zip(tokens, past, new, strict=True)]
-            ),
-            "positions": np.array(positions, np.int64),
-            "row_splits": splits,
-            "attn_bias": bias,
-            "past_length": np.array(past, np.int64),
-            "logit_indices": np.arange(sum(new), dtype=np.int64),
-            **caches,
-        }
-        outputs = run_engine(path, feeds)
-        caches = {name: outputs[f"{name}_out"] for name in caches}
-        past = [p + n for p, n in zip(past, new, strict=True)]
-        found.append(outputs)
-    return found
-
-
-TREE = np.array([-1, 0, 0, 1, 1, 2], np.int64)
-TOKENS = [5, 17, 40, 99, 250, 3, 77, 8, 120, 64]  # four of the past, then the tree
-
-
-def test_our_kernel_gives_what_standard_attention_gives(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fused, _ = engine(decoder, tmp_path / "fused")
-    monkeypatch.setitem(lowering.RULES, CPU, (FunctionBody(),))
-    standard, _ = engine(decoder, tmp_path / "standard")
-    found, wanted = (run_rows(path, decoder, [TOKENS], [TREE]) for path in (fused, standard))
-    for a, b in zip(found, wanted, strict=True):
-        for name in a:
-            np.testing.assert_allclose(a[name], b[name], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("rule", [CpuAttention, ScatterAttention, UpdateOnceAttention])
-def test_each_path_of_a_tree_gives_the_logits_of_that_path_alone_in_pytorch(
-    decoder: Decoder, rule: type[Rule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(lowering.RULES, CPU, (rule(), FunctionBody()))
-    path, reports = engine(decoder, tmp_path / "engine")
-    assert [report.applied for report in reports] == [decoder.config.num_layers, 0]
-    logits = run_rows(path, decoder, [TOKENS], [TREE])[1]["logits"]
-    for node in range(len(TREE)):
-        line = [node]
-        while TREE[line[0]] >= 0:
-            line.insert(0, int(TREE[line[0]]))
-        alone = sequence_logits(decoder, TOKENS[:4] + [TOKENS[4 + i] for i in line])
-        np.testing.assert_allclose(logits[node], alone[-1].numpy(), atol=1e-4, rtol=1e-4)
-
-
-def test_two_ragged_rows_have_the_bits_of_each_alone(decoder: Decoder, tmp_path: Path) -> None:
-    path, _ = engine(decoder, tmp_path / "two", rows=2)
-    other = [9, 30, 31, 200, 201]
-    chain = np.array([-1, 0], np.int64)
-    found = run_rows(path, decoder, [TOKENS, other], [TREE, chain])[1]["logits"].view(np.uint32)
-    alone, _ = engine(decoder, tmp_path / "one")
-    for tokens, tree, place in ((TOKENS, TREE, slice(0, 6)), (other, chain, slice(6, None))):
-        expected = run_rows(alone, decoder, [tokens], [tree])[1]["logits"].view(np.uint32)
-        np.testing.assert_array_equal(found[place], expected)
-
-
-def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tmp_path: Path) -> None:
-    path, reports = engine(decoder, tmp_path / "one")
+def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder) -> None:
+    model = export_target(decoder, CAPACITY)
+    reports = lower("target", model, CPU, 1)
     layers = decoder.config.num_layers
     assert decoder.config.qk_norm
     once = ("FuseProjections", "FuseGatedUnit", "CpuAttention", "RotateInside", "NormInside", "PackedInside")
@@ -143,45 +48,11 @@ def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder, tm
     }
     declined = {r.rule: r.declined for r in reports if r.declined}
     assert declined == {"QueriesFromInside": {"nobody asks for its queries": layers}}
-    graph = onnx.load(path, load_external_data=False).graph
-    ops = [node.op_type for node in graph.node]
+    ops = [node.op_type for node in model.graph]
     assert ops.count("BranchAttention") == layers
     assert not {"Split", "RotaryEmbedding"} & set(ops)
-    assert {node.domain for node in graph.node} == {"", CPU_DOMAIN}
-    assert "row_splits" not in {value.name for value in graph.input}
-
-
-@pytest.mark.parametrize("left_out", [FuseProjections, FuseGatedUnit, RotateInside, NormInside, PackedInside])
-def test_what_the_kernel_takes_over_stays_what_it_was(
-    left_out: type[Rule], decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a rule does not run, those after it decline with a reason, and the engine computes the same."""
-    whole, _ = engine(decoder, tmp_path / "whole")
-    rules = tuple(rule for rule in lowering.RULES[CPU] if not isinstance(rule, left_out))
-    monkeypatch.setitem(lowering.RULES, CPU, rules)
-    part, reports = engine(decoder, tmp_path / "part")
-    if left_out in (RotateInside, FuseProjections):
-        assert any(report.declined for report in reports)
-    found, wanted = (run_rows(path, decoder, [TOKENS], [TREE])[1]["logits"] for path in (part, whole))
-    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("head_dim", [2, 6, 24, None])
-def test_heads_of_any_size_and_layers_that_share_a_projection(
-    head_dim: int | None, decoder: Decoder, tmp_path: Path
-) -> None:
-    """The exporter stores equal weights once; what is fused with them differs from layer to layer."""
-    torch.manual_seed(0)
-    other = Decoder(replace(decoder.config, head_dim=head_dim or decoder.config.head_dim)).eval()
-    for weight in other.parameters():
-        torch.nn.init.normal_(weight, std=0.05)
-    if head_dim is None:
-        with torch.no_grad():
-            for layer in other.layers[1:]:
-                layer.q.weight.copy_(other.layers[0].q.weight)
-    path, _ = engine(other, tmp_path / "other")
-    found = run_rows(path, other, [TOKENS], [np.arange(6) - 1])[1]["logits"]
-    np.testing.assert_allclose(found, sequence_logits(other, TOKENS)[4:].numpy(), atol=1e-4, rtol=1e-4)
+    assert {node.domain for node in model.graph} == {"", CPU_DOMAIN}
+    assert "row_splits" not in {value.name for value in model.graph.inputs}
 
 
 # Declining.

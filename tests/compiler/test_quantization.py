@@ -25,7 +25,7 @@ from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.eager import sequence_logits
 from outrider.compiler.probes.choice import probed_ops
 from outrider.compiler.quantization.calibration import calibrate
-from outrider.compiler.quantization.form import QuantizedWeight, WeightSource, side_by_side
+from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
@@ -63,22 +63,6 @@ def test_every_number_goes_to_the_nearest_step(seed: int, bits: int, size: float
     within = np.clip(weight.reshape(6, 3, 32).astype(np.float64), ends[0], ends[1])
     off = np.abs(numbers(made).reshape(6, 3, 32) - within)
     assert (off <= np.abs(scales) * (0.5 + 1e-4)).all()  # half a step, and float32's rounding of some hundred steps
-
-
-@pytest.mark.parametrize("minimums", [False, True])
-def test_weights_of_one_input_stand_side_by_side(minimums: bool) -> None:
-    rng = np.random.default_rng(2)
-
-    def source(outputs: int) -> WeightSource:
-        integers = rng.integers(0, 8, (outputs, 64)).astype(np.uint8 if minimums else np.int8)
-        scales = rng.normal(size=(outputs, 2)).astype(np.float32)
-        made = QuantizedWeight(4, integers, scales, scales * 2 if minimums else None)
-        return WeightSource(4, (outputs, 64), minimums, lambda: made)
-
-    parts = [source(3), source(5)]
-    joined = side_by_side(parts)
-    assert joined.shape == (8, 64)
-    np.testing.assert_array_equal(numbers(joined.read()), np.concatenate([numbers(part.read()) for part in parts]))
 
 
 def test_scales_of_a_checkpoint_are_not_rounded() -> None:

@@ -67,21 +67,6 @@ def test_every_model_of_the_reference_has_an_engine(tmp_path: Path) -> None:
         assert {(each["T"].most, each["M"].most) for each in (few, many)} == {(limits["T"], limits["M"])}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_types_and_devices_of_the_recipe(dtype: str, toy_recipe: Path, tmp_path: Path) -> None:
-    options = f"{{kind: {RTX}, dtype: {dtype}, compute_capabilities: [sm_80]}}"
-    head = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}"
-    recipe = load_recipe(toy_recipe, [f"backends=[{options}]", f"drafters=[{head}]"])
-    plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends[RTX]
-    for engine in plan.engines.values():
-        assert engine.devices == ("sm_80",)
-        assert {t.dtype.value for t in engine.inputs if "cache" in t.name} == {dtype}
-        assert engine.layers["ATTENTION_INPUT"] >= 1
-    (kv,) = (buffer for buffer in plan.buffers if buffer.name == "target.kv")
-    assert kv.dtype.value == dtype
-
-
 SHORT = ("gemma 2", "smollm 3", "all at once")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -174,26 +172,6 @@ def test_the_package_tensorrt_stays_what_it_was(front: Any, monkeypatch: pytest.
     with torch_tensorrt.using_its_tensorrt():
         assert sys.modules["tensorrt"] is not other
     assert sys.modules["tensorrt"] is other
-
-
-@pytest.mark.long
-def test_importing_it_leaves_nothing_changed() -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True, env=os.environ | {"A": "1"}
-    )
-    assert (said.stdout, said.stderr) == ("the same\n", "")
-
-
-IMPORTING = """
-import logging, os, sys, torch
-from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt
-def state():
-    cuda = torch.cuda.get_device_capability, torch.cuda.current_device, hasattr(torch._C, "_CudaDeviceProperties")
-    return os.path.isfile, cuda, logging.root.manager.disable, dict(os.environ), "tensorrt" in sys.modules
-before = state()
-load_torch_tensorrt("tensorrt_rtx")
-print("the same" if state() == before else (before, state()))
-"""
 
 
 def test_a_wrong_or_missing_wheel_is_named_before_anything_is_exported(
