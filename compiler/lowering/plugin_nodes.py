@@ -85,4 +85,4 @@ def _attribute(node: ir.Node, name: str) -> int | float:
                 size = value.shape[spec.shape.index(name)]
                 if isinstance(size, int):
                     return size
-    raise ValueError(f"the plugin of {node.op_type} wants {name!r}, which its node does not tell")
+    raise ValueError(f"the plugin of {node.op_type} wants {name!r}, which its node does not have")

@@ -18,7 +18,7 @@ from outrider.compiler.export.tracing import traced_of
 from outrider.compiler.lowering import RULES, lower
 from outrider.compiler.lowering.gated_unit import FuseGatedUnit
 from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from outrider.compiler.lowering.projections import FuseProjections
+from outrider.compiler.lowering.products import FuseProjections
 from outrider.compiler.lowering.rule import Rule
 from outrider.compiler.probes.choice import probed_ops
 from outrider.compiler.probes.graph import probe_graph

@@ -15,11 +15,11 @@ from outrider.compiler.checkpoint import load_decoder
 from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower
+from outrider.compiler.lowering.functions import CopiedSizes
 from outrider.compiler.lowering.gated_unit import FuseGatedUnit
 from outrider.compiler.lowering.inside import RotateInside
+from outrider.compiler.lowering.own_ops import FuseSoftcap
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
-from outrider.compiler.lowering.sizes import CopiedSizes
-from outrider.compiler.lowering.softcap import FuseSoftcap
 from outrider.compiler.models.decoder import Decoder
 from outrider.plugins.schema import CPU_DOMAIN
 

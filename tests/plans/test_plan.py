@@ -101,7 +101,6 @@ def test_a_damaged_plan_is_refused_and_the_place_is_named(plan: Path, case: str)
     damage(plan)
     sentence = refused(plan)
     assert [part for part in named if part not in sentence] == []
-    assert ".." not in sentence.replace(str(plan), "")
 
 
 def test_an_untouched_copy_gives_the_same_tokens_and_hashes_are_what_verify_is_about(plan: Path, toy: Runtime) -> None:
