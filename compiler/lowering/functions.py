@@ -1,4 +1,4 @@
-"""Function bodies in standard ops, for ops that have no better lowering, and what ONNX Runtime on CUDA needs of them."""
+"""Function bodies in standard ops, for ops that have no better lowering, and what CUDA needs of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""RMS norms, with the residual sum before them, soft caps and ops of drafts as ops of our own on the CPU, whose sums have
-one order on any processor; norms as ONNX Runtime's op on CUDA."""
+"""RMS norms, with the residual sum before them, soft caps and ops of drafts: our own ops on the CPU, with one order of
+sums on any processor; norms as ONNX Runtime's op on CUDA."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.compiler.export.execution import cache_outputs
 from outrider.compiler.export.ops import branch_attention, window_bias
-from outrider.compiler.export.tracing import name_inputs, trace
+from outrider.compiler.export.target import trace_target
 from outrider.plans import names
 from outrider.plugins import reference
 from tests.compiler.steps import Arrays, depths, flat
@@ -169,48 +170,13 @@ class Forms(nn.Module):
 
 
 def export_forms(module: Forms, capacity: int) -> ir.Model:
-    rows, new, view = 2, 4, 8
-    index, free, layers = torch.int64, torch.export.Dim.DYNAMIC, range(len(module.forms))
-    dtype = module.head.weight.dtype
-    shape = (rows, KV_HEADS, capacity, HEAD_DIM)
-    cache = (names.ROWS, *shape[1:])
-    model = trace(
-        module,
-        inputs={
-            "token_ids": torch.zeros(new, dtype=index),
-            "positions": torch.zeros(new, dtype=index),
-            "row_splits": torch.zeros(rows + 1, dtype=index),
-            "attn_bias": torch.zeros(rows, 1, new - 2, view),
-            "past_length": torch.zeros(rows, dtype=index),
-            "logit_indices": torch.zeros(3, dtype=index),
-            "k_caches": [torch.empty(shape, dtype=dtype) for _ in layers],
-            "v_caches": [torch.empty(shape, dtype=dtype) for _ in layers],
-        },
-        dynamic={
-            **{name: {0: free} for name in ("token_ids", "positions", "row_splits", "past_length", "logit_indices")},
-            "attn_bias": {0: free, 2: free, 3: free},
-            **{name: [{0: free} for _ in layers] for name in ("k_caches", "v_caches")},
-        },
-        outputs={
-            names.LOGITS_OUT: (names.LOGITS, VOCABULARY),
-            **{names.cache_output(cache_of(i)): cache for i in layers for cache_of in (names.k_cache, names.v_cache)},
-            **({names.queries(i): (names.NEW, HEADS * HEAD_DIM) for i in layers} if module.queries else {}),
-        },
-    )
-    name_inputs(
-        model,
-        {
-            names.TOKEN_IDS: (names.NEW,),
-            names.POSITIONS: (names.NEW,),
-            names.ROW_SPLITS: (names.ROW_EDGES,),
-            names.ATTN_BIAS: (names.ROWS, 1, names.PLACES, names.VIEW),
-            names.PAST_LENGTH: (names.ROWS,),
-            names.LOGIT_INDICES: (names.LOGITS,),
-            **{names.k_cache(i): cache for i in layers},
-            **{names.v_cache(i): cache for i in layers},
-        },
-    )
-    return model
+    layers, cache = range(len(module.forms)), (names.ROWS, KV_HEADS, capacity, HEAD_DIM)
+    outputs = {
+        names.LOGITS_OUT: (names.LOGITS, VOCABULARY),
+        **dict.fromkeys(cache_outputs(len(layers), 1), cache),
+        **({names.queries(i): (names.NEW, HEADS * HEAD_DIM) for i in layers} if module.queries else {}),
+    }
+    return trace_target(module, cache, len(layers), module.head.weight.dtype, outputs)
 
 
 def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], parents: Sequence[Sequence[int]]) -> Arrays:

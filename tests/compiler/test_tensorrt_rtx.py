@@ -20,7 +20,7 @@ from outrider.compiler.build import build
 from outrider.compiler.checkpoint import load_decoder
 from outrider.compiler.engines import tensorrt, tensorrt_network
 from outrider.compiler.engines.onnx_file import describe_engine
-from outrider.compiler.engines.onnx_front import OnnxFront
+from outrider.compiler.engines.tensorrt import OnnxFront
 from outrider.compiler.engines.tensorrt_library import RtxLibrary
 from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower

@@ -15,7 +15,7 @@ import torch
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.engines import tensorrt, torch_front, torch_tensorrt
-from outrider.compiler.engines.onnx_front import OnnxFront
+from outrider.compiler.engines.tensorrt import OnnxFront
 from outrider.compiler.engines.tensorrt_library import RtxLibrary
 from outrider.compiler.export import export_draft, export_target
 from outrider.compiler.inspect import describe
