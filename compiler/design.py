@@ -227,7 +227,7 @@ def _check_served(recipe: Recipe) -> None:
         if recipe.capacity.batching and fixed:
             raise recipe.error(
                 ("capacity", "batching"),
-                f"is true, and {backend.kind} appends as many slots to every row of a KV cache, whatever its length: "
+                f"is true, and {backend.kind} appends the same number of slots to every row of a KV cache: "
                 "set it to false, for branches in one row",
             )
         if recipe.partial_kv.enabled and fixed:

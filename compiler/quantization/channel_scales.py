@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.compiler.models.decoder import DecoderLayer, LayerConfig
-from outrider.compiler.quantization.block_search import SHORT
-from outrider.compiler.quantization.error_feedback import feed_back
+from outrider.compiler.quantization.error_feedback import SHORT, feed_back
 from outrider.compiler.quantization.moments import Moments
 from outrider.plugins.quant_layout import BLOCK
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from outrider.compiler.lowering.unbranched import unbranch
+from outrider.compiler.lowering.functions import unbranch
 from outrider.plans.sampling import Sampling
 from outrider.plugins.onnx_ops import FUNCTIONS
 from outrider.plugins.reference import DraftSettings, tree_expand
