@@ -20,7 +20,7 @@ _INT64_MAX = 2**63 - 1
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UsageError`, one sentence that names the help, instead of printing its usage.
 
-    Texts, which are arguments without a `type`, are read as UTF-8 whatever the locale says. Paths stay unchanged.
+    Texts, which are arguments without a `type`, are read as UTF-8 in any locale. Paths stay unchanged.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

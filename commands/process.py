@@ -62,7 +62,7 @@ def _unusable(flags: int, mode: str) -> io.TextIOWrapper:
 
 
 class _Output(io.FileIO):
-    """Standard output whose write errors are `OutputError`s, to tell them from errors of other files."""
+    """Standard output whose write errors are `OutputError`s, unlike errors of other files."""
 
     def write(self, data: ReadableBuffer) -> int:
         try:

@@ -10,6 +10,8 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import sys
 from contextlib import suppress
+from functools import partial
+from typing import cast
 
 from outrider.commands.arguments import Parser, at_least_1, number
 from outrider.commands.console import guarded, print_json, report_error, stderr
@@ -45,11 +47,12 @@ _WITH_BEAMS = {
 
 def main(arguments: list[str] | None = None, called: str = "python -m outrider.runtime") -> int:
     """Run a command; `called` is what the user typed before its name."""
-    return guarded(lambda: _run(_parser(called).parse_args(arguments)))
 
+    def run() -> int:
+        options = _parser(called).parse_args(arguments)
+        return int(options.command(options))
 
-def _run(options: argparse.Namespace) -> int:
-    return int(options.command(options))
+    return guarded(run)
 
 
 def _parser(called: str) -> Parser:
@@ -68,36 +71,32 @@ def _parser(called: str) -> Parser:
         '"import os" --drafter ngram --temperature 0.8 --seed 7 --json',
     )
     add_shared(generate)
-    add_prompt(generate).add_argument(
-        "--message", help="a message to the model, by its chat template, in place of a prompt"
-    )
+    message = "a message to the model, by its chat template, in place of a prompt"
+    add_prompt(generate).add_argument("--message", help=message)
     add_form(generate)
     generate.add_argument("--stream", action="store_true", help="print text as it is committed")
-    generate.add_argument(
-        "--json", action="store_true", help="print one JSON object: text token_ids finish_reason seed stats"
-    )
+    one = "print one JSON object: text token_ids finish_reason seed stats"
+    generate.add_argument("--json", action="store_true", help=one)
     generate.add_argument(
         "--debug",
         action="store_true",
         help="print each round on standard error: its position, the drafted tokens with the drafter's probability that "
         "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token after them; H is "
         "the entropy that chose the length; r and p/q decide by rejection. Lengths chosen and drafting that is stopped "
-        "because it does not pay are told as well",
+        "because it does not pay are printed as well",
     )
     beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
-    beams.add_argument(
-        "--beams", type=at_least_1, metavar="N", help="search with N beams; --json prints beams and stats"
-    )
-    beams.add_argument(
-        "--length-penalty", type=number(), metavar="X", help="score: log-probability / tokens ** X (default 1)"
-    )
+    count = partial(beams.add_argument, type=at_least_1, metavar="N")
+    count("--beams", help="search with N beams; --json prints beams and stats")
+    penalty = "score: log-probability / tokens ** X (default 1)"
+    beams.add_argument("--length-penalty", type=number(), metavar="X", help=penalty)
     beams.add_argument(
         "--early-stopping",
         choices=_EARLY_STOPPING,
         help="once N have ended: end (true), or continue while a live beam scores better as it is (false, the "
         "default), or could at any length (never)",
     )
-    beams.add_argument("--num-return", type=at_least_1, metavar="N", help="print the N best (default 1)")
+    count("--num-return", help="print the N best (default 1)")
     generate.set_defaults(command=_generate, parser=generate)
 
     add_branches(commands)
@@ -135,36 +134,26 @@ def _generate(arguments: argparse.Namespace) -> int:
         options["on_round"] = RoundPrinter(runtime.tokenizer, stderr)
         log_to(stderr)
     stream = runtime.stream(prompt, messages=messages, **options)
-    if arguments.stream and not arguments.json:
-        for span in stream:
-            print(span.text, end="", flush=True)
-        print(flush=True)  # before what stderr says, wherever both go
-        stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
-    elif arguments.json:
+    if arguments.json:
         print_json(generation_json(stream.result))
-    else:
-        print(stream.result.text, flush=True)
-        stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
+        return 0
+    for text in (span.text for span in stream) if arguments.stream else [stream.result.text]:
+        print(text, end="", flush=True)
+    print(flush=True)  # before the lines on stderr
+    stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
     return 0
 
 
 def _beam_search(arguments: argparse.Namespace) -> int:
     others = set(vars(arguments)) - _WITH_BEAMS - _OF_BEAMS - {"beams"}
-    if given := _given(arguments, others):
-        raise RequestError(
-            f"{given[0]} cannot go with --beams: beam search draws and drafts nothing, and has no text before its end. "
-            "Leave one of them out."
-        )
+    if excluded := _given(arguments, others):
+        why = "beam search draws and drafts nothing, and has no text before its end"
+        raise RequestError(f"{excluded[0]} cannot go with --beams: {why}. Leave one of them out.")
     prompt = read_prompt(arguments)
-    options = BeamOptions(beams=arguments.beams)
-    if arguments.max_new_tokens is not None:
-        options["max_new_tokens"] = arguments.max_new_tokens
-    if arguments.length_penalty is not None:
-        options["length_penalty"] = arguments.length_penalty
+    given = {name: getattr(arguments, name) for name in ("beams", "max_new_tokens", "length_penalty", "num_return")}
+    options = cast(BeamOptions, {name: value for name, value in given.items() if value is not None})
     if arguments.early_stopping is not None:
         options["early_stopping"] = _EARLY_STOPPING[arguments.early_stopping]
-    if arguments.num_return is not None:
-        options["num_return"] = arguments.num_return
     if arguments.ignore_eos or arguments.eos_token_ids is not None:
         options["eos_token_ids"] = [] if arguments.ignore_eos else arguments.eos_token_ids
     results = load(arguments).beam_search(prompt, **options)
@@ -173,9 +162,8 @@ def _beam_search(arguments: argparse.Namespace) -> int:
         return 0
     for result in results:
         print(result.text, flush=True)
-        stderr.print(
-            f"score {result.score:.4f}, {len(result.token_ids)} tokens ({result.finish_reason.value})", style="dim"
-        )
+        tokens = f"{len(result.token_ids)} tokens ({result.finish_reason.value})"
+        stderr.print(f"score {result.score:.4f}, {tokens}", style="dim")
     return 0
 
 

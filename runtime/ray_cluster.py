@@ -20,7 +20,7 @@ _STORE = 200 * 2**20  # bytes of Ray's object store on this machine: requests an
 
 @contextmanager
 def cluster(address: str | None, cpus: float) -> Iterator[None]:
-    """Be in the cluster at `address`, or in one of this machine that is taken to have at least so many CPUs.
+    """Be in the cluster at `address`, or in one of this machine that is taken to have at least `cpus` CPUs.
 
     SIGTERM ends the command in order from then on. Raises RequestError where no cluster can be reached.
     """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
 from outrider.plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
 from outrider.plans.manifest import rejects
 from outrider.runtime.batch.body import asked_of
+from outrider.runtime.batch.folder import BatchFolder
 from outrider.runtime.batch.requests import BatchRequest
 from outrider.runtime.generation import FinishReason, Generation
 from outrider.runtime.handle import Handle
@@ -56,7 +58,7 @@ class _RunningRequest:
 
 
 class Answering:
-    """Answers requests for the model of that name; `created` is the time that answers tell, in seconds since 1970.
+    """Answers requests for the model of that name; `created` is the time in answers, in seconds since 1970.
 
     An answer is a function of the plan, the request with its id, and these: not of the drafter, the cache, the company
     or the clock. So drafters by rejection and lossy partial KV, whose tokens depend on where rounds end, are refused,
@@ -66,7 +68,7 @@ class Answering:
     def __init__(self, runtime: Runtime, model: str | None, created: int) -> None:
         """For a runtime of `load_for_batches`. Raises RequestError where its scheduler cannot be as it is to be."""
         manifest = runtime.manifest
-        runtime.start()  # what is wrong with its settings is not to be told of every request
+        runtime.start()  # wrong settings are to fail here, not in every request
         self.runtime, self.model, self._created = runtime, model or manifest.name, created
         self._submitter = Submitter(runtime, self.model, MOST_CHOICES)
         self._rejecting = {drafter.name for drafter in manifest.drafters if rejects([drafter])}
@@ -210,3 +212,34 @@ def _result(request: BatchRequest, stamps: DerivedStamps, status: int, body: dic
         "response": {"status_code": status, "request_id": f"req_{stamps.token()}", "body": body},
         "error": None,
     }
+
+
+@dataclass(frozen=True)
+class FinishedRequests:
+    """Finished requests, their new tokens, and when work on them began (`time.time()`)."""
+
+    requests: int
+    new_tokens: int
+    began: float
+
+
+def run_blocks(
+    answering: Answering, folder: BatchFolder, blocks: Mapping[int, Sequence[BatchRequest]]
+) -> Generator[BatchAnswer, None, None]:
+    """Answer blocks by their numbers, and write each to the folder once it is whole; yields answers as they come.
+
+    Raises OSError where the folder cannot be written, and what `Answering.answer` raises.
+    """
+    requests = list(chain.from_iterable(blocks.values()))
+    block_of = [number for number, block in blocks.items() for _ in block]
+    first = {number: start for start, number in reversed(list(enumerate(block_of)))}
+    lines = dict[int, bytes]()
+    left = {number: len(block) for number, block in blocks.items()}
+    for answered in answering.answer(requests):
+        block = block_of[answered.number]
+        lines[answered.number] = answered.line
+        left[block] -= 1
+        if not left[block]:
+            start = first[block]
+            folder.write(block, [lines.pop(place) for place in range(start, start + len(blocks[block]))])
+        yield answered

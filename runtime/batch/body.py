@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from outrider.plans.errors import RequestError
 from outrider.runtime.batch.requests import parse
 from outrider.runtime.options.options import Doors, offered
-from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.errors import ApiError, invalid
 from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.refusals import refusal, shown
 
@@ -98,4 +98,4 @@ def _unpacked(value: Any, key: str) -> Any:
 
 
 def _wrong(message: str) -> ApiError:
-    return ApiError(400, message, "invalid_request_error")
+    return invalid(400, None, message)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -17,12 +18,12 @@ from outrider.commands.arguments import at_least_1
 from outrider.commands.console import Update, print_json, progress_bar, stderr
 from outrider.commands.packages import optional_packages
 from outrider.plans.errors import OutriderError, RequestError
-from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of, tell_of_loading
+from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of, report_loading
 
 if TYPE_CHECKING:
+    from outrider.runtime.batch.answering import FinishedRequests
     from outrider.runtime.batch.folder import BatchFolder, BatchState, Totals
     from outrider.runtime.batch.loading import LoadOptions
-    from outrider.runtime.batch.local import FinishedRequests
     from outrider.runtime.batch.requests import BatchRequest
 
     Blocks = Mapping[int, Sequence[BatchRequest]]
@@ -43,31 +44,26 @@ def add_batch(commands: Any) -> None:
         "prompts.parquet --out /shared/answers --ray auto --cpus-per-actor 4",
     )
     add_machine(parser)
-    parser.add_argument("requests", type=Path, metavar="INPUT", help="file of JSON lines, or NAME.parquet")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of the results: a new one, or that of a run to resume",
-    )
-    parser.add_argument("--model-name", help="the model that requests name (default: the plan's name)")
+    add = parser.add_argument
+    add("requests", type=Path, metavar="INPUT", help="file of JSON lines, or NAME.parquet")
+    out = "folder of the results: a new one, or that of a run to resume"
+    add("--out", type=Path, required=True, metavar="DIR", help=out)
+    add("--model-name", help="the model that requests name (default: the plan's name)")
     add_capacities(parser)
-    parser.add_argument(
+    add(
         "--block-size",
         type=at_least_1,
         metavar="N",
-        help="requests that are written together, and in one process lost together when it is killed (default: as many "
-        "as the plan serves at once, at least 16); a resumed run keeps the first run's size",
+        help="requests that are written together, and in one process lost together when it is killed (default: the "
+        "number that the plan serves at once, at least 16); a resumed run keeps the first run's size",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    add("--quiet", action="store_true", help="no progress")
+    add("--json", action="store_true", help="print one JSON object at the end")
     ray = parser.add_argument_group("on a cluster", "Ray Data's actors, which load the plan once each (extra `ray`).")
     ray.add_argument("--ray", metavar="ADDRESS", help="HOST:PORT, ray://HOST:PORT or auto; local: one of its own")
-    ray.add_argument("--actors", type=at_least_1, metavar="N", help="actors (default: as many as there is room for)")
-    ray.add_argument(
-        "--cpus-per-actor", type=at_least_1, metavar="N", help="CPUs, and threads, of each (default: --threads, or 1)"
-    )
+    count = partial(ray.add_argument, type=at_least_1, metavar="N")
+    count("--actors", help="actors (default: all that there is room for)")
+    count("--cpus-per-actor", help="CPUs, and threads, of each (default: --threads, or 1)")
     parser.set_defaults(command=_batch)
 
 
@@ -103,7 +99,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class _Work:
-    """What a run does: of `total` requests those that are `missing`; and what it has come to so far."""
+    """A run: of `total` requests it computes those that are `missing`; and its sums so far."""
 
     total: int
     missing: int
@@ -135,17 +131,13 @@ def _work(arguments: argparse.Namespace, folder: BatchFolder, state: BatchState,
     """Answer the blocks that are missing, and write them to the folder."""
     work = _Work(state.count, sum(map(len, missing.values())))
     run = _in_process if arguments.ray is None else _on_ray
-    bar = nullcontext(_no_progress) if arguments.quiet else progress_bar("requests")
+    bar = nullcontext(lambda *_: None) if arguments.quiet else progress_bar("requests")
     with closing(run(arguments, folder, state, missing)) as running, bar as update:
         work.show(update)
         for done in running:
             work.add(done)
             work.show(update)
     return work
-
-
-def _no_progress(done: int, total: int, doing: str = "", left: float | None = None) -> None:
-    """Show nothing."""
 
 
 def _state(arguments: argparse.Namespace, ordered: Sequence[BatchRequest]) -> BatchState:
@@ -170,7 +162,7 @@ def _state(arguments: argparse.Namespace, ordered: Sequence[BatchRequest]) -> Ba
 
 
 def _created() -> int:
-    """The time that answers tell, as reproducible builds have it: 0, or that of the environment."""
+    """The time in answers, as reproducible builds have it: 0, or that of the environment."""
     given = os.environ.get(_EPOCH, "0")
     if not (given.isascii() and given.isdigit() and len(given) < 19):
         raise RequestError(f"{_EPOCH} is {given!r}; set it to seconds since 1970, or unset it.")
@@ -180,17 +172,15 @@ def _created() -> int:
 def _in_process(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
 ) -> Generator[FinishedRequests, None, None]:
-    from outrider.runtime.batch.answering import Answering
-    from outrider.runtime.batch.loading import load_for_batches
-    from outrider.runtime.batch.local import FinishedRequests, run_blocks
-    from outrider.runtime.batch.processors import check_loaded
+    from outrider.runtime.batch.answering import Answering, FinishedRequests, run_blocks
+    from outrider.runtime.batch.loading import check_loaded, load_for_batches
 
     options = _load_options(arguments, arguments.backend, arguments.threads)
     options["share_memory"] = False
     with stderr.status(f"loading {arguments.plan}"):
         runtime = load_for_batches(arguments.plan, **options)
     try:
-        tell_of_loading(runtime)
+        report_loading(runtime)
         check_loaded(runtime, arguments.plan, state)
         answering, began = Answering(runtime, state.model, state.created), time()
         with closing(run_blocks(answering, folder, blocks)) as answers:
@@ -234,22 +224,11 @@ def _load_options(arguments: argparse.Namespace, backend: str | None, threads: i
 
 def _report(arguments: argparse.Namespace, folder: BatchFolder, totals: Totals, work: _Work, seconds: float) -> None:
     if arguments.json:
-        print_json(
-            {
-                "results": str(folder.results),
-                **asdict(totals),
-                "computed": work.computed,
-                "new_tokens": work.new_tokens,
-                "seconds": round(seconds, 3),
-                "working_seconds": round(work.seconds, 3),
-                "tokens_per_second": round(work.tokens_per_second, 1),
-            }
-        )
+        report = {"results": str(folder.results), **asdict(totals), "computed": work.computed}
+        report |= {"new_tokens": work.new_tokens, "seconds": round(seconds, 3)}
+        report |= {"working_seconds": round(work.seconds, 3), "tokens_per_second": round(work.tokens_per_second, 1)}
+        print_json(report)
         return
     print(folder.results)
-    stderr.print(
-        f"{totals.succeeded} answers, {totals.failed} refused; {work.computed} computed now, {work.new_tokens} new "
-        f"tokens in {work.seconds:.1f} s",
-        style="dim",
-        soft_wrap=True,
-    )
+    counts = f"{totals.succeeded} answers, {totals.failed} refused; {work.computed} computed now, {work.new_tokens} new"
+    stderr.print(f"{counts} tokens in {work.seconds:.1f} s", style="dim", soft_wrap=True)

@@ -7,7 +7,7 @@
     lock            held by the run
 
 A block is a run of requests that stand together in the working order. Where blocks end depends on the number of
-requests and on what the first run was told, so that any later run continues with the same ones.
+requests and the options of the first run, so that any later run continues with the same ones.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class BatchState:
             "requests": "the requests are others",
             "count": f"they are of {self.count} requests, and now there are {other.count}",
             "model": f"they name the model {self.model!r}, and now it is {other.model!r}",
-            "created": f"they tell the time {self.created}, and SOURCE_DATE_EPOCH now says {other.created}",
+            "created": f"they have the time {self.created}, and SOURCE_DATE_EPOCH now says {other.created}",
             "backend": f"they ran on {self.backend}, and now it is {other.backend}",
         }
         return [words for key, words in said.items() if getattr(self, key) != getattr(other, key)]
 
 
 def default_block_size(count: int, branches: int) -> int:
-    """As many requests as a plan of so many branches serves at once, and no more than some thousand blocks in all."""
+    """The requests that a plan of `branches` serves at once, and no more than some thousand blocks in all."""
     return max(_LEAST, branches, count // _MOST_BLOCKS)
 
 
@@ -87,7 +87,7 @@ def block_bounds(count: int, block_size: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a batch came to: results with status 200 and others, and the tokens of the former."""
+    """Sums of a batch: results with status 200 and others, and the tokens of the former."""
 
     succeeded: int
     failed: int
@@ -96,7 +96,7 @@ class Totals:
 
 
 class BatchFolder:
-    """The folder at `path`, for whoever writes parts. `BatchFolder.begun` opens it for a run."""
+    """The folder at `path`, for writers of parts. `BatchFolder.begun` opens it for a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,12 +1,16 @@
-"""A plan loaded for batches."""
+"""A plan loaded for batches, and whether this machine may load it."""
 
 from __future__ import annotations
 
+import socket
 from os import PathLike
+from pathlib import Path
+from socket import gethostname
 from typing import TypedDict, Unpack
 
 from outrider.plans.errors import RequestError
-from outrider.runtime.exactness import Exactness
+from outrider.runtime.batch.folder import BatchState
+from outrider.runtime.exactness import Exactness, foreign_kernels, kernels_that_count
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.scheduler import SchedulerConfig
@@ -16,7 +20,7 @@ _QUEUE = 2**20  # requests: it is never full, as `Answering` bounds what is unde
 
 class LoadOptions(TypedDict, total=False):
     """Options of `load_for_batches`: `backend`, `threads`, `exactness` and `share_memory` (here True) as of
-    `Runtime.load`; `max_running` requests at once (as many as the plan has branches); `prefix_cache`, None for none
+    `Runtime.load`; `max_running` requests at once (the number of the plan's branches); `prefix_cache`, None for none
     (`PrefixCacheConfig()`)."""
 
     backend: str | None
@@ -42,3 +46,26 @@ def load_for_batches(plan: str | PathLike[str], **options: Unpack[LoadOptions]) 
         exactness=options.get("exactness", "probed"),
         share_memory=options.get("share_memory", True),
     )
+
+
+def check_loaded(runtime: Runtime, plan: str | PathLike[str], state: BatchState) -> None:
+    """Raise RequestError where the plan that was loaded, or this machine, would give other results than `state`."""
+    if runtime.manifest.identity != state.plan:
+        raise RequestError(
+            f"{plan} is another plan on {gethostname()} than the batch was begun with; put that one there."
+        )
+    here = kernels_that_count(runtime.manifest, state.backend)
+    if here and (foreign := foreign_kernels(here, state.kernels)):
+        raise RequestError(
+            f"{gethostname()} has {foreign}, and ONNX Runtime multiplies floats otherwise there, so that results "
+            "could differ: use nodes of one kind, or a plan with weights of int8 or int4, the same bits everywhere."
+        )
+
+
+def check_visible(folder: Path, file: str) -> None:
+    """Raise RequestError where this machine does not see a file that others have written, or read."""
+    if not (folder / file).is_file():
+        raise RequestError(
+            f"{socket.gethostname()} does not see {folder / file}; put it where every node of the cluster sees it "
+            "under the same path, such as a shared file system, and pass that path."
+        )

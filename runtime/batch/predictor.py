@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from outrider.plans.errors import RequestError
 from outrider.runtime.batch.answering import Answering, BatchAnswer
 from outrider.runtime.batch.body import check_columns
-from outrider.runtime.batch.loading import LoadOptions, load_for_batches
-from outrider.runtime.batch.nodes import check_visible
+from outrider.runtime.batch.loading import LoadOptions, check_visible, load_for_batches
 from outrider.runtime.batch.reading import as_json, json_of, rows_of_table
 from outrider.runtime.batch.requests import BatchRequest, why_not_an_id
 
@@ -53,7 +52,7 @@ class OutriderPredictor:
     ) -> None:
         """Load the plan folder, which every node must see, with the options of `load_for_batches`.
 
-        Answers name the `model` (default: the plan's name), and tell the time `created`, seconds since 1970. Columns
+        Answers name the `model` (default: the plan's name) and the time `created`, seconds since 1970. Columns
         in `keep` are no part of requests. Raises what `Runtime.load` does, and RequestError for a plan that is not
         there, and for columns in `keep` that answers would overwrite.
         """

@@ -1,7 +1,7 @@
 """A batch on a cluster of Ray: actors that load the plan once each, and write a block of results a task.
 
 Ray Data has the actors, gives each two blocks, and another for each that is written; it restarts those that die, and
-gives their blocks again. The folder is the same for all nodes: what is answered is not computed again, whoever dies.
+gives their blocks again. The folder is the same for all nodes: what is answered is not computed again when actors die.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from outrider.plans.errors import OutriderError, PlanError, RequestError
-from outrider.runtime.batch.answering import Answering
+from outrider.runtime.batch.answering import Answering, FinishedRequests
 from outrider.runtime.batch.folder import KEPT, BatchFolder, BatchState
-from outrider.runtime.batch.loading import LoadOptions, load_for_batches
-from outrider.runtime.batch.local import FinishedRequests
-from outrider.runtime.batch.nodes import check_visible
-from outrider.runtime.batch.processors import check_loaded
+from outrider.runtime.batch.loading import LoadOptions, check_loaded, check_visible, load_for_batches
 from outrider.runtime.batch.requests import BatchRequest
 
 _TRIES = 4  # of a block whose actor dies
@@ -31,7 +28,7 @@ _Numbered = tuple[int, Sequence[BatchRequest]]
 
 
 def room_for(count: int | None, cpus: int) -> int:
-    """Return how many actors of `cpus` CPUs to have: `count`, or as many as the cluster has room for.
+    """Return how many actors of `cpus` CPUs to have: `count`, or all that the cluster has room for.
 
     Raises RequestError where it has no room for these.
     """
@@ -95,7 +92,7 @@ def run_on_ray(
                 raise (RequestError if row["request"] else PlanError)(row["error"])
             yield FinishedRequests(row["requests"], row["new_tokens"], row["began"])
     except RayError as error:
-        raise PlanError(f"Ray gave up a block: {str(error).strip().splitlines()[-1].rstrip('.')}. {KEPT}") from None
+        raise PlanError(f"Ray lost a block: {str(error).strip().splitlines()[-1].rstrip('.')}. {KEPT}") from None
 
 
 def _dealt(blocks: Sequence[_Numbered], count: int) -> list[_Numbered]:
@@ -107,7 +104,7 @@ def _dealt(blocks: Sequence[_Numbered], count: int) -> list[_Numbered]:
 
 
 class _BlockWriter:
-    """An actor. It tells mistakes as rows: an exception would come with Ray's own words about it."""
+    """An actor. It returns mistakes as rows: an exception would come with Ray's own words about it."""
 
     def __init__(self, plan: str, folder: str, state: BatchState, load: LoadOptions) -> None:
         self._folder, self._error = BatchFolder(Path(folder)), None

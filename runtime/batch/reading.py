@@ -1,6 +1,6 @@
 """A batch's input: a file of JSON lines, or of parquet.
 
-What no result line could tell, as it would have no id, is found before anything runs: all of the file is read first.
+Faults of lines without an id, which can have no result, are found before anything runs: the file is read first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.runtime.batch.requests import BatchRequest, parse, why_not_an_id
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_SHOWN = 5  # faults of a file that are told
+_SHOWN = 5  # faults of a file that are named
 _LONGEST = 2**26  # bytes of a line
 _ROWS = 1024  # of parquet, at a time
 _WHOLE = 2**53  # below it a float that is whole is that number and no other

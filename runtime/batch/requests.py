@@ -24,7 +24,7 @@ class BatchRequest:
 
 
 def parse(text: str) -> Any:
-    """JSON as it is defined: no NaN, no infinities; and at most 256 levels deep, whoever calls. Raises ValueError."""
+    """JSON as it is defined: no NaN, no infinities; at most 256 levels deep, at any depth of calls. Raises ValueError."""
     try:
         found = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
@@ -77,7 +77,7 @@ def working_order(requests: Iterable[BatchRequest]) -> list[BatchRequest]:
 
 
 def _beginning(text: str) -> str:
-    """What the prompt of a request begins with, as far as its text tells: tools, then messages or a prompt."""
+    """The beginning of a request's prompt, as far as its text has it: tools, then messages or a prompt."""
     row = parse(text)
     body = row.get("body", row)
     if not isinstance(body, Mapping):

@@ -27,20 +27,13 @@ from outrider.runtime.text.structured_outputs import StructuredOutputs
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """The plan, and where it runs."""
-    parser.add_argument("plan", type=Path, help="folder of the plan")
-    parser.add_argument("--backend", help="backend (default: the best this machine drives)")
-    parser.add_argument(
-        "--threads",
-        type=at_least_0,
-        default=0,
-        help="CPU threads of the target and of large drafters; 0 lets the backend choose (%(default)s)",
-    )
-    parser.add_argument(
-        "--no-cuda-graphs",
-        action="store_true",
-        help="on a GPU, launch kernel by kernel what would be recorded at loading",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("plan", type=Path, help="folder of the plan")
+    add("--backend", help="backend (default: the best this machine drives)")
+    threads = "CPU threads of the target and of large drafters; 0 lets the backend choose (%(default)s)"
+    add("--threads", type=at_least_0, default=0, help=threads)
+    add("--no-cuda-graphs", action="store_true", help="on a GPU, launch kernel by kernel in place of recorded graphs")
+    add(
         "--exactness",
         choices=get_args(Exactness),
         default="probed",
@@ -51,24 +44,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def add_capacities(parser: argparse.ArgumentParser) -> None:
     """How many requests run at once, and the prefix cache of all of them."""
-    parser.add_argument(
-        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can be)"
-    )
-    default = PrefixCacheConfig()
-    parser.add_argument(
-        "--cache-tokens",
-        type=at_least_1,
-        default=default.max_cached_tokens,
-        metavar="N",
-        help="prefix cache: most tokens (%(default)s)",
-    )
-    parser.add_argument(
-        "--cache-bytes",
-        type=at_least_1,
-        default=default.memory_bytes,
-        metavar="N",
-        help=f"prefix cache: most memory ({default.memory_bytes >> 30} GiB), taken at once",
-    )
+    count, default = partial(parser.add_argument, type=at_least_1, metavar="N"), PrefixCacheConfig()
+    count("--max-running", help="requests at once (default: those that the plan has branches for)")
+    count("--cache-tokens", default=default.max_cached_tokens, help="prefix cache: most tokens (%(default)s)")
+    memory = f"prefix cache: most memory ({default.memory_bytes >> 30} GiB), allocated at once"
+    count("--cache-bytes", default=default.memory_bytes, help=memory)
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
 
 
@@ -191,7 +171,7 @@ def load(
     *,
     say: Callable[[str], object] | None = None,
 ) -> Runtime:
-    """The plan, loaded; `say` as of `tell_of_loading`."""
+    """The plan, loaded; `say` as of `report_loading`."""
     with stderr.status(f"loading {arguments.plan}"):
         runtime = Runtime.load(
             arguments.plan,
@@ -202,11 +182,11 @@ def load(
             scheduler=scheduler,
             exactness=arguments.exactness,
         )
-    tell_of_loading(runtime, say)
+    report_loading(runtime, say)
     return runtime
 
 
-def tell_of_loading(runtime: Runtime, say: Callable[[str], object] | None = None) -> None:
+def report_loading(runtime: Runtime, say: Callable[[str], object] | None = None) -> None:
     """Say why better backends were passed over, and that the machine was probed (default: on standard error)."""
     say = say or partial(stderr.print, style="dim", soft_wrap=True)
     for backend, reason in runtime.passed_over.items():
@@ -220,7 +200,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="the prompt's text")
     prompt.add_argument("--prompt-file", type=Path, help="a file with the prompt's text; - for standard input")
-    prompt.add_argument("--token-ids", help="the prompt as token ids, separated by commas")
+    prompt.add_argument("--token-ids", type=_token_ids, metavar="IDS", help="the prompt as ids, separated by commas")
     return prompt
 
 
@@ -229,12 +209,7 @@ def read_prompt(arguments: argparse.Namespace) -> str | list[int]:
     if arguments.prompt is not None:
         return str(arguments.prompt)
     if arguments.token_ids is not None:
-        try:
-            return [int(part) for part in arguments.token_ids.split(",")]
-        except ValueError:
-            raise RequestError(
-                f"--token-ids is {arguments.token_ids!r}; pass whole numbers separated by commas, such as 12,7,99."
-            ) from None
+        return list(arguments.token_ids)
     return _read_text("--prompt-file", arguments.prompt_file)
 
 
@@ -243,9 +218,7 @@ def _read_text(option: str, path: Path) -> str:
     try:
         if str(path) == "-":
             if isinstance(sys.stdin, TextIOWrapper):
-                sys.stdin.reconfigure(
-                    encoding="utf-8-sig", errors="strict"
-                )  # as files are read, whatever the locale says
+                sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")  # as files are read, in any locale
             return read_all(sys.stdin)
         return read_text_file(path)
     except (OSError, UnicodeDecodeError) as error:

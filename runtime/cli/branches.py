@@ -42,24 +42,16 @@ def add_branches(commands: Any) -> None:
     asked.add_argument(
         "--branch", action="append", metavar="TEXT", help="what a branch begins with after the prompt; repeatable"
     )
-    asked.add_argument(
-        "--n", type=at_least_1, metavar="N", help="so many samples of the prompt; pass a --temperature too"
-    )
+    asked.add_argument("--n", type=at_least_1, metavar="N", help="N samples of the prompt; pass a --temperature too")
     parser.add_argument(
         "--mode", choices=MODES, default=MODES[0],
         help="all in one row of the KV cache (default), or a row each; the tokens are the same",
     )  # fmt: skip
-    parser.add_argument(
-        "--max-parallel", type=at_least_1, metavar="N", help="branches at once (default: as many as can be)"
-    )
-    parser.add_argument(
-        "--stream",
-        action="store_true",
-        help="show the branches side by side as they grow; without a terminal, print each as it ends",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object: branches, each as of generate, and stats"
-    )
+    parallel = "branches at once (default: all that the plan has room for)"
+    parser.add_argument("--max-parallel", type=at_least_1, metavar="N", help=parallel)
+    stream = "show the branches side by side as they grow; without a terminal, print each as it ends"
+    parser.add_argument("--stream", action="store_true", help=stream)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: branches and stats")
     parser.set_defaults(command=_branches)
 
 

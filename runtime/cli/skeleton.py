@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing, nullcontext
 from typing import Any
 
 from outrider.commands.arguments import at_least_1
@@ -27,9 +28,8 @@ def add_skeleton(commands: Any) -> None:
     parser.add_argument("--question", required=True, help="what is to be answered")
     parser.add_argument("--system", help="a system message (default: the recipe's)")
     parser.add_argument("--mode", choices=MODES, default=MODES[0], help="as of branches")
-    parser.add_argument(
-        "--max-parallel", type=at_least_1, metavar="N", help="points at once (default: as many as can be)"
-    )
+    parallel = "points at once (default: all that the plan has room for)"
+    parser.add_argument("--max-parallel", type=at_least_1, metavar="N", help=parallel)
     parser.add_argument("--json", action="store_true", help="print one JSON object: outline, points, text, stats")
     parser.set_defaults(command=_skeleton)
 
@@ -37,28 +37,18 @@ def add_skeleton(commands: Any) -> None:
 def _skeleton(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
     skeleton = Skeleton(load(arguments))
-    stream = skeleton.stream(
-        arguments.question,
-        system=arguments.system,
-        mode=arguments.mode,
-        max_parallel=arguments.max_parallel,
-        **options,
-    )
+    own: dict[str, Any] = {"system": arguments.system, "mode": arguments.mode, "max_parallel": arguments.max_parallel}
+    stream = skeleton.stream(arguments.question, **own, **options)
     shown = _Screen() if stdout.is_terminal and not arguments.json else None
-    while True:
-        try:
-            said = next(stream)
-        except StopIteration as end:
-            answer: Answer = end.value
-            break
-        except BaseException:
+    with nullcontext() if shown is None else closing(shown):
+        while True:
+            try:
+                said = next(stream)
+            except StopIteration as end:
+                answer: Answer = end.value
+                break
             if shown is not None:
-                shown.close()
-            raise
-        if shown is not None:
-            shown.take(said)
-    if shown is not None:
-        shown.close()
+                shown.take(said)
     if arguments.json:
         print_json(_json(answer))
         return 0

@@ -1,4 +1,4 @@
-"""`outrider serve-ray PLAN`: replicas of a plan after one address, until the command is told to end."""
+"""`outrider serve-ray PLAN`: replicas of a plan at one address, until the command is ended."""
 
 from __future__ import annotations
 

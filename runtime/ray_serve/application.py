@@ -20,7 +20,7 @@ _ROUTERS: dict[Routing, dict[str, Any]] = {
     "balanced": {},  # Ray's own
     "round-robin": {"request_router_class": "outrider.runtime.ray_serve.router:RoundRobinRouter"},
 }
-_TELLING = 2.0  # seconds between the moments when a replica tells all ingresses what it holds
+_REPORTING = 2.0  # seconds between reports of a replica to all ingresses of what it holds
 _ANSWERING = 10.0  # seconds to answer a health check; after three that are missed, a replica is replaced
 _CARE: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
@@ -74,7 +74,7 @@ def _scaling(settings: Settings, target: Geometry) -> dict[str, Any]:
             "num_gpus": settings.replica_gpus,
             "resources": settings.replica_resources,
         },
-        "request_router_config": {**_ROUTERS[settings.routing], "request_routing_stats_period_s": _TELLING},
+        "request_router_config": {**_ROUTERS[settings.routing], "request_routing_stats_period_s": _REPORTING},
     }
     if settings.least_replicas == settings.most_replicas:
         return {"num_replicas": settings.replicas, **options}

@@ -6,6 +6,7 @@ import argparse
 import signal
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -36,87 +37,49 @@ def _parser(called: str) -> Parser:
     parser = Parser(
         prog=called,
         description="Serve the plan as the command `serve` does, by several replicas on the machines of a Ray "
-        "cluster. Requests that share a beginning go to the replica that holds it. A request whose replica dies goes "
-        "on at another one, with the same tokens; its client notices nothing. The plan's folder must be at the same "
-        "path on every machine. What --log-format writes is in Ray's log files of the ingresses (logs/worker-*.err of "
-        "Ray's folder on their machines). Without --ray, a cluster of this machine alone is started, and ended with "
-        "the command. Needs the extra `ray`.",
+        "cluster. Requests that share a beginning go to the replica that holds it. A request whose replica dies "
+        "continues at another one, with the same tokens; its client notices nothing. The plan's folder must be at the "
+        "same path on every machine. What --log-format writes is in Ray's log files of the ingresses "
+        "(logs/worker-*.err of Ray's folder on their machines). Without --ray, a cluster of this machine alone is "
+        "started, and ended with the command. Needs the extra `ray`.",
         epilog="example: %(prog)s build/branches --replicas 2 --threads 4 --port 8000",
     )
     add_machine(parser)
     parser.set_defaults(threads=1)
     add_serving(parser)
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="address of a running cluster, such as auto or 10.0.0.1:6379 (default: start one here)",
-    )
-    parser.add_argument("--name", default="outrider", help="name of the application on the cluster (outrider)")
-    parser.add_argument(
-        "--route-prefix", default="/", metavar="PATH", help="path under which the application is served (/)"
-    )
-    parser.add_argument("--replicas", type=at_least_1, metavar="N", help="replicas at the start (1)")
-    parser.add_argument(
-        "--min-replicas",
-        type=at_least_1,
-        metavar="N",
-        help="fewest replicas, while there is little to do (default: --replicas)",
-    )
-    parser.add_argument(
-        "--max-replicas", type=at_least_1, metavar="N", help="most replicas, under load (default: --replicas)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    count = partial(add, type=at_least_1, metavar="N")
+    running = "address of a running cluster, such as auto or 10.0.0.1:6379 (default: start one here)"
+    add("--ray", metavar="ADDRESS", help=running)
+    add("--name", default="outrider", help="name of the application on the cluster (outrider)")
+    add("--route-prefix", default="/", metavar="PATH", help="path under which the application is served (/)")
+    count("--replicas", help="replicas at the start (1)")
+    count("--min-replicas", help="fewest replicas, while there is little to do (default: --replicas)")
+    count("--max-replicas", help="most replicas, under load (default: --replicas)")
+    count(
         "--target-ongoing",
-        type=at_least_1,
-        metavar="N",
-        help="requests under way at each replica, running or waiting, above which replicas are added (default: as many "
-        "as one runs at once)",
+        help="requests under way at each replica, running or waiting, above which replicas are added (default: the "
+        "number that one runs at once)",
     )
-    parser.add_argument(
-        "--max-ongoing",
-        type=at_least_1,
-        metavar="N",
-        help="requests that a replica takes at once; others wait at the ingresses (default: twice as many as it runs)",
-    )
-    parser.add_argument(
-        "--ingresses", type=at_least_1, default=1, metavar="N", help="processes that take requests in (1)"
-    )
-    parser.add_argument(
-        "--replica-cpus",
-        type=number(0),
-        metavar="N",
-        help="CPUs that Ray sets aside for a replica (default: --threads)",
-    )
-    parser.add_argument(
-        "--replica-gpus", type=number(0), default=0.0, metavar="N", help="GPUs that Ray sets aside for a replica (0)"
-    )
-    parser.add_argument(
+    ongoing = "requests that a replica takes at once; others wait at the ingresses (default: twice what it runs)"
+    count("--max-ongoing", help=ongoing)
+    count("--ingresses", default=1, help="processes that take requests (1)")
+    cpus = partial(add, type=number(0), metavar="N")
+    cpus("--replica-cpus", help="CPUs that Ray sets aside for a replica (default: --threads)")
+    cpus("--replica-gpus", default=0.0, help="GPUs that Ray sets aside for a replica (0)")
+    add(
         "--routing",
         choices=get_args(Routing),
         default="prefix",
         help="prefix: to the replica that holds the request's beginning, load permitting; balanced: to the less loaded "
         "of two; round-robin: to each in turn, for measuring (prefix)",
     )
-    parser.add_argument(
-        "--losses",
-        type=at_least_0,
-        default=Failover.losses,
-        metavar="N",
-        help="replicas that one request may lose before it fails (%(default)s)",
-    )
-    parser.add_argument(
-        "--patience",
-        type=number(above=0),
-        default=Failover.patience,
-        metavar="SECONDS",
-        help="longest that a request waits for a replica to take it (%(default)g)",
-    )
-    parser.add_argument(
-        "--proxies",
-        choices=("HeadOnly", "EveryNode"),
-        default="HeadOnly",
-        help="which machines of the cluster listen at --host and --port, where Ray Serve does not run yet (HeadOnly)",
-    )
+    losses = "replicas that one request may lose before it fails (%(default)s)"
+    add("--losses", type=at_least_0, default=Failover.losses, metavar="N", help=losses)
+    patience = "longest that a request waits for a replica to take it (%(default)g)"
+    add("--patience", type=number(above=0), default=Failover.patience, metavar="SECONDS", help=patience)
+    proxies = "which machines of the cluster listen at --host and --port, where Ray Serve does not run yet (HeadOnly)"
+    add("--proxies", choices=("HeadOnly", "EveryNode"), default="HeadOnly", help=proxies)
     return parser
 
 
@@ -194,16 +157,13 @@ def _signals() -> tuple[threading.Event, threading.Event]:
     """Events for the first SIGTERM or SIGINT, and for a second one."""
     ended, hurried = threading.Event(), threading.Event()
 
-    def told(*_: object) -> None:
-        (hurried if ended.is_set() else ended).set()
-
     for number_of in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number_of, told)
+        signal.signal(number_of, lambda *_: (hurried if ended.is_set() else ended).set())
     return ended, hurried
 
 
 def _drain(handle: DeploymentHandle[Any], seconds: float, hurried: threading.Event) -> None:
-    """Have all ingresses finish what they have, for so many seconds, or until the command is told to end again."""
+    """Have all ingresses finish their requests, for `seconds`, or until a second signal."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 

@@ -53,12 +53,6 @@ class Failover:
     losses: int = 5
     patience: float = 120.0
 
-    def __post_init__(self) -> None:
-        if type(self.losses) is not int or self.losses < 0:
-            raise RequestError(f"losses is {self.losses!r}; pass a whole number of at least 0.")
-        if type(self.patience) not in (int, float) or not 0 < self.patience < inf:
-            raise RequestError(f"patience is {self.patience!r}; pass a number of seconds above 0.")
-
 
 class FollowedRequest:
     """A request, and what it has given: by whichever replica."""
@@ -85,7 +79,7 @@ class FollowedRequest:
         """Follow the request to its end, from replica to replica; its handle gets all spans, and result or error."""
         losses, waited, began = 0, _SHORTEST, monotonic()
         while True:
-            told = len(self._tokens)
+            before = len(self._tokens)
             try:
                 return await self._follow(send, began + failover.patience)
             except TimeoutError:
@@ -103,8 +97,8 @@ class FollowedRequest:
                 if self._tokens and self._stays is not None:
                     return self._fail(f"The answer lost its replica after {len(self._tokens)} tokens: {self._stays}")
                 if losses > failover.losses:
-                    return self._fail(f"The request lost {losses} replicas, the last one as {lost}; it is given up.")
-            waited = _SHORTEST if len(self._tokens) > told else min(2 * waited, _LONGEST)
+                    return self._fail(f"The request lost {losses} replicas, the last one as {lost}.")
+            waited = _SHORTEST if len(self._tokens) > before else min(2 * waited, _LONGEST)
             left = self._left()
             await asyncio.sleep(waited if left is None else min(waited, left))
             if left == 0:
@@ -176,15 +170,13 @@ class FollowedRequest:
 
     def _timed(self, found: Generation) -> Generation:
         """The generation as its client saw it: all its tokens, and the wait for the first of them from here."""
-        stats = found.stats
-        told = replace(
-            stats, new_tokens=len(found.token_ids), reused_tokens=min(stats.reused_tokens, stats.prompt_tokens)
-        )
+        reused = min(found.stats.reused_tokens, found.stats.prompt_tokens)
+        stats = replace(found.stats, new_tokens=len(found.token_ids), reused_tokens=reused)
         if self._takers > 1:  # the last replica knows the end alone
-            told = self._clocked(told)
+            stats = self._clocked(stats)
         elif self._first is not None:
-            told.queued_ms = max(0.0, 1000 * (self._first - self._submitted) - stats.ttft_ms)
-        return replace(found, stats=told)
+            stats.queued_ms = max(0.0, 1000 * (self._first - self._submitted) - stats.ttft_ms)
+        return replace(found, stats=stats)
 
     def _clocked(self, stats: Stats) -> Stats:
         """The same counts with times by the clock of here: work is taken to begin when a replica takes the request."""

@@ -51,7 +51,11 @@ class Ingress:
         self._name, caller = replica.unique_id, replica.to_full_id_str()  # the latter is the name of the actor
         self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover, caller)
         self._readiness = Readiness()  # Ray asks for this application once replicas have loaded the plan
-        self._tracing = _tracing() if settings.telemetry else None
+        self._tracing: Tracing | None = None
+        if settings.telemetry:
+            from outrider.runtime.server.tracing import tracing_by_environment  # of the extra `telemetry`
+
+            self._tracing = tracing_by_environment()
         if settings.log_format is not None:
             log_to_stderr(settings.log_format)
         self._counting = asyncio.create_task(self._count())
@@ -59,18 +63,11 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray, once in each ingress."""
         settings = self._settings
-        config = ServerConfig(
+        config = ServerConfig.of(
+            settings,
             model=settings.model_name or self.served.manifest.name,
             api_key=self._keys,
-            max_body_bytes=settings.max_body_bytes,
-            drain_seconds=settings.drain_seconds,
-            max_choices=settings.max_choices,
             tokens_per_minute=settings.tokens_per_minute_here,
-            log_requests=settings.log_format is not None,
-            allow_hosts=settings.allow_hosts,
-            allow_origins=settings.allow_origins,
-            protect_metrics=settings.protect_metrics,
-            share_prefixes=settings.share_prefixes,
             metric_labels={"ingress": self._name} if settings.ingresses > 1 else {},
         )
         return make_app(self.served, config, readiness=self._readiness, tracing=self._tracing)
@@ -85,7 +82,7 @@ class Ingress:
         return [each for each in found if isinstance(each, ReplicaInfo)]
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more requests; cut off those that have not ended in so many seconds. Returns whether all ended."""
+        """Take no more requests; cut off those that have not ended in `seconds`. Returns whether all ended."""
         self._readiness.reach(Phase.DRAINING)
         return await asyncio.to_thread(drain, self.served, seconds)
 
@@ -100,7 +97,7 @@ class Ingress:
             except Exception:
                 _LOG.exception("the counts of replicas cannot be had; they are asked again")
                 continue
-            self.served.counts.tell({each.replica: each.stats for each in found})
+            self.served.counts.update({each.replica: each.stats for each in found})
             if not warned and (differences := _differences(found)):
                 _LOG.warning(differences)
                 warned = True
@@ -112,13 +109,7 @@ def _differences(found: Sequence[ReplicaInfo]) -> str | None:
     for each in found[1:]:
         if foreign := foreign_kernels(each.kernels, found[0].kernels):
             return (
-                f"{each.host} has {foreign} as {found[0].host} has, so that tokens may depend on the replica that a "
-                "request comes to. Use nodes of one kind, or a plan with weights of int8 or int4."
+                f"{each.host} has {foreign} as {found[0].host} has, so that tokens may depend on the replica of a "
+                "request. Use nodes of one kind, or a plan with weights of int8 or int4."
             )
     return None
-
-
-def _tracing() -> Tracing:
-    from outrider.runtime.server.tracing import tracing_by_environment  # of the extra `telemetry`
-
-    return tracing_by_environment()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import zip_longest
+from operator import add
 from os import PathLike
 from time import monotonic
+from typing import Any
 
 from outrider.plans.errors import BusyError, ClosedError, RequestError
 from outrider.plans.manifest import Manifest, rejects
@@ -20,7 +23,6 @@ from outrider.runtime.handle import Handle
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import Request
 from outrider.runtime.prefix_cache.cache import PrefixCache
-from outrider.runtime.ray_serve.counts import Counts
 from outrider.runtime.ray_serve.following import Failover, FollowedRequest, Send
 from outrider.runtime.ray_serve.replica_request import ReplicaRequest
 from outrider.runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
@@ -69,7 +71,7 @@ class RemoteRuntime:
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
-        """The counts of all replicas together, as they last told them, and of who waits, or was refused, here."""
+        """The last counts of all replicas together, and of requests that wait, or were refused, here."""
         total = self.counts.total
         with self._changed:
             waiting, refused = sum(each.waits for each in self._followed), self._refused
@@ -95,7 +97,7 @@ class RemoteRuntime:
                 self._refused += len(made)
                 raise
             self._followed |= dict.fromkeys(made)
-            for followed in made:  # here, so that whoever closes finds them started
+            for followed in made:  # here, so that `close` finds them started
                 # In a context of its own: Ray would take requests of one context for one, and route them together.
                 self._loop.call_soon_threadsafe(self._start, followed, context=contextvars.Context())
         return [followed.handle for followed in made]
@@ -179,3 +181,47 @@ class RemoteRuntime:
             return self._changed.wait_for(
                 lambda: not self._followed, None if until is None else max(0.0, until - monotonic())
             )
+
+
+_FORGOTTEN = 300  # answers of others that a replica misses until it is taken for gone: ten minutes, as ingresses ask
+
+
+class Counts:
+    """Counts of each replica, updated now and then; of `total` only those of present requests ever fall."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, SchedulerStats] = {}  # by replica
+        self._missed: dict[str, int] = {}  # how often each has not answered, one time after another
+        self._gone = SchedulerStats()  # of those that are gone: names are never used again
+        self.total = SchedulerStats()
+
+    def update(self, found: Mapping[str, SchedulerStats]) -> None:
+        """Set the counts of the replicas that answer. Of others the last ones stay, as if nothing ran there."""
+        self._missed = {name: missed + 1 for name, missed in self._missed.items()} | dict.fromkeys(found, 0)
+        self._last |= {name: _at_rest(stats) for name, stats in self._last.items() if name not in found} | dict(found)
+        for name in [name for name, missed in self._missed.items() if missed > _FORGOTTEN]:
+            self._gone = _together([self._gone, self._last.pop(name)])
+            del self._missed[name]
+        self.total = _together([self._gone, *self._last.values()])
+
+
+def _at_rest(stats: SchedulerStats) -> SchedulerStats:
+    """What stays of a replica's counts: not those of what it had at the moment."""
+    return replace(stats, waiting=0, running=0, kv_slots=0, kv_used=0, kv_reserved=0)
+
+
+def _by_place(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sum, zip_longest(first, second, fillvalue=0)))
+
+
+_WAYS: dict[str, Callable[[Any, Any], Any]] = {"longest_round_ms": max, "accepted_by_depth": _by_place}
+"""How counts of two replicas become one, where they are not added."""
+
+
+def _together(several: Iterable[SchedulerStats]) -> SchedulerStats:
+    total = SchedulerStats()
+    for each in several:
+        for name in (field.name for field in fields(each)):
+            mine, other = getattr(total, name), getattr(each, name)
+            setattr(total, name, _WAYS.get(name, add)(mine, other))
+    return total

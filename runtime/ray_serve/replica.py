@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
@@ -19,10 +21,9 @@ from outrider.runtime.backends import device_of, on_processor
 from outrider.runtime.exactness import foreign_kernels, kernels_that_count
 from outrider.runtime.generation import Span
 from outrider.runtime.handle import Handle
-from outrider.runtime.ray_serve.callers import Callers
 from outrider.runtime.ray_serve.following import Message
-from outrider.runtime.ray_serve.prefixes import BLOCKS, KERNELS, PrefixIndex
 from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
+from outrider.runtime.ray_serve.router import BLOCKS, KERNELS, PrefixIndex
 from outrider.runtime.ray_serve.settings import Settings
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.scheduler_stats import SchedulerStats
@@ -30,7 +31,7 @@ from outrider.runtime.server.readiness import warm_up
 from outrider.runtime.server.served import CUTTING_SECONDS
 
 _APART = 0.01  # seconds between two messages of a request: of fast models, several passes share one
-_TOLD = 2048  # blocks, the latest, that routers are told of
+_REPORTED = 2048  # blocks, the latest, that are reported to routers
 _STUCK = 120.0  # seconds without a pass, while requests run, after which a replica is taken for dead
 
 
@@ -77,7 +78,7 @@ class Replica:
         if not on_processor(backend):
             self._kernels["device"] = device_of(backend)
         self._callers = Callers()
-        self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_TOLD) if settings.ingresses > 1 else None
+        self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_REPORTED) if settings.ingresses > 1 else None
         self._seen, self._since = -1, monotonic()  # passes at the last look, and when there were more
 
     async def generate(self, sent: ReplicaRequest) -> AsyncIterator[Message]:
@@ -96,33 +97,27 @@ class Replica:
                 yield Acknowledgement(self._kernels)
                 async for spans in _messages(handle):
                     yield spans
-            self._note([*sent.token_ids, *handle.result().token_ids], sent.owner)
+            if self._held is not None:
+                self._held.insert([*sent.token_ids, *handle.result().token_ids], "here", sent.owner)
         finally:
             handle.cancel()
 
     async def _submit(self, sent: ReplicaRequest) -> Handle:
         """Submit, in a thread, as a grammar may have to be compiled."""
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit_now, sent))
+        own: dict[str, Any] = {"priority": sent.priority, "deadline": sent.deadline, "client": sent.client}
+        submitting = asyncio.ensure_future(
+            asyncio.to_thread(self._runtime.submit, sent.token_ids, **own, **sent.options)
+        )
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
             submitting.add_done_callback(_cancel_what_came_of)
             raise
 
-    def _submit_now(self, sent: ReplicaRequest) -> Handle:
-        return self._runtime.submit(
-            sent.token_ids, priority=sent.priority, deadline=sent.deadline, client=sent.client, **sent.options
-        )
-
-    def _note(self, tokens: list[int], owner: str) -> None:
-        """The cache holds these tokens of the owner's."""
-        if self._held is not None:
-            self._held.insert(tokens, "here", owner)
-
     def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray's controller every now and then, and told to the routers of all ingresses."""
-        told: dict[str, Any] = {KERNELS: self._kernels}
-        return told if self._held is None else told | {BLOCKS: self._held.blocks}
+        """Called by Ray's controller every now and then, for the routers of all ingresses."""
+        known: dict[str, Any] = {KERNELS: self._kernels}
+        return known if self._held is None else known | {BLOCKS: self._held.blocks}
 
     async def about(self) -> ReplicaInfo:
         """Which process this is, and its counts."""
@@ -200,3 +195,50 @@ def joined(some: Iterable[Span | Exception]) -> list[Span]:
 def _cancel_what_came_of(submitting: asyncio.Future[Handle]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()
+
+
+_EVERY = 2.0  # seconds between looks
+
+
+def lives(actor: str) -> bool:
+    """Whether an actor of Ray Serve is there. Ray does not notify a generator's process of its reader's end."""
+    try:
+        ray.get_actor(actor, namespace="serve")
+    except ValueError:
+        return False
+    except ray.exceptions.RayError:  # the cluster's head does not answer: nothing is known
+        return True
+    return True
+
+
+class Callers:
+    """Belongs to one event loop, in which a task looks after callers while there are any."""
+
+    def __init__(self, alive: Callable[[str], bool] = lives, every: float = _EVERY) -> None:
+        self._alive, self._every = alive, every
+        self._handles: defaultdict[str, set[Handle]] = defaultdict(set)
+        self._looking: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def serving(self, caller: str | None, handle: Handle) -> Iterator[None]:
+        """Cancel `handle` if its caller dies meanwhile. Without a caller, nobody looks."""
+        if caller is None:
+            yield
+            return
+        self._handles[caller].add(handle)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            self._handles[caller].discard(handle)
+            if not self._handles[caller]:
+                del self._handles[caller]
+
+    async def _look(self) -> None:
+        while self._handles:
+            await asyncio.sleep(self._every)
+            for caller in list(self._handles):
+                if not await asyncio.to_thread(self._alive, caller):
+                    for handle in self._handles.get(caller, ()):
+                        handle.cancel()

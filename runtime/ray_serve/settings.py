@@ -97,11 +97,11 @@ class Settings(BaseModel):
         return self.most_replicas * self.cpus_of_replica + self.ingresses * self.ingress_cpus
 
     def places_here(self, branches: int) -> int:
-        """This ingress's share of the requests that all replicas, of a plan of so many branches, run at once."""
+        """This ingress's share of the requests that all replicas, of a plan of `branches`, run at once."""
         return max(1, self.least_replicas * (self.max_running or branches) // self.ingresses)
 
     def share_of_queue(self, keys: int) -> int | None:
-        """The most requests of one of so many API keys that wait."""
+        """The most requests of one API key, of `keys` in all, that wait."""
         return share_of_queue(self.max_waiting, self.max_waiting_per_key, keys)
 
     @property

@@ -1,4 +1,4 @@
-"""Routes of the server. Each request is one or several of `Runtime.submit`; whoever goes away cancels his own."""
+"""Routes of the server. Each request is one or several of `Runtime.submit`, cancelled when its client goes away."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from hashlib import sha256
 from ipaddress import ip_address
-from math import inf
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +33,7 @@ from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.handle import Handle
 from outrider.runtime.server.answers import Answer
 from outrider.runtime.server.api_keys import check_shares
-from outrider.runtime.server.errors import ApiError, as_api_error, client_gone, shutting_down
+from outrider.runtime.server.errors import ApiError, as_api_error, client_gone, invalid, shutting_down
 from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.metrics import Metrics
 from outrider.runtime.server.observer import Endings, Listener, Observer
@@ -68,8 +67,8 @@ class ServerConfig:
     `outrider.requests` gets a record of each request. Every metric has the `metric_labels`; with
     `protect_metrics`, `/metrics` requires a key.
 
-    What was computed for requests of one key, no request of another uses, which could tell from it what was asked; with
-    `share_prefixes` all do.
+    Requests of one key do not use what was computed for those of another, whose prompts response times would reveal;
+    with `share_prefixes` they do.
 
     Of browsers' pages those of this machine may ask, and those of `allow_origins` ("*": all). Without a key, a host
     that is asked by a name, and not by an address, is one of `localhost` and `allow_hosts` ("*": any), so that no page
@@ -93,15 +92,13 @@ class ServerConfig:
     protect_metrics: bool = False
     share_prefixes: bool = False
 
+    @classmethod
+    def of(cls, source: object, **own: Any) -> ServerConfig:
+        """A config of the attributes that `source` has, such as a command's arguments, and of `own` fields."""
+        named = {each.name: getattr(source, each.name) for each in fields(cls) if hasattr(source, each.name)}
+        return cls(**{**named, "log_requests": getattr(source, "log_format", None) is not None, **own})
+
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices", "tokens_per_minute"):
-            value = getattr(self, name)
-            if value is None and name == "tokens_per_minute":
-                continue
-            if type(value) is not int or value < 1:
-                raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
-        if type(self.drain_seconds) not in (int, float) or not 0 <= self.drain_seconds < inf:
-            raise RequestError(f"drain_seconds is {self.drain_seconds!r}; pass a number of seconds of at least 0.")
         for key in self.api_keys:
             if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
                 raise RequestError(
@@ -126,8 +123,8 @@ def make_app(
 ) -> FastAPI:
     """The application, for any ASGI server. When it shuts down, requests are finished for some seconds, then cancelled.
 
-    `runtime` serves already: whoever wants it warm calls `readiness.warm_up` before. `readiness` is for servers that
-    drain before they tell the application to shut down. With `tracing`, requests have spans, the last of which are sent
+    `runtime` serves already: call `readiness.warm_up` before, if it is to be warm. `readiness` is for servers that
+    drain before they shut the application down. With `tracing`, requests have spans, the last of which are sent
     when it shuts down.
     """
     metrics, context = Metrics(runtime, config.model, config.metric_labels), runtime.manifest.target.context
@@ -157,12 +154,9 @@ def make_app(
     serving = _Serving(submitter, None if config.tokens_per_minute is None else TokenBudgets(config.tokens_per_minute))
 
     @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return _refused(request, error)
-
     @app.exception_handler(OutriderError)
-    async def outrider_error(request: Request, error: OutriderError) -> JSONResponse:
-        return _refused(request, as_api_error(error))
+    async def ours(request: Request, error: ApiError | OutriderError) -> JSONResponse:
+        return _refused(request, error if isinstance(error, ApiError) else as_api_error(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -171,7 +165,7 @@ def make_app(
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> JSONResponse:
         model = CompletionRequest if path_of(request.scope) == _COMPLETIONS else ChatRequest
-        return _refused(request, ApiError(400, refusal(error.errors(), error.body, model), "invalid_request_error"))
+        return _refused(request, invalid(400, None, refusal(error.errors(), error.body, model)))
 
     app.add_middleware(_Guard, config=config, readiness=readiness)
     app.add_middleware(
@@ -225,7 +219,7 @@ def make_app(
 
 
 def _listeners(config: ServerConfig, metrics: Metrics, tracing: Tracing | None) -> list[Listener]:
-    """Those who are told of every request that is over, in this order."""
+    """Listeners to the end of every request, in this order."""
     listeners: list[Listener] = [_settle, metrics.observe]
     if tracing is not None:
         listeners.append(tracing.end)
@@ -286,14 +280,10 @@ class _Guard:
         protected = ours or (path == "/metrics" and self._config.protect_metrics)
         if "transfer-encoding" in request.headers and "content-length" in request.headers:
             twice = "The request says its length twice, by Content-Length and Transfer-Encoding; send one of them."
-            close = {"Connection": "close"}  # proxies differ in which of them they go by, and in what follows
-            return ApiError(400, twice, "invalid_request_error", "invalid_http", close)
+            return invalid(400, "invalid_http", twice, {"Connection": "close"})  # proxies differ in which they go by
         if not self._keys and not path.startswith("/health") and not self._is_host(host):
-            named = (
-                f"The host {host:.60} is no name of this server; ask it by its address, or serve "
-                "with --allow-host NAME, or with an API key."
-            )
-            return ApiError(403, named, "invalid_request_error", "host_not_allowed")
+            how = "ask it by its address, or serve with --allow-host NAME, or with an API key."
+            return invalid(403, "host_not_allowed", f"The host {host:.60} is no name of this server; {how}")
         if ours and self._readiness.draining:
             error = shutting_down("the request was not begun")
             error.headers["Connection"] = "close"  # the next one may reach another server
@@ -312,7 +302,7 @@ class _Guard:
             return None
         if not length.isdigit():
             missing = "The request does not say its length; send Content-Length, or a body in chunks."
-            return ApiError(411, missing, "invalid_request_error", "length_required")
+            return invalid(411, "length_required", missing)
         return _too_large(length, most) if int(length) > most else None
 
     def _is_host(self, given: str) -> bool:
@@ -328,40 +318,35 @@ class _Guard:
 
 def _too_large(length: str, most: int) -> ApiError:
     large = f"The body has {length} bytes; at most {most} are taken. Send less text, or fewer prompts at a time."
-    return ApiError(413, large, "invalid_request_error", "body_too_large")
+    return invalid(413, "body_too_large", large)
 
 
 def _named(request: Request, error: HTTPException) -> ApiError:
     """The error of ours for one of the frameworks, which name it in two words."""
-    if isinstance(error.__cause__, ApiError):  # while its body came
-        return error.__cause__
-    if isinstance(error.__cause__, ClientDisconnect):  # before its body was whole
+    cause, status = error.__cause__, error.status_code
+    if isinstance(cause, ApiError):  # while its body came
+        return cause
+    if isinstance(cause, ClientDisconnect):  # before its body was whole
         return client_gone()
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, _sentence(request, error), "invalid_request_error", code, error.headers)
-
-
-def _sentence(request: Request, error: HTTPException) -> str:
-    """A sentence for errors that the frameworks name in two words."""
-    method, path = request.method, path_of(request.scope)
-    if error.status_code == 404:
-        return f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
-    if error.status_code == 405:
+    method, path, code, said = request.method, path_of(request.scope), None, str(error.detail)
+    if status == 404:
+        code = "not_found"
+        said = f"There is nothing at {path}; this server has /v1/completions, /v1/chat/completions and /v1/models."
+    elif status == 405:
         others = sorted((error.headers or {}).get("Allow", "another method").split(", "))
-        return f"{path} cannot be asked by {method}; use {' or '.join(others)}."
-    if error.status_code == 400:
+        code, said = "method_not_allowed", f"{path} cannot be asked by {method}; use {' or '.join(others)}."
+    elif status == 400:
         why = {UnicodeDecodeError: "it is no UTF-8 text", RecursionError: "it is nested too deeply"}
-        reason = why.get(type(error.__cause__), "it has a number of too many digits")
-        return f"The body cannot be read as JSON: {reason}. Send a JSON object."
-    return str(error.detail)
+        reason = why.get(type(cause), "it has a number of too many digits")
+        said = f"The body cannot be read as JSON: {reason}. Send a JSON object."
+    return invalid(status, code, said, error.headers)
 
 
 def _cut_off(found: Sequence[Generation]) -> ApiError | None:
     """The error for a client whose answer was cut off by the end of the server."""
-    tokens = sum(each.stats.new_tokens for each in found)
-    if any(each.finish_reason is FinishReason.CANCELLED for each in found):
-        return shutting_down(f"the answer was cut off after {tokens} tokens")
-    return None
+    if all(each.finish_reason is not FinishReason.CANCELLED for each in found):
+        return None
+    return shutting_down(f"the answer was cut off after {sum(each.stats.new_tokens for each in found)} tokens")
 
 
 class _Serving:

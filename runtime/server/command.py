@@ -36,146 +36,89 @@ def add_serve(commands: Any) -> None:
         "serve",
         help="serve the plan over HTTP",
         description="Serve the plan as OpenAI's clients know it: /v1/completions, /v1/chat/completions, streaming too, "
-        "/v1/models, and /health/live, /health/ready and /metrics (Prometheus). What was computed of earlier requests "
-        "is used again, and each has the tokens that it would have alone. Where the plan serves several branches "
+        "/v1/models, and /health/live, /health/ready and /metrics (Prometheus). Prompts that begin alike share KV, "
+        "and each request has the tokens that it would have alone. Where the plan serves several branches "
         "(capacity.branches), requests share passes; a plan of one branch serves one request at a time. While the plan "
         "is loaded, the server listens, and is not ready. Needs the extra `serve`.",
         epilog="example: %(prog)s build/branches --port 8000 --log-format json",
     )
     add_machine(parser)
     add_serving(parser)
-    parser.add_argument(
-        "--cache-file",
-        type=Path,
-        metavar="FILE",
-        help="take in what FILE holds of earlier prompts, and save there at the end what the cache holds then",
-    )
-    for what, seconds, meaning in (
-        ("head", 10, "for a request's head to arrive; then the connection is closed"),
-        ("body", 60, "for a request's body to arrive; then the connection is closed"),
-        ("send", 60, "that a client may leave an answer unread; then the connection is closed"),
-        ("idle", 15, "that a connection may idle between requests; then it is closed"),
-    ):
-        parser.add_argument(
-            f"--{what}-seconds",
-            type=number(above=0),
-            default=seconds,
-            metavar="N",
-            help=f"seconds {meaning} ({seconds})",
-        )
-    parser.add_argument(
-        "--max-connections",
-        type=at_least_1,
-        metavar="N",
-        help="open connections; more are refused (1024, or fewer where the process may not open so many files)",
-    )
+    add = parser.add_argument
+    add("--cache-file", type=Path, metavar="FILE", help="load the prefix cache from FILE, and save it there at the end")
+    seconds = partial(add, type=number(above=0), metavar="N")
+    seconds("--head-seconds", default=10, help="seconds for a request's head; then the connection is closed (10)")
+    seconds("--body-seconds", default=60, help="seconds for a request's body; then the connection is closed (60)")
+    seconds("--send-seconds", default=60, help="seconds that a client may leave an answer unread; then likewise (60)")
+    seconds("--idle-seconds", default=15, help="seconds between requests on a connection; then likewise (15)")
+    most = "open connections; more are refused (1024, or fewer where the process may open few files)"
+    add("--max-connections", type=at_least_1, metavar="N", help=most)
     parser.set_defaults(command=_serve)
 
 
 def add_serving(parser: argparse.ArgumentParser) -> None:
-    """What serving takes, on one machine or on many."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
-    parser.add_argument(
-        "--port", type=whole_number(0, 65535), default=8000, help="port (default 8000; 0: any that is free)"
-    )
-    parser.add_argument(
+    """Options of serving, on one machine or on many."""
+    add = parser.add_argument
+    count = partial(add, type=at_least_1, metavar="N")
+    several = partial(add, action="append", default=[])
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
+    add("--port", type=whole_number(0, 65535), default=8000, help="port (default 8000; 0: any that is free)")
+    add(
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"key that clients must send; given several times, each counts (default: what {_KEY} holds; without any, "
-        "anybody is served)",
+        help=f"key that clients must send; repeatable (default: {_KEY} of the environment; without any key, anybody is "
+        "served)",
     )
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file of more keys, one a line; lines that begin with # are comments",
-    )
-    parser.add_argument(
+    add("--api-key-file", type=Path, metavar="FILE", help="file of more keys, one a line; # begins a comment")
+    several(
         "--allow-host",
         dest="allow_hosts",
-        action="append",
-        default=[],
         metavar="NAME",
-        help="name by which clients may ask without an API key, besides localhost and addresses (several times for "
-        "several; *: any), so that no page of another site can have its own name lead here",
+        help="name by which clients may ask without an API key, besides localhost and addresses (repeatable; *: any), "
+        "so that no page of another site can have its own name lead here",
     )
-    parser.add_argument(
+    several(
         "--allow-origin",
         dest="allow_origins",
-        action="append",
-        default=[],
         metavar="URL",
         help="origin of pages, such as https://chat.example, that browsers let ask, besides those of this machine "
-        "(several times for several; *: any)",
+        "(repeatable; *: any)",
     )
-    parser.add_argument(
+    add(
         "--share-prefixes",
         action="store_true",
-        help="requests of one API key use what was computed for those of others: faster where keys ask alike, and any "
-        "of them can find out, by what is known already, what others have asked",
+        help="API keys share the prefix cache: faster where they ask alike, and response times reveal to each what "
+        "others have asked",
     )
-    parser.add_argument("--protect-metrics", action="store_true", help="/metrics asks for an API key too")
-    parser.add_argument("--model-name", help="the name that clients ask for (default: the plan's)")
+    add("--protect-metrics", action="store_true", help="/metrics asks for an API key too")
+    add("--model-name", help="the name that clients ask for (default: the plan's)")
     add_capacities(parser)
-    parser.add_argument(
-        "--max-waiting",
-        type=at_least_1,
-        default=1024,
-        metavar="N",
-        help="requests that may wait; more are refused with 429 (1024)",
-    )
-    parser.add_argument(
-        "--max-waiting-per-key",
-        type=at_least_1,
-        metavar="N",
-        help="requests of one API key that may wait (default: with several keys half of --max-waiting, else all)",
-    )
-    parser.add_argument(
-        "--max-choices",
-        type=at_least_1,
-        default=64,
-        metavar="N",
-        help="most choices of one request: prompts times n (64)",
-    )
-    parser.add_argument(
+    count("--max-waiting", default=1024, help="requests that may wait; more are refused with 429 (1024)")
+    count("--max-waiting-per-key", help="those of one API key (default: half of --max-waiting; of a single key all)")
+    count("--max-choices", default=64, help="most choices of one request: prompts times n (64)")
+    count(
         "--tokens-per-minute",
-        type=at_least_1,
-        metavar="N",
-        help="tokens that each API key may take, prompts and new tokens together; a request takes the most that it may "
-        "come to, and gives the rest back at its end (default: no limit)",
+        help="tokens of each API key, prompts and new tokens together; a request takes the most that it may use, and "
+        "gives the rest back at its end (default: no limit)",
     )
-    parser.add_argument(
-        "--prefill-tokens",
-        type=at_least_1,
-        metavar="N",
-        help="most tokens of prompts in a pass in which other requests decode, which they delay (default: the plan's "
-        "prefill_chunk)",
-    )
-    parser.add_argument(
-        "--mode", choices=MODES, help="how requests share passes (default: a row each, where the plan has them)"
-    )
-    parser.add_argument(
-        "--max-body-bytes", type=at_least_1, default=2**20, metavar="N", help="larger bodies are refused (1 MiB)"
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        type=number(0),
-        default=30,
-        metavar="N",
-        help="seconds that requests have to finish once the server is told to end (30); then they are cut off",
-    )
-    parser.add_argument(
+    prefill = "most tokens of prompts in a pass in which other requests decode (default: the plan's prefill_chunk)"
+    count("--prefill-tokens", help=prefill)
+    add("--mode", choices=MODES, help="how requests share passes (default: a row each, where the plan has them)")
+    count("--max-body-bytes", default=2**20, help="larger bodies are refused (1 MiB)")
+    drain = "seconds that requests have to finish after SIGTERM (30); then they are cut off"
+    add("--drain-seconds", type=number(0), default=30, metavar="N", help=drain)
+    add(
         "--log-format",
         choices=get_args(LogFormat),
         help="write a line about each request to standard error, and other messages in the same format (default: "
         "faults alone)",
     )
-    parser.add_argument(
+    add(
         "--telemetry",
         action="store_true",
-        help="send a trace of each request by OpenTelemetry, as its variables say (OTEL_EXPORTER_OTLP_ENDPOINT: where "
-        "to; default: http://localhost:4318). Needs the extra `telemetry`",
+        help="send a trace of each request by OpenTelemetry, as its variables say (OTEL_EXPORTER_OTLP_ENDPOINT, by "
+        "default http://localhost:4318). Needs the extra `telemetry`",
     )
 
 
@@ -185,35 +128,16 @@ def _serve(arguments: argparse.Namespace) -> int:
         from outrider.runtime.server.connections import Limits, most_connections
         from outrider.runtime.server.request_log import log_to_stderr
         from outrider.runtime.server.service import Service
-    file = arguments.cache_file
-    if file is not None and arguments.no_prefix_cache:
-        raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
-    if file is not None:
-        check_folder(file)  # now, not when the server ends
-    # All that can be wrong with options is found before the plan is loaded, which takes a while.
-    limits = Limits(
-        arguments.head_seconds,
-        arguments.body_seconds,
-        arguments.send_seconds,
-        arguments.idle_seconds,
-        most_connections(arguments.max_connections),
-    )
+    # Wrong options are refused before the plan is loaded, which takes a while.
+    if arguments.cache_file is not None:
+        if arguments.no_prefix_cache:
+            raise RequestError("--cache-file is of the prefix cache; leave --no-prefix-cache out, or the file.")
+        check_folder(arguments.cache_file)
+    seconds = (arguments.head_seconds, arguments.body_seconds, arguments.send_seconds, arguments.idle_seconds)
+    limits = Limits(*seconds, most_connections(arguments.max_connections))
     keys = read_keys(arguments)
     check_shares(arguments, bool(keys), "--api-key", option)
-    config = ServerConfig(
-        model=arguments.model_name or "",
-        api_key=keys,
-        max_body_bytes=arguments.max_body_bytes,
-        drain_seconds=arguments.drain_seconds,
-        cache_file=file,
-        max_choices=arguments.max_choices,
-        tokens_per_minute=arguments.tokens_per_minute,
-        log_requests=arguments.log_format is not None,
-        allow_origins=arguments.allow_origins,
-        allow_hosts=arguments.allow_hosts,
-        protect_metrics=arguments.protect_metrics,
-        share_prefixes=arguments.share_prefixes,
-    )
+    config = ServerConfig.of(arguments, model=arguments.model_name or "", api_key=keys)
     cache = cache_of(arguments)
     scheduler = SchedulerConfig(
         arguments.max_running,
@@ -229,9 +153,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         except OSError as error:  # another program was bound to the port too, and listened first
             raise RequestError(_why_not(arguments.host, arguments.port, error)) from None
         say: Callable[[str], object] = _print if arguments.log_format is None else logging.getLogger("outrider").info
-        service = Service(
-            partial(load, arguments, cache, scheduler, say=say), config, limits, say, tracing, interrupted=INTERRUPTED
-        )
+        loading = partial(load, arguments, cache, scheduler, say=say)
+        service = Service(loading, config, limits, say, tracing, interrupted=INTERRUPTED)
         if arguments.log_format is not None:
             log_to_stderr(arguments.log_format)  # after the server's making, which sets up loggers of its own
         if arguments.max_connections is None and limits.max_connections < Limits.max_connections:

@@ -1,4 +1,4 @@
-"""Connections under limits of time and number, and their end: what uvicorn leaves to whoever listens.
+"""Connections under limits of time and number, and their end, which uvicorn leaves to the application.
 
 uvicorn closes a connection that is idle after an answer, and no other: one that sends its request a byte a minute,
 nothing at all, or reads nothing of its answer, would stay for ever. And it takes connections until the process can open
@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 from types import FrameType
 from typing import Any
 
@@ -29,13 +28,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from outrider.plans.errors import RequestError
 from outrider.runtime.server.errors import ApiError, not_http, too_many_connections, too_slow
 from outrider.runtime.server.readiness import Phase, Readiness
-from outrider.runtime.server.request_ids import HEADER, id_of, new_id
+from outrider.runtime.server.record import HEADER, id_of, new_id
 from outrider.runtime.server.request_log import log_refusal
 
 _LAST_WORDS = 3.0  # seconds for the ends of answers that were cut off to reach their clients
-_WAITING = 2048  # connections that the system keeps until they are taken: as many as uvicorn has it keep
+_WAITING = 2048  # connections that the system keeps until they are accepted: uvicorn's own number
 _AT_ONCE = 16  # of them, those that the event loop takes before it does anything else
-_TOLD = 16  # above the most that may be open: those that are told so. More are closed without a word
+_REFUSED = 16  # above the most that may be open: those that are refused by an answer. More are closed at once
 _PROBES = ("/health/live", "/health/ready", "/metrics")
 _OTHER_FILES = 128  # open files of the process itself, and of connections that are being closed
 
@@ -51,17 +50,9 @@ class Limits:
     idle_seconds: float = 15.0
     max_connections: int = 1024
 
-    def __post_init__(self) -> None:
-        for name in ("head_seconds", "body_seconds", "send_seconds", "idle_seconds"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value < inf:
-                raise RequestError(f"{name} is {value!r}; pass a number of seconds above 0.")
-        if type(self.max_connections) is not int or self.max_connections < 1:
-            raise RequestError(f"max_connections is {self.max_connections!r}; pass a whole number of at least 1.")
-
 
 def most_connections(asked: int | None = None) -> int:
-    """`asked`, or the default of `Limits` and at most as many as this process may open files for, besides its own.
+    """`asked`, or the default of `Limits`, limited by the files that this process may open besides its own.
 
     Its limit of open files is raised where the system lets it. Raises RequestError where that is not enough.
     """
@@ -72,7 +63,7 @@ def most_connections(asked: int | None = None) -> int:
         return wanted
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    needed = wanted + _TOLD + _OTHER_FILES
+    needed = wanted + _REFUSED + _OTHER_FILES
     if files != unlimited and files < needed:
         raised = needed if most_files == unlimited else min(needed, most_files)
         with suppress(OSError, ValueError):  # macOS has a lower limit than it says
@@ -80,7 +71,7 @@ def most_connections(asked: int | None = None) -> int:
             files = raised
     if files == unlimited or files >= needed:
         return wanted
-    possible = files - _TOLD - _OTHER_FILES
+    possible = files - _REFUSED - _OTHER_FILES
     if possible < 1 or asked is not None:
         raise RequestError(
             f"{wanted} connections need {needed} open files, and this process may open {files}; raise that with "
@@ -98,8 +89,8 @@ def server_of(
 ) -> uvicorn.Server:
     """A server of `app` that keeps `limits`.
 
-    Once told to end, it lets `readiness`, which is the app's, drain, and waits `drain_seconds` for answers; meanwhile
-    it listens, so that probes and new requests are told. Then it calls `end` in a thread, which is to end those that
+    After SIGTERM it lets `readiness`, which is the app's, drain, and waits `drain_seconds` for answers; meanwhile it
+    listens, so that probes and new requests get an answer. Then it calls `end` in a thread, which is to end those that
     are left.
     """
 
@@ -126,7 +117,7 @@ class _TimedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         above = len(self.connections) - self.limits.max_connections
-        if above > _TOLD:
+        if above > _REFUSED:
             transport.abort()
             return
         if above > 0:
@@ -252,7 +243,7 @@ def _refusing(error: ApiError, app: ASGIApp) -> ASGIApp:
 
 
 class _Server(uvicorn.Server):
-    """Gives every answer an end when it is told to end itself; told again, it waits no longer.
+    """Gives every answer an end after a signal to end; after a second one it waits no longer.
 
     SIGTERM is a way to end like any other: the command's status is 0 after it.
     """

@@ -31,33 +31,36 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, BusyError):
         return ApiError(429, str(error), "rate_limit_error", "too_many_requests", _again(_BUSY_SECONDS))
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if "the plan's context is" in str(error) else None
-        return ApiError(400, str(error), "invalid_request_error", code)
+        return invalid(400, "context_length_exceeded" if "the plan's context is" in str(error) else None, str(error))
     if isinstance(error, UnavailableError):
-        return ApiError(503, str(error), "server_error", "unavailable", _again(_RESTART_SECONDS))
+        return _later(str(error), "unavailable")
     said = str(error) if isinstance(error, OutriderError) else f"It failed by a fault of ours: {error!r:.400}"
     return ApiError(500, said, "server_error", "server_error")
 
 
 def failed(request_id: str) -> ApiError:
-    """The error of a request that a fault of the server has ended; its log tells which."""
+    """The error of a request that a fault of the server has ended, which is in its log."""
     message = f"The server failed to answer; its log says why, under {request_id}. Send the request again."
     return ApiError(500, message, "server_error", "server_error")
 
 
 def shutting_down(what: str) -> ApiError:
-    message = f"The server is shutting down: {what}. Send the request again later."
-    return ApiError(503, message, "server_error", "shutting_down", _again(_RESTART_SECONDS))
+    return _later(f"The server is shutting down: {what}. Send the request again later.", "shutting_down")
 
 
 def loading(why: str) -> ApiError:
-    message = f"The server does not serve yet: {why}. Send the request again later; /health/ready says when."
-    return ApiError(503, message, "server_error", "loading", _again(_RESTART_SECONDS))
+    how = "Send the request again later; /health/ready says when."
+    return _later(f"The server does not serve yet: {why}. {how}", "loading")
+
+
+def invalid(status: int, code: str | None, message: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """The error of a request that is wrong."""
+    return ApiError(status, message, "invalid_request_error", code, headers)
 
 
 def client_gone() -> ApiError:
     """The error for the log alone: nobody is there to read it."""
-    return ApiError(499, "The client has gone.", "invalid_request_error", "client_gone")
+    return invalid(499, "client_gone", "The client has gone.")
 
 
 def too_many_connections(most: int) -> ApiError:
@@ -67,17 +70,17 @@ def too_many_connections(most: int) -> ApiError:
 
 
 def too_slow(part: str, seconds: float) -> ApiError:
-    message = f"The request's {part} has not come within {seconds:g} s; send the request again, at once and whole."
-    return ApiError(408, message, "invalid_request_error", "request_timeout")
+    how = "send the request again, at once and whole."
+    return invalid(408, "request_timeout", f"The request's {part} has not come within {seconds:g} s; {how}")
 
 
 def not_http(status: int, why: str) -> ApiError:
     """The error for bytes that are no request of HTTP/1.1, with the status that the parser suggests."""
     if status == 431:
-        message = "The request's head is too large; send fewer or shorter headers, or a shorter path."
-        return ApiError(431, message, "invalid_request_error", "headers_too_large")
+        how = "send fewer or shorter headers, or a shorter path."
+        return invalid(431, "headers_too_large", f"The request's head is too large; {how}")
     message = f"The request is not HTTP/1.1 as this server reads it: {why}. Send a request line, headers and a body."
-    return ApiError(status, message, "invalid_request_error", "invalid_http")
+    return invalid(status, "invalid_http", message)
 
 
 def _body(message: str, kind: str, code: str | None) -> dict[str, Any]:
@@ -85,6 +88,10 @@ def _body(message: str, kind: str, code: str | None) -> dict[str, Any]:
     escaped = message.encode("utf-8", "backslashreplace").decode("utf-8")
     key = _KEY.match(escaped)
     return {"error": {"message": escaped, "type": kind, "param": key and key.group(), "code": code}}
+
+
+def _later(message: str, code: str) -> ApiError:
+    return ApiError(503, message, "server_error", code, _again(_RESTART_SECONDS))
 
 
 def _again(seconds: int) -> dict[str, str]:

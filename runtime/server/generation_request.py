@@ -14,13 +14,10 @@ from outrider.plans.errors import RequestError
 from outrider.plans.partial_kv import PartialMode
 from outrider.runtime.options.options import MAX_LOGPROBS, MAX_SALT, Doors, Option, Options, offered
 from outrider.runtime.sampling import new_seed
-from outrider.runtime.server.body import FIRST_FAULT, Body
-from outrider.runtime.server.messages import Message
+from outrider.runtime.server.body import FIRST_FAULT, MOST_TOOLS, Body, Message, NamedTool, ResponseFormat, Tool
 from outrider.runtime.server.refusals import shown
-from outrider.runtime.server.response_format import ResponseFormat
 from outrider.runtime.server.tool_calling import ToolCalling
 from outrider.runtime.server.tool_formats import ToolFormat
-from outrider.runtime.server.tools import MOST_TOOLS, NamedTool, Tool
 from outrider.runtime.text.structured_outputs import StructuredOutputs
 
 MOST_CHOICES = 16
@@ -56,7 +53,7 @@ class _GenerationRequest(_Options):
     """Fields of both kinds of request: those of OpenAI here; the options that the server has, which are named as vLLM
     names them where it has them; and `priority` and `deadline`, which are ours.
 
-    A field's description says what to pass; `refusals.py` tells it to a client that passed something else.
+    A field's description says what to pass; `refusals.py` puts it into the error for other values.
     """
 
     UNREAD: ClassVar[frozenset[str]] = frozenset(
@@ -222,8 +219,8 @@ class ChatRequest(_GenerationRequest):
         asked = None if self.response_format is None else self.response_format.schema_of_text
         if asked is not None and not must and not form.trigger:
             raise RequestError(
-                "response_format and tools are both given, and in the format of the plan's chat template nothing tells "
-                'a call from an object; leave one of them out, or pass tool_choice "required".'
+                "response_format and tools are both given, and in the format of the plan's chat template nothing "
+                'distinguishes a call from an object; leave one of them out, or pass tool_choice "required".'
             )
         return ToolCalling(form, functions, must=must, several=several, text=None if must else asked)
 

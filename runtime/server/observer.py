@@ -1,4 +1,4 @@
-"""The outermost layer of the application: every request gets an id and a record, and its end is told to all who ask.
+"""The outermost layer of the application: every request gets an id and a record, which listeners get at its end.
 
 A request is over when its answer is, and when nothing of it runs any longer: a client that goes leaves choices that end
 with their pass.
@@ -16,8 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.runtime.server.errors import failed
-from outrider.runtime.server.record import Record, path_of
-from outrider.runtime.server.request_ids import HEADER, id_of
+from outrider.runtime.server.record import HEADER, Record, id_of, path_of
 
 _LOG = logging.getLogger("outrider")
 _LAST = 2.0  # seconds for requests whose clients have gone to end, when the server does
@@ -26,7 +25,7 @@ Listener = Callable[[Record], None]
 
 
 class Endings:
-    """Tells `listeners` of each request once it is over: in the event loop, so that they must be quick."""
+    """Calls `listeners` for each request once it is over: in the event loop, so that they must be quick."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
@@ -35,7 +34,7 @@ class Endings:
     def over(self, record: Record) -> None:
         """The answer has ended."""
         if record.done:
-            self._tell(record)
+            self._call(record)
             return
         task = asyncio.create_task(self._wait(record))
         self._late.add(task)
@@ -47,14 +46,14 @@ class Endings:
         for handle in record.handles:  # nobody reads them any longer
             handle.cancel()
         await asyncio.gather(*record.handles, return_exceptions=True)
-        self._tell(record)
+        self._call(record)
 
-    def _tell(self, record: Record) -> None:
+    def _call(self, record: Record) -> None:
         for listener in self._listeners:
             try:
                 listener(record)
             except Exception:  # a fault in a listener must not end a request
-                _LOG.exception("request %s was answered, and cannot be told of", record.request_id)
+                _LOG.exception("request %s was answered, and a listener failed", record.request_id)
 
     async def close(self) -> None:
         """Wait for what is outstanding, at most some seconds."""
@@ -63,7 +62,7 @@ class Endings:
 
 
 class Observer:
-    """Begins a record for each request, and puts its id into the answer's head, whoever answers.
+    """Begins a record for each request, and puts its id into the head of any answer.
 
     `begun` is called with the record and the request's head. An exception that nobody has handled becomes an answer in
     OpenAI's shape here, or closes the connection where the answer has begun.
@@ -93,7 +92,7 @@ class Observer:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            pass  # where the server tells so while an answer is sent
+            pass  # while an answer is sent
         except Exception as fault:
             record.fault = fault
             if record.status:

@@ -1,9 +1,11 @@
-"""What is known of one request when it is over: what logs, traces, metrics and budgets are told."""
+"""One request: its id, and the record of it that logs, traces, metrics and budgets read when it is over."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time_ns
 from typing import TYPE_CHECKING
@@ -45,7 +47,7 @@ class Record:
     preparing: asyncio.Future[Submission] | None = None  # continues, though the answer's task is cancelled
     submitted: Submission | None = None
     reservation: Reservation | None = None
-    headers: dict[str, str] = field(default_factory=dict)  # that the answer gets, whatever it is
+    headers: dict[str, str] = field(default_factory=dict)  # of any answer
     status: int = 0
     error: ApiError | None = None
     fault: BaseException | None = None  # of the server's own
@@ -117,3 +119,18 @@ def record_of(request: Request) -> Record:
     """The record that the observer has begun for a request."""
     found: Record = request.state.record
     return found
+
+
+HEADER = "x-request-id"
+_SANE = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")  # fits a header, a line of a log and a trace as it is
+
+
+def new_id() -> str:
+    return f"req_{secrets.token_hex(16)}"
+
+
+def id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The id of a request with these headers, whose names are in lower case."""
+    given = [value for name, value in headers if name == HEADER.encode()]
+    sane = len(given) == 1 and _SANE.fullmatch(given[0])
+    return given[0].decode("ascii") if sane else new_id()

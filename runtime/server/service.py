@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from outrider.runtime.prefix_cache.file import OtherCacheError
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.server.app import ServerConfig, make_app
 from outrider.runtime.server.connections import Limits, server_of
-from outrider.runtime.server.late_app import LateApp
+from outrider.runtime.server.errors import loading, shutting_down
 from outrider.runtime.server.readiness import Phase, Readiness, warm_up
+from outrider.runtime.server.record import HEADER, id_of
 from outrider.runtime.server.served import CUTTING_SECONDS
 
 if TYPE_CHECKING:
@@ -26,7 +34,7 @@ _LOADING = 1.0  # seconds for a plan that is still being loaded when the server 
 
 
 class Service:
-    """`load_plan` is called once, in a thread. `say` tells the operator how far it has come.
+    """`load_plan` is called once, in a thread. `say` reports progress to the operator.
 
     `interrupted` is the exit status of a process that Ctrl-C ends while the plan is loaded.
     """
@@ -50,7 +58,7 @@ class Service:
         self._failed: BaseException | None = None
 
     def run(self, bound: socket.socket, address: str) -> None:
-        """Serve at a socket, whose address is told, until the process is to end. Raises what loading the plan does."""
+        """Serve at a socket, at that address, until the process is to end. Raises what loading the plan does."""
         self._say(f"listening at {address}, and loading the plan")
         loading = threading.Thread(target=self._load, args=[address], name="outrider-loading", daemon=True)
         loading.start()
@@ -58,7 +66,7 @@ class Service:
             self._server.run([bound])
         finally:
             loading.join(_LOADING)
-            if loading.is_alive():  # in a library that cannot be told to stop; nothing is there that is to be kept
+            if loading.is_alive():  # in a library that cannot be stopped; nothing has to be kept
                 sys.stderr.flush()
                 os._exit(self._interrupted if isinstance(sys.exception(), KeyboardInterrupt) else 0)
         if self._failed is not None:
@@ -90,8 +98,68 @@ class Service:
 
 
 def recall(runtime: Runtime, file: Path) -> str:
-    """Take in a saved prefix cache. One of the plan that was served before is passed over: a new plan is to start."""
+    """Load a saved prefix cache, if it is of this plan: a new plan starts without."""
     try:
         return f"{runtime.load_prefix_cache(file)} tokens of earlier prompts are warm"
     except OtherCacheError as error:
         return f"warning: no earlier prompts are warm, and the file is written anew at the end: {error}"
+
+
+class LateApp:
+    """An ASGI application that becomes another one, which begins to live then, and ends when this one does."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+        self._coming: Future[FastAPI] = Future()
+        self._serving: Future[None] = Future()
+        self._app: FastAPI | None = None
+
+    def come(self, app: FastAPI) -> bool:
+        """Serve `app` from now on, and be ready; for another thread than the server's.
+
+        Returns once it is served, or False where the server ends before.
+        """
+        self._coming.set_result(app)
+        self._serving.result()
+        return self._app is not None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await (self._app or self._not_yet)(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()  # that it starts up
+        await send({"type": "lifespan.startup.complete"})
+        end = asyncio.ensure_future(receive())
+        coming = asyncio.wrap_future(self._coming)
+        try:
+            await asyncio.wait((coming, end), return_when=asyncio.FIRST_COMPLETED)
+            if not end.done():
+                app = coming.result()
+                async with app.router.lifespan_context(app):
+                    self._app = app
+                    self._readiness.reach(Phase.READY)
+                    self._serving.set_result(None)
+                    await end
+        finally:
+            if not self._serving.done():
+                self._serving.set_result(None)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _not_yet(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Probes are answered as the application answers them; `/health` says that it serves, and does not yet."""
+        path = Request(scope).url.path
+        if path == "/health/live":
+            answer = JSONResponse({"status": "live"})
+        elif path == "/health/ready":
+            status, body = self._readiness.response
+            answer = JSONResponse(body, status)
+        else:
+            phase = self._readiness.phase
+            draining = phase is Phase.DRAINING
+            error = shutting_down("the request was not begun") if draining else loading(phase.value)
+            answer = JSONResponse(error.body, error.status, error.headers)
+        answer.headers[HEADER] = id_of(scope["headers"])
+        await answer(scope, receive, send)

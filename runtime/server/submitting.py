@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, submitted: the prompts, options and grammars that a body comes to.
+"""Requests of OpenAI's API, submitted: the prompts, options and grammars of a body.
 
 Neither HTTP nor events: the server waits for what is submitted here, and so does a batch.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from outrider.plans.errors import RequestError
 from outrider.runtime.handle import Handle
 from outrider.runtime.options.options import Options
-from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.errors import invalid
 from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.served import ServedRuntime
 from outrider.runtime.server.tool_calling import ToolCalling
@@ -47,8 +47,7 @@ class Submitter:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for any other model; None is the one that there is."""
         if name not in (None, self.model):
-            message = f"There is no model {name!r} here; pass {self.model!r}."
-            raise ApiError(404, message, "invalid_request_error", "model_not_found")
+            raise invalid(404, "model_not_found", f"There is no model {name!r} here; pass {self.model!r}.")
 
     def submit(
         self,
@@ -70,7 +69,7 @@ class Submitter:
         if prompts * asked.n > most:
             raise RequestError(
                 f"The request asks for {prompts * asked.n} choices (prompts: {prompts}, n: {asked.n}); at most "
-                f"{most} are taken in a request. Send fewer prompts at a time, or a smaller n."
+                f"{most} are allowed in a request. Send fewer prompts at a time, or a smaller n."
             )
         calling = self._calling(asked) if isinstance(asked, ChatRequest) else None
         by_prompt = list(self._wanted(asked, calling, owner))

@@ -20,18 +20,18 @@ class _Bucket:
 class TokenBudgets:
     """A token bucket for each client, of `per_minute` tokens, which fills up evenly within a minute.
 
-    A request takes at its start the most that it may come to, and gives back at its end what it has not used: a client
+    A request takes at its start the most that it may use, and gives back at its end what it has not used: a client
     never has more under way than its bucket held. Any thread may call. `clock` is monotonic, in seconds, so that the
     time of day may jump.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = monotonic) -> None:
         self.per_minute, self._clock = per_minute, clock
-        self._buckets: dict[str, _Bucket] = {}  # by client, of whom there are as many as keys
+        self._buckets: dict[str, _Bucket] = {}  # by client, which are keys
         self._changing = threading.Lock()
 
     def reserve(self, client: str, prompt: int, most_new: int) -> Reservation:
-        """Take `prompt + most_new` tokens. Raises ApiError, status 429, where so many are not left, or never can be."""
+        """Take `prompt + most_new` tokens. Raises ApiError, status 429, where they are not left, or never can be."""
         wanted = prompt + most_new
         with self._changing:
             bucket = self._filled(client)
@@ -65,7 +65,7 @@ class TokenBudgets:
         }
 
     def _seconds(self, tokens: float) -> float:
-        """The time in which so many tokens come."""
+        """The time in which `tokens` come."""
         return tokens * 60 / self.per_minute
 
     def _refusal(self, bucket: _Bucket, prompt: int, most_new: int) -> ApiError:

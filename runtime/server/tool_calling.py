@@ -89,7 +89,7 @@ class CallReader:
         self.whole = False  # whether the last call has been read to its end
 
     def push(self, text: str) -> Read:
-        """Take text in; return what is certain now."""
+        """Read text; return what is certain now."""
         self._held += text
         read = Read()
         state = None
@@ -147,7 +147,7 @@ class CallReader:
         call["function"]["arguments"] += self._held[:length]
         self._held = self._held[length:]
         if self._depth == 0:
-            self._state = self._behind_call
+            self._state = self._after_call
 
     def _closes(self, character: str) -> bool:
         """Follow JSON by a character; whether it ends the arguments' object."""
@@ -161,7 +161,7 @@ class CallReader:
         self._depth += (character in "{[") - (character in "}]")
         return self._depth == 0 and character == "}"
 
-    def _behind_call(self, read: Read) -> None:
+    def _after_call(self, read: Read) -> None:
         if self._held.startswith(self._form.tail):
             self._held = self._held[len(self._form.tail) :]
             self._expected = (self._form.between or "") + self._form.begin

@@ -58,8 +58,8 @@ def format_of(template: ChatTemplate, special: Collection[str] = (), named: Tool
     form = FORMATS[named] if named is not None else _printed(template)
     if form is None:
         raise RequestError(
-            "The chat template of the plan prints calls of tools in no format that is served, so that they could not "
-            "be told from text; leave tools out, or, if the model writes them in one of "
+            "The chat template of the plan prints calls of tools in no format that is served, so that they would look "
+            "like text; leave tools out, or, if the model writes them in one of "
             f"{', '.join(FORMATS)} all the same, name it as target.tool_parser in the recipe."
         )
     if form.trigger in special:

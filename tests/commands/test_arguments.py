@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import pytest
@@ -46,44 +45,26 @@ def test_numbers_beyond_their_limits_are_refused_with_the_limits(read, texts: li
     [
         (["--count", "0"], "--count is '0'; pass a whole number of at least 1; see some tool --help"),
         (["--count"], "--count: expected one argument; see some tool --help"),
-        (["--mode", "c"], "--mode is 'c'; choose from plain, fancy; see some tool --help"),
         (["--mode", "fanzy"], "--mode is 'fanzy'; choose from plain, fancy; did you mean fancy? See some tool --help"),
-        (["--mean"], "there is no argument '--mean'; see some tool --help"),
         (["--zzz"], "there is no argument '--zzz'; see some tool --help"),
         (["--cuont=2"], "there is no argument '--cuont=2'; did you mean --count? See some tool --help"),
-        (["more"], "there is no argument 'more'; see some tool --help"),
-        (["--share", "2"], "--share is '2'; pass a number above 0, at most 1; see some tool --help"),
+        (["ask", "--promt", "x"], "there is no argument '--promt'; did you mean --prompt? See some tool ask --help"),
+        (["ask"], "one of the arguments --prompt --prompt-file is required; see some tool ask --help"),
+        ([], "the following arguments are required: COMMAND; see some tool --help"),
+        (["asks"], "COMMAND is 'asks'; choose from ask; did you mean ask? See some tool --help"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_where_help_is(arguments: list[str], sentence: str) -> None:
     parser = Parser(prog="some tool")
     parser.add_argument("--count", type=at_least_1)
-    parser.add_argument("--share", type=number(most=1, above=0))
     parser.add_argument("--mode", choices=("plain", "fancy"))
-    with pytest.raises(UsageError) as refused:
-        parser.parse_args(arguments)
-    assert str(refused.value) == sentence
-
-
-def test_a_mistyped_option_is_named_before_what_is_missing() -> None:
-    parser = Parser(prog="some tool")
-    parser.add_argument("plan")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     asked = commands.add_parser("ask").add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt")
     asked.add_argument("--prompt-file")
-    for given, sentence in (
-        (
-            ["p", "ask", "--promt", "x"],
-            "there is no argument '--promt'; did you mean --prompt? See some tool plan ask --help",
-        ),
-        (["p", "ask"], "one of the arguments --prompt --prompt-file is required; see some tool plan ask --help"),
-        (["p"], "the following arguments are required: COMMAND; see some tool --help"),
-        (["p", "asks"], "COMMAND is 'asks'; choose from ask; did you mean ask? See some tool --help"),
-    ):
-        with pytest.raises(UsageError) as refused:
-            parser.parse_args(given)
-        assert str(refused.value) == sentence
+    with pytest.raises(UsageError) as refused:
+        parser.parse_args(arguments)
+    assert str(refused.value) == sentence
 
 
 def test_texts_are_utf_8_in_every_locale_and_paths_are_what_the_system_has() -> None:
@@ -94,6 +75,4 @@ def test_texts_are_utf_8_in_every_locale_and_paths_are_what_the_system_has() -> 
     typed = "café".encode().decode("ascii", "surrogateescape")
     found = parser.parse_args([typed, "--plan", typed, "--stop", typed, f"--stop={typed}"])
     assert (found.text, found.plan, found.stop) == ("café", Path(typed), ["café", "café"])
-    for typed in ("plain", "café", "café".encode().decode("ascii", "surrogateescape")):
-        assert parser.parse_args([typed]).text == os.fsdecode(typed.encode("utf-8", "surrogateescape"))
-    assert parser.parse_args(["\udce9"]).text == "\udce9"  # no UTF-8 either: whoever reads the text says so
+    assert parser.parse_args(["\udce9"]).text == "\udce9"  # no UTF-8 either: the reader of the text says so

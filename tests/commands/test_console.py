@@ -27,16 +27,7 @@ def test_lines_of_progress_say_what_is_left(
     ]
 
 
-def test_a_caller_who_knows_what_is_left_has_the_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with console.progress_bar("measuring") as progress:
-        progress(0, 2, "a short one", left=70.0)
-        progress(1, 2, "a long one", left=3600.0)
-    assert capsys.readouterr().err.splitlines() == [
-        "measuring: 0 of 2, about 1 min 10 s left, a short one",
-        "measuring: 1 of 2, about 60 min 0 s left, a long one",
-    ]
+def test_a_caller_may_know_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Console(file=StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(console, "stderr", terminal)
     with console.progress_bar("measuring") as progress:

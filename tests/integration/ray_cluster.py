@@ -95,7 +95,7 @@ class Deployed:
         return sum(each.stats.running + each.stats.waiting for each in self.replicas())
 
     def settle(self, replicas: int) -> None:
-        """Wait until there are so many replicas, with nothing to do."""
+        """Wait until there are that many `replicas`, with nothing to do."""
         wait_until(lambda: len(self.replicas()) == replicas and not self.running())
 
 

@@ -86,7 +86,7 @@ def connected(address: str, timeout: float = 60) -> socket.socket:
 
 
 def sent(address: str, data: bytes) -> bytes:
-    """What a server sends to that until it closes the connection."""
+    """Everything that a server answers until it closes the connection."""
     with connected(address) as plain:
         plain.sendall(data)
         return b"".join(iter(lambda: plain.recv(4096), b""))
@@ -151,9 +151,7 @@ class ServerProcess:
         return status, json.loads(text)
 
     def ready(self) -> bool:
-        with suppress(OSError):
-            return self.get("/health/ready")[0] == 200
-        return False
+        return answers(f"{self.address}/health/ready")
 
 
 @contextmanager
@@ -161,16 +159,15 @@ def server_process(
     plan: Path,
     *arguments: str,
     pass_seconds: float = 0.0,
-    load_behind: Path | None = None,
+    load_after: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """`outrider serve` at a free port, from when it listens. Its plan is loaded once the file `load_behind` exists."""
+    """`outrider serve` at a free port, from when it listens. Its plan is loaded once the file `load_after` exists."""
     command = [sys.executable, "-c", _SLOW_SERVE, str(plan), "--port", "0", "--threads", "1", "--model-name", "toy"]
-    patched = {"TEST_PASS_SECONDS": str(pass_seconds), "TEST_LOAD_AFTER": str(load_behind or plan)}
+    patched = {"TEST_PASS_SECONDS": str(pass_seconds), "TEST_LOAD_AFTER": str(load_after or plan)}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*command, *arguments], stderr=log, env={**os.environ, **patched, **(environment or {})}
-        )
+        settings = {**os.environ, **patched, **(environment or {})}
+        process = subprocess.Popen([*command, *arguments], stderr=log, env=settings)
         server = ServerProcess(process, "", log)
         try:
             wait_until(lambda: re.search(r"listening at \S+,", server.said) is not None or process.poll() is not None)

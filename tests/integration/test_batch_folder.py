@@ -13,7 +13,7 @@ import pytest
 
 from outrider.plans.errors import PlanError, RequestError
 from outrider.runtime.batch.command import _on_ray
-from outrider.runtime.batch.folder import BatchFolder, BatchState, block_bounds
+from outrider.runtime.batch.folder import BatchFolder, BatchState
 
 
 def a_state(**own: Any) -> BatchState:
@@ -37,7 +37,6 @@ def test_nothing_outside_of_the_folder_is_touched(tmp_path: Path, name: str, kin
     with folder.begun(a_state()):
         pass
     elsewhere.mkdir()
-    (elsewhere / ".a.jsonl.b").write_text("kept")
     (elsewhere / "file").write_text("kept")
     there = folder.path / name
     if there.is_dir():
@@ -49,14 +48,10 @@ def test_nothing_outside_of_the_folder_is_touched(tmp_path: Path, name: str, kin
         os.mkfifo(there)
     with pytest.raises(RequestError, match="is a link, or not of its kind"), folder.begun(a_state()):
         pass
-    assert {each.name: each.read_text() for each in elsewhere.iterdir()} == {".a.jsonl.b": "kept", "file": "kept"}
+    assert [each.read_text() for each in elsewhere.iterdir()] == ["kept"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"block_size": -5}, {"block_size": 0}, {"block_size": "x"}, {"count": -1}, {"kernels": 3}, "[" * 5000, "7"],
-    ids=lambda change: str(change)[:20],
-)
+@pytest.mark.parametrize("change", [{"block_size": 0}, {"kernels": 3}, "[" * 5000, "7"], ids=lambda c: str(c)[:20])
 def test_a_state_that_was_tampered_with_is_refused(tmp_path: Path, change: Any) -> None:
     folder = BatchFolder(tmp_path / "out")
     with folder.begun(a_state()):
@@ -67,10 +62,9 @@ def test_a_state_that_was_tampered_with_is_refused(tmp_path: Path, change: Any) 
     with pytest.raises(PlanError, match=r"cannot be read: .*; choose another") as refused, folder.begun(a_state()):
         pass
     assert "\n" not in str(refused.value)
-    assert "pydantic" not in str(refused.value)
 
 
-def test_another_release_of_outrider_does_not_go_on(tmp_path: Path) -> None:
+def test_another_release_of_outrider_does_not_continue(tmp_path: Path) -> None:
     folder = BatchFolder(tmp_path / "out")
     with folder.begun(a_state(release="0.0.1")):
         pass
@@ -95,9 +89,3 @@ def test_backends_of_gpus_are_refused_on_a_cluster(tmp_path: Path) -> None:
     state = a_state(backend="onnxruntime-cuda")
     with pytest.raises(RequestError, match="actors ask Ray for CPUs alone"):
         next(_on_ray(Namespace(), BatchFolder(tmp_path), state, {}))
-
-
-@pytest.mark.parametrize("count", [1, 7, 8, 64, 500])
-def test_blocks_cover_all_requests(count: int) -> None:
-    places = [place for start, stop in block_bounds(count, 8) for place in range(start, stop)]
-    assert places == list(range(count))

@@ -1,4 +1,4 @@
-"""Batches on a cluster of Ray of two nodes: the bytes of one process, whoever dies."""
+"""Batches on a cluster of Ray of two nodes: the bytes of one process, also when actors die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.integration.batches import mixed, run, write
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the system does not list processes in /proc")
-from outrider.runtime.batch.ray_run import _BlockWriter, _dealt, run_on_ray  # noqa: E402
+from outrider.runtime.batch.ray_run import _BlockWriter, run_on_ray  # noqa: E402
 from outrider.runtime.ray_cluster import cluster  # noqa: E402
 from tests.integration.ray_cluster import cluster_of_two, processes  # noqa: E402
 
@@ -101,14 +101,12 @@ def begun_lines(parts: Path) -> dict[str, bytes]:
     return {json.loads(line)["custom_id"]: line for line in lines}
 
 
-def test_an_actor_goes_on_with_a_block_where_the_one_before_it_died(
+def test_an_actor_continues_a_block_where_the_one_before_it_died(
     branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:
     state, blocks = begun(branch_plan, requests, 24)
-    folder, of_id = (
-        BatchFolder(tmp_path / "out"),
-        {json.loads(line)["custom_id"]: line for line in results.splitlines()},
-    )
+    folder = BatchFolder(tmp_path / "out")
+    of_id = {json.loads(line)["custom_id"]: line for line in results.splitlines()}
     first = [of_id[request.custom_id] for request in blocks[0]]
     with folder.begun(state), folder.beginning(0) as (tries, lines, file):
         assert (tries, lines) == (1, {})
@@ -126,43 +124,40 @@ def test_an_actor_goes_on_with_a_block_where_the_one_before_it_died(
 
 
 @pytest.mark.long
-def test_a_block_whose_actors_die_ends_the_run(address: str, branch_plan: Path, requests: Path, tmp_path: Path) -> None:
+def test_a_block_whose_actors_die_and_a_node_that_does_not_see_the_plan_end_the_run(
+    address: str, branch_plan: Path, requests: Path, tmp_path: Path
+) -> None:
     state, blocks = begun(branch_plan, requests, 48)
-    folder = BatchFolder(tmp_path / "out")
+    folder, elsewhere = BatchFolder(tmp_path / "out"), BatchFolder(tmp_path / "elsewhere")
     with folder.begun(state), cluster(address, 1):
         for number in range(4):
             with folder.beginning(0) as (tries, _, _):
                 assert tries == number + 1
-        with pytest.raises(
-            PlanError, match="4 actors died while they computed block 0, which begins with request 'request-"
+        for plan, where, error, said in (
+            (
+                branch_plan,
+                folder,
+                PlanError,
+                "4 actors died while they computed block 0, which begins with request 'req",
+            ),
+            (tmp_path / "nowhere", folder, RequestError, r"does not see .*/nowhere/plan.json; put it where every node"),
+            (branch_plan, elsewhere, RequestError, r"does not see .*/elsewhere/batch.json"),
         ):
-            list(run_on_ray(branch_plan, folder, state, {0: blocks[0]}, 1, 1, {"threads": 1}))
+            with pytest.raises(error, match=said):
+                list(run_on_ray(plan, where, state, blocks, 1, 1, {"threads": 1}))
 
 
-@pytest.mark.long
-def test_a_node_that_does_not_see_the_plan_is_named(
-    address: str, branch_plan: Path, requests: Path, tmp_path: Path
-) -> None:
-    state, blocks = begun(branch_plan, requests, 48)
-    folder = BatchFolder(tmp_path / "out")
-    with folder.begun(state), cluster(address, 1):
-        with pytest.raises(RequestError, match=r"does not see .*/nowhere/plan.json; put it where every node"):
-            list(run_on_ray(tmp_path / "nowhere", folder, state, blocks, 1, 1, {"threads": 1}))
-        elsewhere = BatchFolder(tmp_path / "elsewhere")
-        with pytest.raises(RequestError, match=r"does not see .*/elsewhere/batch.json"):
-            list(run_on_ray(branch_plan, elsewhere, state, blocks, 1, 1, {"threads": 1}))
-
-
-def test_a_cluster_that_is_not_there_or_too_small_is_told(
+def test_a_cluster_that_is_not_there_or_too_small_is_refused(
     address: str, branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["batch", str(branch_plan), str(requests), "--out", str(tmp_path / "out"), "--quiet"]
-    assert main([*command, "--ray", "127.0.0.1:1"]) == 2  # where nobody listens: told at once
-    assert "--ray is '127.0.0.1:1', where no Ray cluster can be reached" in capsys.readouterr().err
-    assert main([*command, "--ray", address, "--actors", "3"]) == 2
-    assert "The cluster has 2 CPUs, room for 2 actors of 1" in capsys.readouterr().err
-    assert main([*command, "--ray", address, "--cpus-per-actor", "3"]) == 2
-    assert "room for 0 actors of 3" in capsys.readouterr().err
+    command = ["batch", str(branch_plan), str(requests), "--out", str(tmp_path / "out"), "--quiet", "--ray"]
+    for options, said in (
+        (["127.0.0.1:1"], "--ray is '127.0.0.1:1', where no Ray cluster can be reached"),
+        ([address, "--actors", "3"], "The cluster has 2 CPUs, room for 2 actors of 1"),
+        ([address, "--cpus-per-actor", "3"], "room for 0 actors of 3"),
+    ):
+        assert main([*command, *options]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -176,21 +171,8 @@ def test_the_predictor_maps_batches_of_a_dataset(
     with cluster(address, 2):
         asked = [{"custom_id": row["custom_id"], "body": json.dumps(row["body"]), "url": row["url"]} for row in rows]
         dataset = ray.data.from_items([row | {"method": "POST"} for row in asked])
-        answered = dataset.map_batches(
-            OutriderPredictor,
-            fn_constructor_kwargs={"plan": str(branch_plan), "threads": 1},
-            concurrency=2,
-            batch_size=16,
-        )
+        load = {"plan": str(branch_plan), "threads": 1}
+        answered = dataset.map_batches(OutriderPredictor, fn_constructor_kwargs=load, concurrency=2, batch_size=16)
         found = answered.take_all()
     assert {row["custom_id"]: json.loads(row["result"]) for row in found} == expected
     assert np.all([row["status_code"] == 200 for row in found])
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
-def test_actors_that_keep_step_have_neighbours(count: int) -> None:
-    blocks = [(number, [BatchRequest(str(number), "{}")]) for number in range(7)]
-    dealt = [number for number, _ in _dealt(blocks, count)]
-    assert sorted(dealt) == list(range(7))
-    if count == 2:
-        assert dealt[::2] == [0, 1, 2, 3]

@@ -1,18 +1,19 @@
-"""The commands as a user meets them: what they print, what their JSON holds, and how they refuse."""
+"""The commands: their output, their JSON, and their refusals."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import outrider.compiler.__main__
 import outrider.runtime.__main__
@@ -20,7 +21,9 @@ import outrider.tools.verify.__main__
 from outrider import Runtime
 from outrider.compiler.models.families import FAMILIES
 from outrider.plans.manifest import longest_draft
-from tests.conftest import REPOSITORY, TOY_DRAFTERS
+from outrider.runtime.__main__ import main
+from outrider.runtime.cli import branches as branch_command
+from tests.conftest import TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
 GENERATION_KEYS = {"text", "token_ids", "finish_reason", "seed", "stats"}
@@ -75,40 +78,25 @@ def test_build_puts_the_plan_under_build_and_takes_overrides(
 def test_families_are_those_that_are_compiled(capsys: Captured) -> None:
     assert outrider.compiler.__main__.main(["families"]) == 0
     shown = capsys.readouterr().out
-    found = run_json(capsys, outrider.compiler.__main__.main, "families", "--json")["families"]
-    assert [row["model_type"] for row in found] == list(FAMILIES)
-    for row in found:
-        assert row["model_type"] in shown
-    rows = {row["model_type"]: row for row in found}
-    assert rows["gemma2"]["attention"] == "full in each 2nd layer, else a window; soft-capped"
-    assert rows["smollm3"]["rotation"] == "all but each 4th layer"
-    assert rows["qwen3"]["gguf"]
+    rows = run_json(capsys, outrider.compiler.__main__.main, "families", "--json")["families"]
+    assert [row["model_type"] for row in rows] == list(FAMILIES)
+    assert all(row["model_type"] in shown for row in rows)
+    (gemma2,) = (row for row in rows if row["model_type"] == "gemma2")
+    assert gemma2["attention"] == "full in each 2nd layer, else a window; soft-capped"
 
 
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
     assert outrider.compiler.__main__.main(["inspect", str(toy_plan)]) == 0
-    text = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "3 layers",
         "KV caches: target 0.29 MB float32, chain ",
-        "context 160",
-        "speculate.chain",
         "outrider.cpu.BranchAttention 3",
-        "FunctionBody",
-        "built in ",
-        "ends at the tokens 0 ",
-    ):
-        assert part in text
-    assert "{" not in text
-    shown = " ".join(text.split())
-    assert "ngram ngram trees of up to 6 nodes coupled looks up 1 to 3 tokens, min_confidence 0.25" in shown
-    for cells in (
-        "chain model chains of 4 coupled",
+        "ngram ngram trees of up to 6 nodes coupled looks up 1 to 3 tokens, min_confidence 0.25",
         "sure model chains of 1 to 6 coupled as long as it is sure, beta 0.3",
         "head eagle3 trees of 12 nodes coupled top_k 4, depth 2",
-        "min_confidence 0.25, filler_top_k 3, below 2 tokens head drafts",
     ):
-        assert cells in " ".join(text.split())
+        assert part in shown
     found = run_json(capsys, outrider.compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
         "name", "identity", "format_version", "models", "drafters", "backends", "tools", "build", "bytes",
@@ -118,21 +106,22 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
     assert set(target) == {
         "programs", "symbols", "session_bytes", "kv_caches", "engines", "kernels", "probe", "lowering",
     }  # fmt: skip
-    assert any(text.startswith("target: BranchAttention") for text in target["probe"])
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
-    assert target["engines"]["target"]["ops"]["outrider.cpu.BranchAttention"] == 3
     assert target["kv_caches"]["target"] == {"type": "float32", "bytes": 2 * 3 * 2 * 384 * 16 * 4}
     assert target["session_bytes"] > sum(kv["bytes"] for kv in target["kv_caches"].values())
 
 
 def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path, capsys: Captured) -> None:
+    main = outrider.tools.verify.__main__.main
     arguments = [str(toy_plan), "--count", "2", "--new-tokens", "12"]
     held_out = toy_plan.parent / "held_out.jsonl"
     recipe = toy_plan.parent / "with_held_out.yaml"
     text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
     recipe.write_text(f"held_out: {held_out.name}\n{text}", encoding="utf-8")
-    assert "held_out" in refused(capsys, outrider.tools.verify.__main__.main(arguments))
-    found = run_json(capsys, outrider.tools.verify.__main__.main, *arguments, "--recipe", recipe, "--json")
+    assert "held_out" in refused(capsys, main(arguments))
+    for options, said in ((["--count", "0"], "--count is '0'"), (["--new-tokens", "159"], "context is 160")):
+        assert said in refused(capsys, main([str(toy_plan), "--recipe", str(recipe), *options]))
+    found = run_json(capsys, main, *arguments, "--recipe", recipe, "--json")
     assert set(found) == {
         "oracle", "prompts", "tokens", "max_logit_error", "logit_bound", "tolerance", "equal_runs", "divergences",
         "drafters", "sampled", "partial_kv", "quantization", "exactness", "passed",
@@ -140,51 +129,27 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
     assert set(found["drafters"]) == set(found["sampled"]) == set(TOY_DRAFTERS)
     for drafter in found["drafters"].values():
-        assert set(drafter) == {"tokens", "rounds", "equal_runs", "partings", "tokens_per_verify"}
         assert (drafter["tokens"], drafter["equal_runs"], drafter["partings"]) == (24, 2, [])
         assert drafter["tokens_per_verify"] == 24 / drafter["rounds"] >= 1.0
     assert 0 < found["max_logit_error"] < 1e-4
-    assert found["tolerance"] == 2 * found["max_logit_error"]
-    assert found["logit_bound"] == 1e-3
-    assert outrider.tools.verify.__main__.main([*arguments, "--prompts", str(held_out)]) == 0
-    text = capsys.readouterr().out
-    assert "2 prompts, 24 tokens" in text
-    assert "(at most 1e-03)" in text
-    assert "the plan agrees" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--count", "0"], "--count is '0'"),
-        (["--new-tokens", "159"], "context is 160"),
-    ],
-)
-def test_verify_refuses_numbers_it_cannot_run(
-    toy_plan: Path, tmp_path: Path, capsys: Captured, options: list[str], said: str
-) -> None:
-    recipe = tmp_path / "model.yaml"
-    text = (toy_plan.parent / "model.yaml").read_text(encoding="utf-8")
-    text = text.replace("checkpoint: ", f"checkpoint: {toy_plan.parent}/")
-    recipe.write_text(f"held_out: {toy_plan.parent / 'held_out.jsonl'}\n{text}", encoding="utf-8")
-    assert said in refused(
-        capsys, outrider.tools.verify.__main__.main([str(toy_plan), "--recipe", str(recipe), *options])
-    )
+    assert (found["tolerance"], found["logit_bound"]) == (2 * found["max_logit_error"], 1e-3)
+    assert main([*arguments, "--prompts", str(held_out)]) == 0
+    assert "the plan agrees" in capsys.readouterr().out
 
 
 def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: Path, capsys: Captured) -> None:
     main = outrider.compiler.__main__.main
-    missing = tmp_path / "none.yaml"
-    assert str(missing) in refused(capsys, main(["build", str(missing)]))
-    wrong = toy_recipe.parent / "wrong.yaml"
+    missing, wrong = tmp_path / "none.yaml", toy_recipe.parent / "wrong.yaml"
     text = toy_recipe.read_text(encoding="utf-8") + "  branchs: 2\n"
     wrong.write_text(text, encoding="utf-8")
-    sentence = refused(capsys, main(["build", str(wrong)]))
-    assert f"wrong.yaml:{len(text.splitlines())}" in sentence
-    assert "branchs" in sentence
-    assert "capacity.context" in refused(capsys, main(["build", str(toy_recipe), "--set", "capacity.context=much"]))
-    assert "no_such" in refused(capsys, main(["build", str(toy_recipe), "--set", "no_such=1"]))
-    assert "is not a plan" in refused(capsys, main(["inspect", str(tmp_path)]))
+    for arguments, said in (
+        (["build", str(missing)], str(missing)),
+        (["build", str(wrong)], f"wrong.yaml:{len(text.splitlines())}"),
+        (["build", str(toy_recipe), "--set", "capacity.context=much"], "capacity.context"),
+        (["build", str(toy_recipe), "--set", "no_such=1"], "no_such"),
+        (["inspect", str(tmp_path)], "is not a plan"),
+    ):
+        assert said in refused(capsys, main(arguments))
     assert "is not a plan" in refused(capsys, outrider.tools.verify.__main__.main([str(tmp_path)]))
 
 
@@ -195,13 +160,8 @@ def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: 
 def generate(toy: Runtime, toy_plan: Path, monkeypatch: pytest.MonkeyPatch):
     """`python -m outrider.runtime generate` on the toy plan, which is loaded already."""
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
-
-    def run(*arguments: str) -> int:
-        return outrider.runtime.__main__.main(
-            ["generate", str(toy_plan), "--max-new-tokens", "24", "--ignore-eos", *arguments]
-        )
-
-    return run
+    command = ["generate", str(toy_plan), "--max-new-tokens", "24", "--ignore-eos"]
+    return lambda *arguments: outrider.runtime.__main__.main([*command, *arguments])
 
 
 def test_generate_prints_text_on_stdout_and_numbers_on_stderr(generate, toy: Runtime, capsys: Captured) -> None:
@@ -214,11 +174,11 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr(generate, toy: Run
     assert "(length: the context of 160 tokens is full)" in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", "1.1", "--seed", "7", "--top-k", "50", "--top-p", "0.9"]])
-def test_stream_prints_what_generate_prints(generate, capsys: Captured, options: list[str]) -> None:
-    assert generate("--prompt", PROMPT, *options) == 0
+def test_stream_prints_the_text_of_generate(generate, capsys: Captured) -> None:
+    options = ("--prompt", PROMPT, "--temperature", "1.1", "--seed", "7", "--top-k", "50", "--top-p", "0.9")
+    assert generate(*options) == 0
     whole = capsys.readouterr().out
-    assert generate("--prompt", PROMPT, "--stream", *options) == 0
+    assert generate(*options, "--stream") == 0
     assert capsys.readouterr().out == whole
 
 
@@ -229,9 +189,10 @@ def test_json_has_stable_keys_and_the_tokens_of_the_runtime(generate, toy: Runti
     assert set(found) == GENERATION_KEYS
     assert (found["text"], found["token_ids"], found["finish_reason"]) == (expected.text, expected.token_ids, "length")
     assert set(found["stats"]) == set(expected.stats.to_json())
-    assert {"tokens_per_verify", "acceptance_rate", "ttft_ms", "new_tokens"} <= set(found["stats"])
-    streamed = run_json(capsys, lambda a: generate(*a), *arguments, "--stream")
-    assert streamed["token_ids"] == found["token_ids"]
+    streamed = run_json(capsys, lambda a: generate(*a), *arguments, "--stream", "--logprobs", "2")
+    assert set(streamed) == GENERATION_KEYS | {"logprobs"}
+    assert [entry["token_id"] for entry in streamed["logprobs"]] == streamed["token_ids"] == found["token_ids"]
+    assert [len(entry["top"]) for entry in streamed["logprobs"]] == [2] * 24
 
 
 def test_options_that_change_logits(generate, toy: Runtime, capsys: Captured) -> None:
@@ -242,15 +203,6 @@ def test_options_that_change_logits(generate, toy: Runtime, capsys: Captured) ->
     expected = toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True, drafter="none", **options)
     assert found["token_ids"] == expected.token_ids
     assert expected.token_ids != toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
-
-
-def test_json_with_logprobs(generate, capsys: Captured) -> None:
-    found = run_json(capsys, lambda a: generate(*a), "--prompt", PROMPT, "--json", "--logprobs", "2")
-    assert set(found) == GENERATION_KEYS | {"logprobs"}
-    assert [entry["token_id"] for entry in found["logprobs"]] == found["token_ids"]
-    for entry in found["logprobs"]:
-        assert len(entry["top"]) == 2
-        assert entry["top"][0] == [entry["token_id"], entry["logprob"]]  # greedy
 
 
 def test_every_way_to_give_the_prompt_gives_the_same(
@@ -273,23 +225,16 @@ def test_every_way_to_give_the_prompt_gives_the_same(
     ("arguments", "said"),
     [
         (["--token-ids", "1,x"], "--token-ids is '1,x'"),
-        (["--token-ids", ""], "--token-ids is ''"),
-        (["--token-ids", "1,,2"], "whole numbers"),
         (["--token-ids", "300"], "vocabulary"),
-        (["--token-ids", "-1"], "vocabulary"),
         (["--token-ids", "9" * 5000], "--token-ids"),
-        (["--prompt", ""], "empty"),
         (["--prompt-file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
-        (["--prompt-file", "."], "--prompt-file ."),
-        (
-            ["--prompt-file", "/dev/zero"],
-            "--prompt-file /dev/zero cannot be read as UTF-8 text: [Errno 27] it",
-        ),
-        (["--prompt", "x" * 2000], "context is 160"),
+        (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero cannot be read as UTF-8 text: [Errno 27] it"),
+        (["--prompt", PROMPT, "--grammar", "."], "--grammar . cannot be read"),
+        (["--prompt", PROMPT, "--regex", "a", "--json-object"], "not allowed with"),
+        (["--prompt", PROMPT, "--regex", "a"], "ignore_eos is true, and a text that is to have a form"),
+        (["--prompt", PROMPT, "--regex", "a", "--beams", "2"], "--regex cannot go with --beams"),
         (["--prompt", "x", "--drafter", "oracle"], ", ".join([*TOY_DRAFTERS, "none"])),
-        (["--prompt", "x", "--top-p", "0"], "--top-p"),
         (["--prompt", "x", "--logit-bias", "40"], "--logit-bias is '40'; pass a token id and a number"),
-        (["--prompt", "x", "--min-tokens", "25"], "min_tokens is 25"),
     ],
 )
 def test_generate_refuses_with_one_sentence(generate, capsys: Captured, arguments: list[str], said: str) -> None:
@@ -316,46 +261,18 @@ def test_a_form_is_asked_for_in_five_ways(
         assert capsys.readouterr().out == expected.text + "\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--grammar", "."], "--grammar . cannot be read"),
-        (["--json-schema", "/nowhere/schema.json"], "--json-schema /nowhere/schema.json cannot be read"),
-        (["--regex", "a", "--json-object"], "not allowed with"),
-        (["--regex", "a"], "ignore_eos is true, and a text that is to have a form"),
-        (["--regex", "a", "--beams", "2"], "--regex cannot go with --beams"),
-    ],
-)
-def test_a_form_that_is_none_is_refused(generate, capsys: Captured, arguments: list[str], said: str) -> None:
-    assert said in refused(capsys, generate("--prompt", PROMPT, *arguments))
-
-
-def test_a_missing_plan_an_unknown_target_and_threads_below_0_are_refused(
-    toy_plan: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_missing_plan_and_an_unknown_backend_are_refused(toy_plan: Path, tmp_path: Path, capsys: Captured) -> None:
     main = outrider.runtime.__main__.main
     for command in (["generate", "--prompt", "x"], ["chat"]):
         assert "is not a plan" in refused(capsys, main([command[0], str(tmp_path / "none"), *command[1:]]))
     arguments = ["generate", str(toy_plan), "--prompt", "x"]
     assert "onnxruntime-cpu" in refused(capsys, main([*arguments, "--backend", "tensorrt"]))
-    assert "--threads is '-1'" in refused(capsys, main([*arguments, "--threads", "-1"]))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [], ["generate"], ["generate", "plan"], ["generate", "plan", "--prompt", "x", "--token-ids", "1"],
-        ["generate", "plan", "--prompt", "x", "--seed", "x"], ["dance"],
-    ],
-)  # fmt: skip
-def test_a_command_line_that_is_none_is_refused_with_one_line_and_a_hint(
-    arguments: list[str], capsys: Captured
-) -> None:
+@pytest.mark.parametrize("arguments", [[], ["generate", "plan"], ["generate", "plan", "--seed", "x"], ["dance"]])
+def test_a_wrong_command_line_is_refused_with_one_line_and_a_hint(arguments: list[str], capsys: Captured) -> None:
     sentence = refused(capsys, outrider.runtime.__main__.main(arguments))
-    assert (
-        sentence.endswith("; see python -m outrider.runtime --help")
-        or "; see python -m outrider.runtime generate --help" in sentence
-    )
+    assert re.search("; see python -m outrider.runtime (generate )?--help", sentence)
 
 
 # chat
@@ -399,14 +316,12 @@ def test_chat_streams_text_and_leaves_at_the_end_of_input(
     )
 
 
-def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_goes_on(
+def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_continues(
     toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = chat(monkeypatch, toy, toy_plan, "long " * 200 + "\nhi\n", "--json", "--max-new-tokens", "4")
+    assert chat(monkeypatch, toy, toy_plan, "long " * 200 + "\nhi\n", "--json", "--max-new-tokens", "4") == 0
     captured = capsys.readouterr()
-    assert status == 0
     assert "context is 160" in captured.err
-    assert "Traceback" not in captured.err
     assert len(captured.out.splitlines()) == 1  # the reply to the turn that fits
 
 
@@ -418,21 +333,10 @@ def test_chat_that_cannot_begin_ends_with_one_sentence(
     assert "no chat template" in refused(capsys, chat(monkeypatch, toy, toy_plan, "hi\nmore\n"))
 
 
-# As processes: what only a real one shows.
-
-
-def process(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"COLUMNS": "80"}
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=120, **options,
-    )  # fmt: skip
-
-
 def test_a_process_reads_standard_input_and_keeps_stdout_for_the_text(toy: Runtime, toy_plan: Path) -> None:
-    ended = process(
-        "runtime", "generate", toy_plan, "--prompt-file", "-", "--max-new-tokens", 12, "--ignore-eos", input=PROMPT
-    )
+    command = [sys.executable, "-m", "outrider.runtime", "generate", str(toy_plan), "--prompt-file", "-"]
+    command += ["--max-new-tokens", "12", "--ignore-eos"]
+    ended = subprocess.run(command, input=PROMPT, capture_output=True, text=True, encoding="utf-8", timeout=120)
     assert ended.returncode == 0
     assert ended.stdout == toy.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text + "\n"
     assert re.search(r"^12 tokens \(length\), .*, first token after [\d.]+ ms$", ended.stderr, re.MULTILINE)
@@ -441,9 +345,7 @@ def test_a_process_reads_standard_input_and_keeps_stdout_for_the_text(toy: Runti
 def test_chat_as_a_process_answers_before_it_is_asked_again(toy_plan: Path) -> None:
     """A program on the other end of the pipe waits for the reply before it writes on."""
     command = [sys.executable, "-m", "outrider.runtime", "chat", str(toy_plan), "--json", "--max-new-tokens", "5"]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
-    ) as talk:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8") as talk:
         assert talk.stdin is not None
         assert talk.stdout is not None
         for line in ("hi", "more"):
@@ -452,3 +354,50 @@ def test_chat_as_a_process_answers_before_it_is_asked_again(toy_plan: Path) -> N
             assert set(json.loads(talk.stdout.readline())) == GENERATION_KEYS
         talk.stdin.close()
         assert talk.wait(timeout=60) == 0
+
+
+Captured = pytest.CaptureFixture[str]
+OPTIONS = ("--max-new-tokens", "9", "--ignore-eos", "--threads", "1", "--drafter", "head")
+
+
+def found_in_python(plan: Path, **options: object) -> list[str]:
+    runtime = Runtime.load(plan, threads=1)
+    shared = {"max_new_tokens": 9, "ignore_eos": True, "drafter": "head"}
+    return [result.text for result in runtime.generate_branches("import", **shared, **options)]
+
+
+def test_json_has_every_branch_and_its_cost(branch_plan: Path, capsys: Captured) -> None:
+    arguments = ["branches", str(branch_plan), "--prompt", "import", "--branch", " os", "--branch", " sys"]
+    assert main([*arguments, *OPTIONS, "--mode", "batching", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [branch["text"] for branch in found["branches"]] == found_in_python(branch_plan, branches=[" os", " sys"])
+    assert found["stats"]["new_tokens"] == 18
+    assert found["stats"]["bytes_copied"] > 0
+
+
+def test_samples_differ_and_are_printed_in_order(branch_plan: Path, capsys: Captured) -> None:
+    arguments = ["branches", str(branch_plan), "--prompt", "import", "--n", "3", "--temperature", "1", *OPTIONS]
+    arguments += ["--seed", "0"]
+    expected = found_in_python(branch_plan, n=3, temperature=1.0, seed=0)
+    assert len(set(expected)) > 1
+    for more in ([], ["--stream"]):
+        assert main([*arguments, *more]) == 0
+        captured = capsys.readouterr()
+        assert captured.out == "".join(f"{text}\n" for text in expected)
+        assert "branch 2, 'sample 2' (length):" in captured.err
+        assert "27 tokens in" in captured.err
+
+
+def test_on_a_terminal_they_grow_side_by_side(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=40)
+    monkeypatch.setattr(branch_command, "stdout", console)
+    arguments = ["branches", str(branch_plan), "--prompt", "import", "--branch", " os", "--branch", " sys", "--stream"]
+    assert main([*arguments, *OPTIONS]) == 0
+    shown = screen.getvalue()
+    assert shown.index("0: os") < shown.index("1: sys") < shown.index("length")
+
+
+def test_greedy_samples_are_refused(branch_plan: Path, capsys: Captured) -> None:
+    assert main(["branches", str(branch_plan), "--prompt", "import", *OPTIONS, "--n", "2"]) == 2
+    assert "Greedy samples are all the same" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Nodes that die, replicas that are told to stop, ingresses that are killed: for minutes."""
+"""Nodes that die, replicas that are stopped, ingresses that are killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from outrider import Runtime
-from outrider.runtime.ray_serve.application import REPLICA
+from outrider.runtime.ray_serve.application import REPLICA, build
 from outrider.runtime.ray_serve.settings import Settings
 from tests.integration.ray_cluster import Deployed, deployed, processes, two_nodes
 from tests.integration.served import client_of, wait_until
@@ -57,19 +57,17 @@ def settings_of(plan: Path, **own: Any) -> Settings:
 
 @contextmanager
 def asking(served: Deployed, clients: int, begun: int | None = None) -> Iterator[list[Future[list[str]]]]:
-    """So many clients, each of which streams 64 choices; entered once `begun` of them (default: all) have a token."""
+    """`clients` that stream 64 choices each; entered once `begun` of them (default: all) have a token."""
     beginnings = threading.Semaphore(0)
 
     def ask(client: openai.OpenAI) -> list[str]:
         texts = [""] * 64
         body: dict[str, Any] = {"model": "toy", "prompt": PROMPTS, "n": 8, "max_tokens": 150, "stream": True, **OWN}
-        pieces = iter(client.completions.create(**body, extra_body=EXTRA))
-        first = next(pieces).choices[0]
-        texts[first.index] += first.text
-        beginnings.release()
-        for piece in pieces:
+        for number, piece in enumerate(client.completions.create(**body, extra_body=EXTRA)):
             for choice in piece.choices:
                 texts[choice.index] += choice.text
+            if number == 0:
+                beginnings.release()
         return texts
 
     with client_of(served.address) as client, ThreadPoolExecutor(clients) as threads:
@@ -92,19 +90,14 @@ def test_a_node_dies(cluster: tuple[Cluster, str], branch_plan: Path, expected: 
         served.settle(2)
 
 
-def test_a_replica_is_told_to_stop(cluster: tuple[Cluster, str], branch_plan: Path, expected: list[str]) -> None:
-    """What runs there after its time to drain continues at the other one."""
+def test_a_replica_is_stopped(cluster: tuple[Cluster, str], branch_plan: Path, expected: list[str]) -> None:
+    """Requests that run there after its time to drain continue at the other one."""
     settings = settings_of(branch_plan).model_dump(mode="json")
 
     def deploy(replicas: int) -> None:
         """As `serve deploy` of a config file does."""
-        application = {
-            "name": "fewer",
-            "route_prefix": "/fewer",
-            "import_path": "outrider.runtime.ray_serve.application:build",
-            "args": settings,
-            "deployments": [{"name": REPLICA, "num_replicas": replicas}],
-        }
+        application = {"name": "fewer", "route_prefix": "/fewer", "import_path": f"{build.__module__}:build"}
+        application |= {"args": settings, "deployments": [{"name": REPLICA, "num_replicas": replicas}]}
         config = ServeDeploySchema.model_validate({"applications": [application]})
         _get_global_client().deploy_apps(config, _blocking=True)
 
@@ -119,7 +112,7 @@ def test_a_replica_is_told_to_stop(cluster: tuple[Cluster, str], branch_plan: Pa
     assert served.replicas()[0].pid in before
 
 
-def test_nobody_is_left_to_go_on(cluster: tuple[Cluster, str], branch_plan: Path) -> None:
+def test_no_replica_is_left_to_continue(cluster: tuple[Cluster, str], branch_plan: Path) -> None:
     settings = settings_of(branch_plan, replicas=1, patience=0.5)
     with deployed(cluster[1], "alone", settings) as served:
         with asking(served, 1) as asked:

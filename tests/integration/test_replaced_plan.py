@@ -1,4 +1,4 @@
-"""A plan that changes while it is loaded or in use: who continues with it, and who is refused."""
+"""A plan that changes while it is loaded or in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from outrider.runtime.runtime import Plan
 from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.tools.lab.faults.successor import copy_plan, write_over, write_successor
 from tests.integration.served import client_of, get, listening
-from tests.plans.damage import WEIGHTS
 
 PROMPT = "import os\n"
 WRITTEN = "weights.bin was written to while the plan is in use.* Load the plan again; and to replace one, build or copy"
@@ -68,27 +67,25 @@ def test_a_plan_that_is_written_over_is_refused(plan: Path, other: Path) -> None
         with pytest.raises(Exception, match=WRITTEN) as refused:
             client.completions.create(model="toy", prompt=PROMPT)
         assert refused.value.status_code == 500  # type: ignore[attr-defined]
-        with pytest.raises(PlanError, match=WRITTEN):
-            runtime.generate(PROMPT)
         assert get(f"{address}/health")[0] == 200
     assert runtime.scheduler_stats.running == runtime.scheduler_stats.waiting == 0
 
 
-def test_what_is_under_way_gives_nothing_more_of_a_plan_that_is_written_over(plan: Path, other: Path) -> None:
+def test_sessions_streams_and_searches_end_where_the_plan_is_written_over(plan: Path, other: Path) -> None:
     runtime = Runtime.load(plan, threads=1)
     session, searched = runtime.session(), runtime.session()
-    for each in session, searched:
-        assert each.generate(PROMPT, max_new_tokens=5, drafter="none").token_ids
-    searched.reset()
+    session.generate(PROMPT, max_new_tokens=5, drafter="none")
     stream = runtime.stream(PROMPT, max_new_tokens=50, ignore_eos=True, drafter="none")
     next(iter(stream))
     write_over(plan, other)
-    with pytest.raises(PlanError, match=WRITTEN):
-        session.generate("x", max_new_tokens=5)
-    with pytest.raises(PlanError, match=WRITTEN):
-        list(stream)
-    with pytest.raises(PlanError, match=WRITTEN):
-        beam_search(searched, PROMPT, beams=2, max_new_tokens=5)
+    for ask in (
+        lambda: session.generate("x", max_new_tokens=5),
+        lambda: list(stream),
+        lambda: beam_search(searched, PROMPT, beams=2, max_new_tokens=5),
+        lambda: runtime.generate(PROMPT),
+    ):
+        with pytest.raises(PlanError, match=WRITTEN):
+            ask()
 
 
 def test_a_plan_that_is_replaced_while_it_is_loaded_is_refused(
@@ -105,26 +102,15 @@ def test_a_plan_that_is_replaced_while_it_is_loaded_is_refused(
         Runtime.load(plan, threads=1)
 
 
-def test_files_are_held_open_as_long_as_they_are_used(plan: Path) -> None:
-    held = MappedFiles([plan / WEIGHTS])
-    held.check()
-    opened = [number for _, number, _ in held._held]
-    assert all(Path(f"/proc/self/fd/{number}").exists() for number in opened)
-    del held
-    assert not any(Path(f"/proc/self/fd/{number}").exists() for number in opened)
-
-
 def test_requests_that_wait_end_where_no_engine_can_be_had(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=1024))
-    runtime.start()
-
     def fails(*_: object) -> None:
         raise MemoryError("no memory for buffers")
 
+    runtime = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=1024))
+    runtime.start()
     with monkeypatch.context() as patch:
         patch.setattr(StepLoopPool, "borrow", fails)
-        handles = [runtime.submit(PROMPT, max_new_tokens=5) for _ in range(3)]
-        for handle in handles:
+        for handle in [runtime.submit(PROMPT, max_new_tokens=5) for _ in range(3)]:
             with pytest.raises(PlanError, match="no memory for buffers"):
                 handle.result(60)
     assert len(runtime.submit(PROMPT, max_new_tokens=5, ignore_eos=True).result(60).token_ids) == 5

@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2, "temperature": 0.7, "seed": 0},
     "bad words": {"bad_words": ["return", "x"], "temperature": 1.0, "seed": 9},
 }
-DRAFTERS = ["none", "ngram", "chain", "bushy", "head", "mixed"]
+DRAFTERS = ["none", "bushy", "head", "mixed"]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def cuts(spans: list[Span]) -> list[tuple[list[int], str]]:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_goes_on_with_the_same_tokens_and_text(whole: Runtime, replica: Runtime, name: str, drafter: str) -> None:
+def test_continues_with_the_same_tokens_and_text(whole: Runtime, replica: Runtime, name: str, drafter: str) -> None:
     options = {"max_new_tokens": 24, **OPTIONS[name]}
     stream = whole.stream(PROMPT, **options, drafter="ngram")
     spans = list(stream)
@@ -78,30 +78,8 @@ def assert_same(result: Generation, expected: Generation, given: int) -> None:
     assert result.stats.resumed_tokens + result.stats.new_tokens == expected.stats.new_tokens
 
 
-def test_sessions_go_on_as_well(whole: Runtime) -> None:
-    expected = whole.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2)
-    session = whole.session()
-    found = session.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2, generated=expected.token_ids[:5])
-    assert_same(found, expected, 5)
-    assert session.token_ids[-12:] == expected.token_ids
-    again = session.generate(" and", max_new_tokens=4)  # the turn after it is as ever
-    assert again.token_ids == whole.generate([*session.token_ids[:-4]], max_new_tokens=4).token_ids
-
-
-def test_neighbours_begin_beside_it(whole: Runtime, replica: Runtime) -> None:
-    """Several that continue share passes with several that begin."""
-    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0}
-    expected = [whole.generate(PROMPT, **options, seed=seed) for seed in range(6)]
-    handles = [
-        replica.submit(PROMPT, **options, seed=seed, generated=each.token_ids[: 3 * (seed % 3)])
-        for seed, each in enumerate(expected)
-    ]
-    for seed, (handle, each) in enumerate(zip(handles, expected, strict=True)):
-        assert_same(handle.result(timeout=60), each, 3 * (seed % 3))
-
-
-def test_what_it_has_is_its_result_where_it_is_late(branch_plan: Path, whole: Runtime) -> None:
-    """It ends while it waits: with the tokens that it brought, and their text."""
+def test_its_tokens_are_its_result_at_the_deadline(branch_plan: Path, whole: Runtime) -> None:
+    """It ends while it waits."""
     expected = whole.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2)
     replica = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
     others = [replica.submit(PROMPT, max_new_tokens=140, ignore_eos=True) for _ in range(3)]
@@ -117,27 +95,38 @@ def test_what_it_has_is_its_result_where_it_is_late(branch_plan: Path, whole: Ru
     assert replica.close(timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_sessions_continue_as_well(whole: Runtime) -> None:
+    expected = whole.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2)
+    session = whole.session()
+    found = session.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2, generated=expected.token_ids[:5])
+    assert_same(found, expected, 5)
+    assert session.token_ids[-12:] == expected.token_ids
+    again = session.generate(" and", max_new_tokens=4)
+    assert again.token_ids == whole.generate([*session.token_ids[:-4]], max_new_tokens=4).token_ids
+
+
+def test_requests_that_continue_share_passes_with_those_that_begin(whole: Runtime, replica: Runtime) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0}
+    expected = [whole.generate(PROMPT, **options, seed=seed) for seed in range(6)]
+    handles = [
+        replica.submit(PROMPT, **options, seed=seed, generated=each.token_ids[: 3 * (seed % 3)])
+        for seed, each in enumerate(expected)
+    ]
+    for seed, (handle, each) in enumerate(zip(handles, expected, strict=True)):
+        assert_same(handle.result(timeout=60), each, 3 * (seed % 3))
+
+
+def test_refuses_tokens_that_cannot_be_continued(whole: Runtime) -> None:
+    text = whole.generate(PROMPT, max_new_tokens=8)
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"generated": [1, 2], "max_new_tokens": 2}, "generated holds 2 tokens, and max_new_tokens is 2"),
         ({"generated": [1, 7], "eos_token_ids": [7]}, "generated holds an end token"),
         ({"generated": [5] * 150, "max_new_tokens": 200}, "fill the plan's context of 160"),
-    ],
-)
-def test_refuses_what_cannot_go_on(whole: Runtime, options: dict[str, Any], message: str) -> None:
-    for call in (whole.generate, whole.submit, whole.session().generate):
-        with pytest.raises(RequestError, match=message):
-            call(PROMPT, **options)
-
-
-def test_refuses_a_stop_string_that_has_ended_it(whole: Runtime) -> None:
-    text = whole.generate(PROMPT, max_new_tokens=8)
-    stop = text.text[1:3]
-    with pytest.raises(RequestError, match="generated holds the stop string"):
-        whole.generate(PROMPT, max_new_tokens=20, stop=[stop], generated=text.token_ids)
-
-
-def test_branches_begin_together(whole: Runtime) -> None:
+        ({"generated": text.token_ids, "stop": [text.text[1:3]]}, "generated holds the stop string"),
+    ]
+    for options, message in wrong:
+        for call in (whole.generate, whole.submit, whole.session().generate):
+            with pytest.raises(RequestError, match=message):
+                call(PROMPT, **options)
     with pytest.raises(RequestError, match="Branch 0: generated is of a request that continues alone"):
         whole.generate_branches(PROMPT, n=2, generated=[1])

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +43,27 @@ def client(address: str) -> Iterator[openai.OpenAI]:
         yield found
 
 
+OURS = {"ignore_eos": True}
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
 def test_a_completion_is_what_the_runtime_generates(client: openai.OpenAI, alone: Runtime) -> None:
     expected = alone.generate("import os\n", max_new_tokens=12, temperature=0.7, seed=5, ignore_eos=True)
     found = client.completions.create(
-        model="toy", prompt="import os\n", max_tokens=12, temperature=0.7, seed=5, extra_body={"ignore_eos": True}
+        model="toy", prompt="import os\n", max_tokens=12, temperature=0.7, seed=5, extra_body=OURS
     )
     (choice,) = found.choices
-    assert (choice.text, choice.finish_reason) == (expected.text, "length")
-    assert found.object == "text_completion"
+    assert (found.object, choice.text, choice.finish_reason) == ("text_completion", expected.text, "length")
     assert found.usage is not None
     assert found.usage.prompt_tokens == expected.stats.prompt_tokens
-    assert found.usage.completion_tokens == 12
-    assert found.usage.total_tokens == found.usage.prompt_tokens + 12
+    assert found.usage.completion_tokens == 12 == found.usage.total_tokens - found.usage.prompt_tokens
 
 
 def test_a_stream_is_the_same_in_pieces(client: openai.OpenAI, alone: Runtime) -> None:
     expected = alone.generate([5, 6, 7], max_new_tokens=20, ignore_eos=True)
     own: dict[str, Any] = {"model": "toy", "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0}
-    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-    events = list(client.completions.create(**own, **usage, extra_body={"ignore_eos": True, "drafter": "bushy"}))
+    events = list(client.completions.create(**own, **USAGE, extra_body=OURS | {"drafter": "bushy"}))
     assert "".join(event.choices[0].text for event in events[:-1]) == expected.text
     assert [event.choices[0].finish_reason for event in events[:-1]] == [None] * (len(events) - 2) + ["length"]
     assert events[-1].choices == []
@@ -72,7 +75,7 @@ def test_a_stream_is_the_same_in_pieces(client: openai.OpenAI, alone: Runtime) -
 def test_several_prompts_and_choices(client: openai.OpenAI, alone: Runtime) -> None:
     prompts = ["import os", "def main"]
     found = client.completions.create(
-        model="toy", prompt=prompts, max_tokens=6, temperature=1.0, seed=3, n=2, extra_body={"ignore_eos": True}
+        model="toy", prompt=prompts, max_tokens=6, temperature=1.0, seed=3, n=2, extra_body=OURS
     )
     expected = [
         alone.generate(prompt, max_new_tokens=6, temperature=1.0, seed=3, stream_id=choice, ignore_eos=True)
@@ -105,58 +108,47 @@ def speculation_of(answer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("always_drafting")
-@pytest.mark.parametrize(("drafter", "longest"), [("bushy", 3), ("head", 3), ("chain", 4), ("sure", 6)])
-def test_an_answer_tells_how_much_of_its_drafts_was_accepted(client: openai.OpenAI, drafter: str, longest: int) -> None:
-    more = {"ignore_eos": True, "drafter": drafter}
-    own: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 12, "extra_body": more}
-    messages: list[Any] = [{"role": "user", "content": "hello"}]
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
+@pytest.mark.parametrize(("drafter", "longest"), [("bushy", 3), ("sure", 6)])
+def test_an_answer_says_how_much_of_its_drafts_was_accepted(client: openai.OpenAI, drafter: str, longest: int) -> None:
+    own: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 12}
+    own["extra_body"] = OURS | {"drafter": drafter}
     for create, asked in (
         (client.completions.create, {"prompt": [5, 6, 7]}),
-        (client.chat.completions.create, {"messages": messages}),
+        (client.chat.completions.create, {"messages": HELLO}),
     ):
         found = create(**own, **asked)
-        told = speculation_of(found)
-        assert told["num_spec_tokens"] == longest
+        speculation = speculation_of(found)
+        assert speculation["num_spec_tokens"] == longest
         # A round adds a token to those that it accepts, but where the limit cuts it.
-        assert told["num_accepted_draft_tokens"] + told["num_spec_steps"] <= found.usage.completion_tokens + 1
-        *pieces, last = create(**own, **asked, **usage)
+        tokens = speculation["num_accepted_draft_tokens"] + speculation["num_spec_steps"]
+        assert tokens <= found.usage.completion_tokens + 1
+        *pieces, last = create(**own, **asked, **USAGE)
         assert speculation_of(last)["num_spec_tokens"] == longest
-        assert last.usage.completion_tokens == 12
         assert not any(hasattr(piece, "metrics") for piece in pieces)
-        assert not any(hasattr(piece, "metrics") for piece in create(**own, **asked, stream=True))
 
 
 @pytest.mark.parametrize(("drafter", "tokens"), [("none", 8), ("chain", 1)])
 def test_without_a_draft_an_answer_has_no_metrics(client: openai.OpenAI, drafter: str, tokens: int) -> None:
-    own: dict[str, Any] = {"model": "toy", "max_tokens": tokens, "extra_body": {"drafter": drafter, "ignore_eos": True}}
+    own: dict[str, Any] = {"model": "toy", "max_tokens": tokens, "extra_body": OURS | {"drafter": drafter}}
     assert not hasattr(client.completions.create(prompt=[5, 6], **own), "metrics")
-    messages: list[Any] = [{"role": "user", "content": "hello"}]
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    pieces = list(client.chat.completions.create(messages=messages, **own, **usage))  # type: ignore[call-overload]
-    assert pieces[-1].usage is not None
-    assert not any(hasattr(piece, "metrics") for piece in pieces)
 
 
 def test_log_probabilities(client: openai.OpenAI, alone: Runtime) -> None:
     expected = alone.generate([5, 6], max_new_tokens=5, logprobs=2, ignore_eos=True)
-    own: dict[str, Any] = {"model": "toy", "max_tokens": 5, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    own: dict[str, Any] = {"model": "toy", "max_tokens": 5, "temperature": 0, "extra_body": OURS}
     found = client.completions.create(prompt=[5, 6], logprobs=2, **own).choices[0].logprobs
     assert found is not None
     assert found.token_logprobs == pytest.approx([entry.logprob for entry in expected.logprobs])
-    assert found.top_logprobs is not None
-    assert all(len(top) <= 2 for top in found.top_logprobs)
-    messages = [{"role": "user", "content": "hello"}]
-    chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **own)  # type: ignore[call-overload]
+    assert all(len(top) <= 2 for top in found.top_logprobs or [])
+    chat: Any = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=2, **own)
     content = chat.choices[0].logprobs.content
-    assert len(content) == 5
-    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    assert [len(entry.top_logprobs) for entry in content] == [2] * 5
     joined = b"".join(bytes(entry.bytes) for entry in content)
     assert joined.decode(errors="replace") == chat.choices[0].message.content
     pieces = client.completions.create(prompt=[5, 6], logprobs=2, stream=True, **own)
-    told = [piece.choices[0].logprobs for piece in pieces if piece.choices[0].logprobs is not None]
-    assert [token for each in told for token in each.tokens] == found.tokens
-    assert [offset for each in told for offset in each.text_offset] == found.text_offset
+    parts = [piece.choices[0].logprobs for piece in pieces if piece.choices[0].logprobs is not None]
+    assert [token for each in parts for token in each.tokens] == found.tokens
+    assert [offset for each in parts for offset in each.text_offset] == found.text_offset
 
 
 def test_each_end_token_of_a_plan_ends_a_text(toy: Runtime, ending_plan: tuple[Path, dict[str, int]]) -> None:
@@ -164,19 +156,17 @@ def test_each_end_token_of_a_plan_ends_a_text(toy: Runtime, ending_plan: tuple[P
     plan, lengths = ending_plan
     python = Runtime.load(plan, threads=1)
     with listening(Runtime.load(plan, threads=1)) as address, client_of(address) as client:
-        for prompt, length in lengths.items():
+        for (prompt, length), drafter in product(lengths.items(), ("none", "chain")):
             whole = toy.generate(prompt, max_new_tokens=30, ignore_eos=True)
             text = toy.tokenizer.decode(whole.token_ids[: length - 1])
-            for drafter in ("none", "ngram", "chain"):
-                found = python.generate(prompt, max_new_tokens=30, drafter=drafter)
-                assert (found.token_ids, found.text) == (whole.token_ids[:length], text)
-                assert found.finish_reason == "stop"
-                own: dict[str, Any] = {"model": "toy", "prompt": prompt, "max_tokens": 30, "temperature": 0}
-                own["extra_body"] = {"drafter": drafter}
-                answer = client.completions.create(**own)
-                assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
-                pieces = list(client.completions.create(stream=True, **own))
-                assert "".join(piece.choices[0].text for piece in pieces) == text
+            found = python.generate(prompt, max_new_tokens=30, drafter=drafter)
+            assert (found.token_ids, found.text) == (whole.token_ids[:length], text)
+            own: dict[str, Any] = {"model": "toy", "prompt": prompt, "max_tokens": 30, "temperature": 0}
+            own["extra_body"] = {"drafter": drafter}
+            (choice,) = client.completions.create(**own).choices
+            assert (choice.text, choice.finish_reason) == (text, "stop")
+            pieces = list(client.completions.create(stream=True, **own))
+            assert "".join(piece.choices[0].text for piece in pieces) == text
 
 
 def test_a_chat_is_its_template_continued(client: openai.OpenAI, alone: Runtime) -> None:
@@ -190,8 +180,7 @@ def test_a_chat_is_its_template_continued(client: openai.OpenAI, alone: Runtime)
     expected = alone.generate(prompt, max_new_tokens=10)
     own: dict[str, Any] = {"model": "toy", "messages": messages, "temperature": 0, "max_completion_tokens": 10}
     found = client.chat.completions.create(**own)
-    assert found.choices[0].message.content == expected.text
-    assert found.choices[0].message.role == "assistant"
+    assert (found.choices[0].message.role, found.choices[0].message.content) == ("assistant", expected.text)
     pieces = list(client.chat.completions.create(stream=True, **own))
     assert pieces[0].choices[0].delta.role == "assistant"
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
@@ -200,43 +189,33 @@ def test_a_chat_is_its_template_continued(client: openai.OpenAI, alone: Runtime)
     assert again.choices[0].message.content == expected.text
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "sure"])
+@pytest.mark.parametrize("drafter", ["none", "sure"])
 def test_a_special_token_is_a_stop(client: openai.OpenAI, alone: Runtime, drafter: str) -> None:
     """It prints nothing, so that its spelling would never be found in a text."""
     token, spelled = next(iter(alone.tokenizer.special_tokens.items()))
     own: dict[str, Any] = {"model": "toy", "prompt": [5, 6], "max_tokens": 9, "logit_bias": {str(token): 100}}
-    own["extra_body"] = {"ignore_eos": True, "drafter": drafter}
+    own["extra_body"] = OURS | {"drafter": drafter}
     assert client.completions.create(**own).choices[0].finish_reason == "length"
-    found = client.completions.create(stop=["#", spelled], **own)
-    assert (found.choices[0].text, found.choices[0].finish_reason) == ("", "stop")
-    assert found.usage is not None
-    assert found.usage.completion_tokens == 1
-    with pytest.raises(
-        openai.BadRequestError, match=r"stop.0. holds the special token .* pass it as a text of its own"
-    ) as told:
+    (choice,) = client.completions.create(stop=["#", spelled], **own).choices
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+    with pytest.raises(openai.BadRequestError, match=r"stop.0. holds the special token .* pass it as") as refused:
         client.completions.create(stop=[f"a{spelled}"], **own)
-    assert told.value.param == "stop[0]"
+    assert refused.value.param == "stop[0]"
 
 
 def test_options_that_change_logits(client: openai.OpenAI, alone: Runtime) -> None:
     """Each field becomes its option in `test_options.py`; what options do is in `test_logits_options.py`."""
     own: dict[str, Any] = {"presence_penalty": 1.5, "logit_bias": {"40": 20, "41": 19.5}, "temperature": 0.0, "seed": 3}
     ours: dict[str, Any] = {"bad_words": ["H"], "repetition_penalty": 1.4, "drafter": "bushy", "draft_tokens": 3}
-    message = {"role": "user", "content": "hello"}
-    expected = alone.generate(messages=[message], max_new_tokens=20, **own, **ours)
-    assert expected.text != alone.generate(messages=[message], max_new_tokens=20).text
-    chat: Any = client.chat.completions.create(model="toy", messages=[message], max_tokens=20, extra_body=ours, **own)  # type: ignore[call-overload]
+    expected = alone.generate(messages=HELLO, max_new_tokens=20, **own, **ours)
+    assert expected.text != alone.generate(messages=HELLO, max_new_tokens=20).text
+    chat: Any = client.chat.completions.create(model="toy", messages=HELLO, max_tokens=20, extra_body=ours, **own)
     assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (expected.text, expected.finish_reason)
 
 
 def test_without_a_seed_samples_differ(client: openai.OpenAI) -> None:
-    texts = {
-        client.completions.create(model="toy", prompt=[5], max_tokens=12, extra_body={"ignore_eos": True})
-        .choices[0]
-        .text
-        for _ in range(4)
-    }
-    assert len(texts) > 1
+    found = [client.completions.create(model="toy", prompt=[5], max_tokens=12, extra_body=OURS) for _ in range(4)]
+    assert len({each.choices[0].text for each in found}) > 1
 
 
 @pytest.mark.usefixtures("slow_passes")
@@ -246,15 +225,15 @@ def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, address: 
         return float(count)
 
     settle(runtime)
-    known = aborted()
-    before = runtime.scheduler_stats
+    known, before = aborted(), runtime.scheduler_stats
     own: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140, "temperature": 0}
-    stream = client.completions.create(stream=True, extra_body={"ignore_eos": True, "drafter": "none"}, **own)
+    own["extra_body"] = OURS | {"drafter": "none"}
+    stream = client.completions.create(stream=True, **own)
     next(iter(stream))
     stream.close()
     settle(runtime)
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=0.3).completions.create(extra_body={"ignore_eos": True, "drafter": "none"}, **own)
+        client.with_options(timeout=0.3).completions.create(**own)
     settle(runtime)
     after = runtime.scheduler_stats
     assert after.finished - before.finished == 2
@@ -267,22 +246,17 @@ def test_a_client_that_goes_cancels_its_request(client: openai.OpenAI, address: 
     [
         ({"prompt": "x", "echo": True}, "echo is not served"),
         ({"prompt": "x", "extra_body": {"draft_tokens": 99}}, "draft_tokens is 99; pass a whole number from 1 to 11"),
-        ({"prompt": "x", "temperature": 3}, "temperature"),
-        ({"prompt": "x", "n": 99}, "n is 99; pass a whole number from 1 to 16"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens is true; pass a whole number of at least 1"),
-        ({"prompt": "x", "stream": 1}, "stream is 1; pass true or false"),
         ({"prompt": []}, "prompt is an empty list"),
         ({"prompt": [""]}, r"prompt\[0\] is empty; pass a text of at least one character"),
         ({"prompt": ["x", 5]}, r"prompt\[1\] is 5; pass text, token ids"),
-        ({"prompt": None}, "prompt is null; pass text"),
-        ({"prompt": ["x"] * 9, "n": 8}, r"asks for 72 choices \(prompts: 9, n: 8\); at most 64 are taken"),
+        ({"prompt": ["x"] * 9, "n": 8}, r"asks for 72 choices \(prompts: 9, n: 8\); at most 64 are allowed"),
         ({"prompt": [99999]}, "Token id 99999"),
         ({"prompt": [5] * 200}, "context is 160"),
         ({"prompt": "x", "extra_body": {"heat": 1}}, "^.*heat is no known key; leave it out"),
-        ({"prompt": "x", "extra_body": {"drafter": "oracle"}}, "oracle"),
     ],
 )
-def test_what_cannot_be_served_is_said(client: openai.OpenAI, own: dict[str, Any], words: str) -> None:
+def test_completions_that_cannot_be_served_are_refused(client: openai.OpenAI, own: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         client.completions.create(model="toy", **own)
     assert caught.value.type == "invalid_request_error"
@@ -295,7 +269,6 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, own: dict[str, Any
         ({"messages": []}, "messages is .*; pass a list of at least one message"),
         ({"messages": [{"role": "critic", "content": "x"}]}, r'messages\[0\].role is "critic"; pass "system"'),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content is missing; pass a text, or a list of parts"),
-        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content is 5; pass a text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             r'messages\[0\].content\[0\].type is "image_url"; pass "text", as other parts are not served',
@@ -303,7 +276,7 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, own: dict[str, Any
         ({"top_logprobs": 2}, "top_logprobs is 2, and logprobs is not true; add logprobs"),
     ],
 )
-def test_of_a_chat_it_is_said_too(client: openai.OpenAI, own: dict[str, Any], words: str) -> None:
+def test_chats_that_cannot_be_served_are_refused(client: openai.OpenAI, own: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
         client.chat.completions.create(**{"model": "toy", "messages": [{"role": "user", "content": "x"}], **own})
 
@@ -311,8 +284,7 @@ def test_of_a_chat_it_is_said_too(client: openai.OpenAI, own: dict[str, Any], wo
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["toy"]
     model = client.models.retrieve("toy").model_dump()
-    assert model["owned_by"] == "outrider"
-    assert (model["max_model_len"], model["context_length"]) == (160, 160)
+    assert (model["owned_by"], model["max_model_len"], model["context_length"]) == ("outrider", 160, 160)
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="x")
 
@@ -339,13 +311,13 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
 def test_others_are_answered_while_a_prompt_is_encoded(
     client: openai.OpenAI, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, encoded = threading.Event(), threading.Event(), list[str]()
+    begun, resume, encoded = threading.Event(), threading.Event(), list[str]()
     original = Tokenizer.encode
 
     def slowly(self: Tokenizer, text: str, **more: Any) -> list[int]:
         encoded.append(text)
         begun.set()
-        assert go_on.wait(60)
+        assert resume.wait(60)
         return original(self, text, **more)
 
     monkeypatch.setattr(Tokenizer, "encode", slowly)
@@ -355,7 +327,7 @@ def test_others_are_answered_while_a_prompt_is_encoded(
             assert begun.wait(60)
             assert get(f"{address}/health") == (200, '{"status":"ok"}')
         finally:
-            go_on.set()
+            resume.set()
         assert len(asked.result(60).choices) == 3
     assert encoded == ["import os"]  # once for all its choices
 
@@ -386,8 +358,9 @@ def test_a_key_has_a_share_of_the_queue(branch_plan: Path) -> None:
         with client_of(address, "one") as one, client_of(address, "two") as two, ThreadPoolExecutor(2) as pool:
             waiting = [pool.submit(one.completions.create, n=2, **own)]
             wait_until(lambda: busy.scheduler_stats.waiting == 2)
-            with pytest.raises(openai.RateLimitError, match=r"of this client wait: 2 already, and its share .* is 2"):
+            with pytest.raises(openai.RateLimitError, match=r"of this client wait: 2 already, and its") as full:
                 one.completions.create(**own)
+            assert int(full.value.response.headers["retry-after"]) > 0
             waiting.append(pool.submit(two.completions.create, **own))
             wait_until(lambda: busy.scheduler_stats.waiting == 3)
             first.cancel()

@@ -1,4 +1,4 @@
-"""A request whose task is cancelled, as Ray Serve does when a client goes, ends wherever it is."""
+"""A request whose task is cancelled, as Ray Serve does when a client goes, ends."""
 
 from __future__ import annotations
 

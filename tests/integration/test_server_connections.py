@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -34,10 +34,9 @@ from tests.integration.served import sent as everything_said
             b"The request's body has not come within 0.4 s",
         ),
         ("GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{", b'{"status":"ok"}'),
-        ("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b'{"status":"ok"}'),
         ("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET", b'{"status":"ok"}'),
     ],
-    ids=["nothing", "half a head", "half a body", "an answer before the body", "idle", "half a second head"],
+    ids=["nothing", "half a head", "half a body", "an answer before the body", "half a second head"],
 )
 def test_connections_that_wait_are_closed(impatient: str, sent: str, answered: bytes) -> None:
     found = everything_said(impatient, sent.encode())
@@ -64,7 +63,7 @@ def impatient(branch_plan: Path) -> Iterator[str]:
         yield address
 
 
-def test_too_many_connections_are_told(branch_plan: Path) -> None:
+def test_too_many_connections_are_refused(branch_plan: Path) -> None:
     with listening(Runtime.load(branch_plan, threads=1), Limits(max_connections=2)) as address:
         with connected(address), connected(address):
             status, body = get(f"{address}/health")
@@ -75,19 +74,24 @@ def test_too_many_connections_are_told(branch_plan: Path) -> None:
         wait_until(lambda: answers(f"{address}/health"))
 
 
-def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
+@contextmanager
+def small_buffers(bound: socket.socket) -> Iterator[socket.socket]:
+    """A client of a server that has data waiting soon."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.settimeout(60)
+        client.connect(bound.getsockname())
+        yield client
+
+
+def test_a_client_that_reads_nothing_is_disconnected(branch_plan: Path) -> None:
     bound = bound_socket("127.0.0.1", 0)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what waits, waits in the server
     asked = {"model": "toy", "prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True, "logprobs": 5}
     body = json.dumps(asked | {"n": 16}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    with (
-        serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.3)) as server,
-        socket.socket() as deaf,
-    ):
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        deaf.settimeout(60)
-        deaf.connect(bound.getsockname())
+    limits = Limits(send_seconds=0.3)
+    with serving(Runtime.load(branch_plan, threads=1), bound, limits) as server, small_buffers(bound) as deaf:
         deaf.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
         wait_until(lambda: bool(server.server_state.connections))
         wait_until(lambda: not server.server_state.connections)
@@ -99,42 +103,37 @@ def test_a_client_that_reads_nothing_is_left(branch_plan: Path) -> None:
 
 def test_a_client_that_reads_slowly_has_all_of_its_answer(branch_plan: Path) -> None:
     bound = bound_socket("127.0.0.1", 0)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    with serving(Runtime.load(branch_plan, threads=1), bound, Limits(send_seconds=0.5)), socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        slow.settimeout(60)
-        slow.connect(bound.getsockname())
+    limits = Limits(send_seconds=0.5)  # reading takes longer than that
+    with serving(Runtime.load(branch_plan, threads=1), bound, limits), small_buffers(bound) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        read, began = b"", time.monotonic()
+        read = b""
         while piece := slow.recv(500):
             read += piece
             time.sleep(0.025)
         length = int(re.search(rb"content-length: (\d+)", read)[1])  # type: ignore[index]
-        assert len(read.partition(b"\r\n\r\n")[2]) == length
-        assert time.monotonic() - began > 0.5  # longer than a client that reads nothing has
+        assert len(read.partition(b"\r\n\r\n")[2]) == length > 500 * 20
 
 
 def test_more_connections_than_open_files(branch_plan: Path) -> None:
-    """Two hundred open files, and three hundred clients that say nothing: those that are too many are closed."""
+    """Two hundred open files, and three hundred clients that say nothing."""
     command = [sys.executable, "-m", "outrider.runtime", "serve", str(branch_plan), "--threads", "1", "--port", "0"]
     limited = ["bash", "-c", 'ulimit -n 200 && exec "$@"', "bash", *command, "--head-seconds", "2"]
     with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
-        told = "".join(server.stderr.readline() for _ in range(3))
-        address = re.search(r"http://127\.0\.0\.1:(\d+)", told)
-        assert address is not None, told
+        first = "".join(server.stderr.readline() for _ in range(3))
+        address = re.search(r"http://127\.0\.0\.1:(\d+)", first)
+        assert address is not None, first
         try:
-            silent = [socket.create_connection(("127.0.0.1", int(address[1])), timeout=60) for _ in range(300)]
+            silent = [connected(address[0]) for _ in range(300)]
             wait_until(lambda: answers(f"{address[0]}/health"))
             for client in silent:
                 client.close()
             server.send_signal(signal.SIGTERM)
-            _, said = server.communicate(timeout=60)
+            _, later = server.communicate(timeout=60)
         finally:
             server.kill()  # nothing to one that has ended
-        assert server.returncode == 0
-    assert "at most 56 connections at once" in told
-    assert said == ""
+        assert (server.returncode, later) == (0, "")
+    assert "at most 56 connections at once" in first
 
 
 def test_an_upgrade_is_not_begun(impatient: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The server's HTTP: bodies, paths, methods, keys, origins and hosts."""
+"""The server's HTTP: bodies, paths, keys, origins, hosts, limits and their errors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 
 from outrider import PrefixCacheConfig, Runtime
 from outrider.plans.errors import RequestError
+from outrider.runtime.__main__ import main
 from outrider.runtime.server.app import ServerConfig
-from tests.integration.served import KEY, client_of, get, listening, settle
+from outrider.runtime.server.connections import Limits
+from tests.integration.served import KEY, client_of, connected, get, listening, settle, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -40,33 +42,29 @@ def asked(address: str, method: str, path: str, body: Any = None, **headers: str
 
 
 @pytest.mark.parametrize(
-    ("data", "kind", "words"),
+    ("data", "words"),
     [
-        (b"{", "application/json", "The body is not JSON: .* at character 2"),
-        (b"[" * 15_000, "application/json", "The body cannot be read as JSON: it is nested too deeply"),
-        (b'"\xff"', "application/json", "The body cannot be read as JSON: it is no UTF-8 text"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", "it has a number of too many digits"),
-        (b'{"model": "toy", "prompt": "x", "\\ud800": 1}', "application/json", r"\\ud800 is no known key"),
-        (b'{"model": "toy", "prompt": "x", "seed": "\\ud800"}', "application/json", r'seed is "\\ud800"; pass a whole'),
-        (
-            b'{"model": "toy", "prompt": "x", "' + b"k" * 5000 + b'": 1}',
-            "application/json",
-            "^k{60}[.]{3} is no known key",
-        ),
-        (b"[]", "application/json", r"The body is \[\]; send a JSON object"),
-        (b"{}", "text/plain", "send it with the header Content-Type: application/json"),
-        (b"", "application/json", "The body is empty"),
-        (b'{"model": "toy"}', "application/json", "prompt is missing; pass text, token ids, or a list of either"),
+        (b"{", "The body is not JSON: .* at character 2"),
+        (b"[" * 15_000, "The body cannot be read as JSON: it is nested too deeply"),
+        (b'"\xff"', "The body cannot be read as JSON: it is no UTF-8 text"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "it has a number of too many digits"),
+        (b'{"model": "toy", "prompt": "x", "\\ud800": 1}', r"\\ud800 is no known key"),
+        (b'{"model": "toy", "prompt": "x", "seed": "\\ud800"}', r'seed is "\\ud800"; pass a whole'),
+        (b'{"model": "toy", "prompt": "x", "' + b"k" * 5000 + b'": 1}', "^k{60}[.]{3} is no known key"),
+        (b"[]", r"The body is \[\]; send a JSON object"),
+        (b"", "The body is empty"),
+        (b'{"model": "toy"}', "prompt is missing; pass text, token ids, or a list of either"),
     ],
+    ids=range(10),
 )
-def test_bodies_that_are_none_are_refused(address: str, data: bytes, kind: str, words: str) -> None:
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": kind}
+def test_bodies_that_are_no_requests_are_refused(address: str, data: bytes, words: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     status, body = get(f"{address}/v1/completions", headers, data)
     assert status == 400
     assert re.search(words, json.loads(body)["error"]["message"])
 
 
-def test_paths_that_are_none_are_named(address: str) -> None:
+def test_unknown_paths_models_and_types_of_bodies_are_named(address: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for path, data, words in (
         ("/v1/embeddings", b"{}", "There is nothing at /v1/embeddings; this server has /v1/completions"),
@@ -76,10 +74,12 @@ def test_paths_that_are_none_are_named(address: str) -> None:
         status, body = get(f"{address}{path}", headers, data)
         assert status in (404, 405)
         assert words in json.loads(body)["error"]["message"]
+    status, body = get(f"{address}/v1/completions", headers | {"Content-Type": "text/plain"}, b"{}")
+    assert (status, "header Content-Type: application/json" in body) == (400, True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_one_key_asked_no_other_can_find_out(branch_plan: Path, shared: bool) -> None:
+def test_no_key_learns_what_another_asked(branch_plan: Path, shared: bool) -> None:
     """`cached_tokens` shows what is in the cache."""
     kept = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=4096))
     prompt = "import os\nimport sys\ndef main("
@@ -101,14 +101,11 @@ def test_what_one_key_asked_no_other_can_find_out(branch_plan: Path, shared: boo
             assert (stream.stats.reused_tokens, stream.stats.cached_tokens) == (0, 0)
         assert (cached("two") > 0) is shared
         assert cached("two") > 0
-        assert cached("one", cache_salt="a") == 0
-        assert cached("one", cache_salt="b") == 0
-        assert cached("one", cache_salt="a") > 0
+        assert [cached("one", cache_salt=salt) > 0 for salt in "aba"] == [False, False, True]
         assert (cached("two", cache_salt="a") > 0) is shared
 
 
-def test_what_http_has_besides(address: str, client: openai.OpenAI) -> None:
-    """HEAD, bodies in chunks, and schemes of keys in any case."""
+def test_heads_chunked_bodies_and_schemes_of_keys(address: str, client: openai.OpenAI) -> None:
     key = {"Authorization": f"bearer {KEY}"}
     for path in ("/health", "/health/live", "/health/ready", "/v1/models", "/v1/models/toy", "/metrics"):
         status, headers, body = asked(address, "HEAD", path, **key)
@@ -129,19 +126,15 @@ def test_what_http_has_besides(address: str, client: openai.OpenAI) -> None:
     ("config", "origin", "may"),
     [
         ({}, "http://localhost:3000", True),
-        ({}, "https://127.0.0.1", True),
         ({}, "http://localhost.attacker.example", False),
         ({}, "https://chat.example", False),
         ({"allow_origins": ["https://chat.example"], "api_key": KEY}, "https://chat.example", True),
         ({"allow_origins": ["*"]}, "https://any.example", True),
     ],
 )
-def test_pages_of_which_origins_may_ask(branch_plan: Path, config: dict[str, Any], origin: str, may: bool) -> None:
+def test_origins_of_pages(branch_plan: Path, config: dict[str, Any], origin: str, may: bool) -> None:
     with listening(Runtime.load(branch_plan, threads=1), **config) as address:
-        wanted = {
-            "Access_Control_Request_Method": "POST",
-            "Access_Control_Request_Headers": "authorization,content-type",
-        }
+        wanted = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
         status, headers, _ = asked(address, "OPTIONS", "/v1/chat/completions", Origin=origin, **wanted)
         assert (status == 200) is may
         assert (headers.get("access-control-allow-origin") in (origin, "*")) is may
@@ -152,15 +145,7 @@ def test_pages_of_which_origins_may_ask(branch_plan: Path, config: dict[str, Any
 
 def test_without_a_key_a_name_that_is_not_known_is_refused(branch_plan: Path) -> None:
     with listening(Runtime.load(branch_plan, threads=1), allow_hosts=["Box.example"]) as address:
-        for host in (
-            "localhost:80",
-            "localhost.",
-            "foo.localhost:1",
-            "127.0.0.1",
-            "[::1]:8000",
-            "10.1.2.3",
-            "box.example:8000",
-        ):
+        for host in ("localhost:80", "localhost.", "foo.localhost:1", "10.1.2.3", "[::1]:8000", "box.example:8000"):
             assert asked(address, "GET", "/v1/models", Host=host)[0] == 200
         for path in ("/v1/models", "/metrics"):
             for name in ("[", "notlocalhost", "localhost.attacker.example", "127.0.0.1.attacker.example"):
@@ -175,3 +160,118 @@ def test_without_a_key_a_name_that_is_not_known_is_refused(branch_plan: Path) ->
         ServerConfig("toy", allow_hosts=["box:80"])
     with pytest.raises(RequestError, match="protect_metrics is true, and there is no API key"):
         ServerConfig("toy", protect_metrics=True)
+
+
+OURS: dict[str, Any] = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def limited(branch_plan: Path) -> Iterator[str]:
+    with listening(Runtime.load(branch_plan, threads=1), Limits(0.4, 0.4), api_key=KEY, max_body_bytes=2000) as found:
+        yield found
+
+
+HEAD = f"Host: x\r\nAuthorization: Bearer {KEY}\r\n"
+POST, CHUNKED = f"POST /v1/completions HTTP/1.1\r\n{HEAD}", "Transfer-Encoding: chunked\r\n"
+JSON = f"Content-Type: application/json\r\n{CHUNKED}"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code", "advice"),
+    [
+        ("GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 401, "invalid_api_key", "Bearer KEY"),
+        (f"{POST}Content-Length: 2001\r\n\r\n", 413, "body_too_large", "Send less text"),
+        (f"{POST}\r\n", 411, "length_required", "send Content-Length"),
+        (f"{POST}{JSON}\r\n800\r\n{' ' * 2048}\r\n0\r\n\r\n", 413, "body_too_large", "Send less text"),
+        (f"{POST}Content-Length: 9\r\n{CHUNKED}\r\n0\r\n\r\n", 400, "invalid_http", "says its length twice"),
+        (f"{POST}{CHUNKED}\r\nzz\r\n", 400, "invalid_http", ""),
+        ("GET /v1/models HT", 408, "request_timeout", "send the request again"),
+        ("hello\r\n\r\n", 400, "invalid_http", "Send a request line"),
+        ("GET / HTTP/1.1\r\n\r\n", 400, "invalid_http", "Host"),
+        (f"GET / HTTP/1.1\r\nX: {'x' * 100_000}", 431, "headers_too_large", "shorter headers"),
+        ("GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", 404, "not_found", "this server has"),
+        (f"DELETE /v1/models HTTP/1.1\r\n{HEAD}\r\n", 405, "method_not_allowed", "use GET"),
+    ],
+)
+def test_each_limit_has_an_error_in_openais_shape(
+    limited: str, sent: str, status: int, code: str, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(limited) as plain:
+        plain.sendall(sent.encode())
+        found = b""
+        while not (b"\r\n\r\n" in found and found.endswith(b"}")):
+            found += plain.recv(4096)
+    head, _, body = found.partition(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    assert lines[0].split()[1] == str(status)
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("authentication_error" if status == 401 else "invalid_request_error")
+    assert error["code"] == code
+    assert advice in error["message"]
+    assert any(line.startswith("x-request-id: req_") for line in lines)
+    assert "content-type: application/json" in lines
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_malformed_request_after_an_answer_only_closes_the_connection(limited: str) -> None:
+    with connected(limited) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        while b'{"status":"ok"}' not in plain.recv(4096):
+            pass
+        plain.sendall(b"}\r\n\r\n\x00nothing of HTTP\r\n\r\n")
+        rest = b"".join(iter(lambda: plain.recv(4096), b""))
+    assert rest == b"" or json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+def test_ids_are_in_every_answer(limited: str) -> None:
+    with client_of(limited, KEY) as client:
+        own: dict[str, Any] = {"model": "toy", "prompt": "import", "max_tokens": 3}
+        whole = client.completions.with_raw_response.create(**own, extra_headers={"x-request-id": "mine-1"})
+        assert whole.headers["x-request-id"] == "mine-1"
+        with client.completions.with_streaming_response.create(**own, stream=True) as streamed:
+            assert streamed.headers["x-request-id"].startswith("req_")
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(**own | {"n": 0}, extra_headers={"x-request-id": "mine-2"})
+        assert refused.value.request_id == "mine-2"
+
+
+def test_a_key_has_a_budget_of_tokens(branch_plan: Path) -> None:
+    """The buckets themselves are tested in `test_server_parts.py`."""
+    runtime = Runtime.load(branch_plan, threads=1)
+    with (
+        listening(runtime, api_key=["one", "two"], tokens_per_minute=600) as address,
+        client_of(address, "one") as one,
+        client_of(address, "two") as two,
+    ):
+        own: dict[str, Any] = {"model": "toy", "prompt": [5] * 10}
+
+        def left(client: openai.OpenAI, **asked: Any) -> int:
+            answer = client.completions.with_raw_response.create(**own, **asked)
+            return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+        assert left(one, max_tokens=140, n=3, extra_body=OURS) == 600 - 10 - 3 * 140
+        with pytest.raises(openai.RateLimitError, match=r"may take 570 tokens .* of its 600 a minute") as no:
+            one.completions.create(max_tokens=140, n=4, **own)
+        remaining = int(no.value.response.headers["x-ratelimit-remaining-tokens"])
+        assert 170 <= remaining < 500
+        # OpenAI's client waits as it is asked to, and is served then: 15 tokens come in 1.5 s.
+        each = -(-(remaining + 15 - 10) // 4)
+        found = one.with_options(max_retries=4).completions.create(max_tokens=each, n=4, extra_body=OURS, **own)
+        assert found.usage is not None
+        assert found.usage.completion_tokens == 4 * each
+        # Tokens that a request does not use come back, also where it fails, or its client goes.
+        assert left(two, max_tokens=1) == 600 - 11
+        two.completions.create(max_tokens=140, n=4, extra_body={"deadline": 1e-6}, **own)
+        with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+            two.completions.create(max_tokens=140, n=4, extra_body={"allowed_token_ids": []}, **own)
+        assert left(two, max_tokens=1) > 500
+        with two.completions.create(max_tokens=140, n=3, extra_body=OURS, stream=True, **own) as stream:
+            next(iter(stream))
+        settle(runtime)
+        wait_until(lambda: left(two, max_tokens=1) > 300, 10)
+
+
+def test_a_budget_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path), "--tokens-per-minute", "5", "--port", "0"]) == 2
+    assert "--tokens-per-minute is a budget of each API key" in capsys.readouterr().err

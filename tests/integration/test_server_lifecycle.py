@@ -1,7 +1,8 @@
-"""A server process from its start to its end: probes while the plan is loaded, and what SIGTERM does to whom."""
+"""`outrider serve` as a command, from its options to its end."""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import signal
@@ -18,13 +19,14 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from outrider import Runtime
-from outrider.plans.errors import ClosedError
+from outrider import PrefixCacheConfig, Runtime
+from outrider.plans.errors import ClosedError, PlanError, RequestError
 from outrider.runtime.__main__ import main
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.command import bound_socket
 from outrider.runtime.server.readiness import Phase, Readiness
-from outrider.runtime.server.served import ServedRuntime
+from outrider.runtime.server.service import recall
 from tests.integration.served import ServerProcess, client_of, get, server_process, wait_until
 
 LONG: dict[str, Any] = {
@@ -32,23 +34,19 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def events_of(body: str) -> list[Any]:
-    """The events of a stream that was given whole."""
-    *events, done = (event.removeprefix("data: ") for event in body.removesuffix("\n\n").split("\n\n"))
-    assert done == "[DONE]"
-    return [json.loads(event) for event in events]
-
-
-def streaming(server: ServerProcess) -> Callable[[], str]:
-    """Begin a long stream; returns a function that reads the rest of it."""
+def streaming(server: ServerProcess) -> Callable[[], list[Any]]:
+    """Begin a long stream; returns a function that reads the rest of it, and returns all its events."""
     asked = json.dumps(LONG | {"stream": True}).encode()
     headers = {"Content-Type": "application/json"}
     answer = urllib.request.urlopen(urllib.request.Request(f"{server.address}/v1/completions", asked, headers))
     begun = answer.readline()
 
-    def rest() -> str:
+    def rest() -> list[Any]:
         with answer:
-            return (begun + answer.read()).decode()
+            body = (begun + answer.read()).decode()
+        *events, done = (event.removeprefix("data: ") for event in body.removesuffix("\n\n").split("\n\n"))
+        assert done == "[DONE]"
+        return [json.loads(event) for event in events]
 
     return rest
 
@@ -79,23 +77,19 @@ def sent_in_part(server: ServerProcess) -> socket.socket:
     return connection
 
 
-def test_phases_go_on_and_never_back() -> None:
+def test_nothing_comes_after_draining() -> None:
     readiness = Readiness(Phase.LOADING)
-    assert readiness.response == (503, {"status": "loading", "reason": "the plan is being loaded"})
-    readiness.reach(Phase.WARMING)
-    assert readiness.response[1]["status"] == "warming"
+    for phase, status in ((Phase.WARMING, 503), (Phase.READY, 200), (Phase.DRAINING, 503)):
+        readiness.reach(phase)
+        assert (readiness.response[0], readiness.response[1]["status"]) == (status, phase.name.lower())
     readiness.reach(Phase.READY)
-    assert readiness.response == (200, {"status": "ready"})
-    readiness.reach(Phase.DRAINING)
-    readiness.reach(Phase.READY)
-    assert readiness.response[0] == 503
     assert readiness.response[1]["status"] == "draining"
 
 
 def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan: Path, tmp_path: Path) -> None:
     """Running and queued requests are finished after SIGTERM, new ones refused; then the process ends with 0."""
-    go_on = tmp_path / "go on"
-    with server_process(branch_plan, "--max-running", "1", pass_seconds=0.05, load_behind=go_on) as server:
+    loadable = tmp_path / "loadable"
+    with server_process(branch_plan, "--max-running", "1", pass_seconds=0.05, load_after=loadable) as server:
         assert server.get("/health/live") == (200, {"status": "live"})
         status, body = server.get("/health/ready")
         assert (status, body["status"]) == (503, "loading")
@@ -105,10 +99,9 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
         assert (early.value.status_code, early.value.code) == (503, "loading")
         assert early.value.response.headers["retry-after"] == "5"
         assert early.value.request_id
-        go_on.touch()
+        loadable.touch()
         wait_until(server.ready)
         assert server.get("/health") == (200, {"status": "ok"})
-        assert server.get("/health/live") == (200, {"status": "live"})
 
         with ThreadPoolExecutor(2) as pool:
             rest = streaming(server)
@@ -131,11 +124,10 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
             assert server.get("/health/live") == (200, {"status": "live"})
             assert server.process.poll() is None
             half.sendall(b"}")  # the rest of a body whose request had come before
-            events = events_of(rest())
+            events = rest()
             assert events[-1]["choices"][0]["finish_reason"] == "length"
             assert sum(bool(event["choices"][0]["text"]) for event in events) > 100
-            status, body = queued.result(60)
-            assert (status, body["usage"]["completion_tokens"]) == (200, 5)
+            assert queued.result(60)[1]["usage"]["completion_tokens"] == 5
             with half:
                 assert half.recv(4096).startswith(b"HTTP/1.1 200")
         assert server.process.wait(60) == 0
@@ -145,7 +137,7 @@ def test_a_server_answers_probes_while_it_loads_and_while_it_drains(branch_plan:
     ("drain_seconds", "signals"),
     [pytest.param("0.5", 1, id="time is up", marks=pytest.mark.long), pytest.param("60", 2, id="second SIGTERM")],
 )
-def test_what_cannot_end_in_time_is_cut_off_and_told(branch_plan: Path, drain_seconds: str, signals: int) -> None:
+def test_answers_are_cut_off_with_an_error(branch_plan: Path, drain_seconds: str, signals: int) -> None:
     arguments = ("--max-running", "2", "--drain-seconds", drain_seconds)
     with server_process(branch_plan, *arguments, pass_seconds=0.2) as server:
         wait_until(server.ready)
@@ -156,12 +148,11 @@ def test_what_cannot_end_in_time_is_cut_off_and_told(branch_plan: Path, drain_se
             for _ in range(signals):
                 server.process.send_signal(signal.SIGTERM)
                 wait_until(lambda: not server.ready())  # two at once would be one
-            *_, last, error = events_of(rest())
+            *_, last, error = rest()
             answers = [each.result(60) for each in whole]
             assert server.process.wait(60) == 0
             assert "Traceback" not in server.said
-    assert last["choices"][0]["finish_reason"] == "length"
-    assert error["error"]["code"] == "shutting_down"
+    assert (last["choices"][0]["finish_reason"], error["error"]["code"]) == ("length", "shutting_down")
     assert [(status, body["error"]["code"]) for status, body in answers] == [(503, "shutting_down")] * 2
     said = sorted(body["error"]["message"] for _, body in answers)
     assert "cut off after 0 tokens" in said[0]
@@ -175,26 +166,20 @@ def metric(server: ServerProcess, name: str) -> float:
 
 
 class Elsewhere:
-    """No more than what the server needs of that which generates, without a prefix cache."""
+    """The methods of `ServedRuntime` alone, without a prefix cache."""
 
     prefix_cache = None
+    scheduler_stats = SchedulerStats(waiting=3, running=2, kv_slots=100, kv_used=25)
 
     def __init__(self, runtime: Runtime) -> None:
-        self.tokenizer, self.grammars, self.manifest = runtime.tokenizer, runtime.grammars, runtime.manifest
-        self.submit_all, self.save_prefix_cache, self.close = (
-            runtime.submit_all, runtime.save_prefix_cache, runtime.close
-        )  # fmt: skip
-
-    @property
-    def scheduler_stats(self) -> SchedulerStats:
-        return SchedulerStats(waiting=3, running=2, kv_slots=100, kv_used=25)
+        for name in ("tokenizer", "grammars", "manifest", "submit_all", "save_prefix_cache", "close"):
+            setattr(self, name, getattr(runtime, name))
 
 
-def test_the_application_serves_anything_that_generates_in_any_server(branch_plan: Path) -> None:
+def test_the_application_serves_any_served_runtime_in_any_server(branch_plan: Path) -> None:
     runtime = Runtime.load(branch_plan, threads=1)
-    served: ServedRuntime = Elsewhere(runtime)
     readiness = Readiness()
-    app = make_app(served, ServerConfig("toy", api_key="k", tokens_per_minute=1000), readiness=readiness)
+    app = make_app(Elsewhere(runtime), ServerConfig("toy", api_key="k", tokens_per_minute=1000), readiness=readiness)
     with TestClient(app) as client:
         assert client.get("/health/ready").json() == {"status": "ready"}
         headers = {"Authorization": "Bearer k", "x-request-id": "mine"}
@@ -202,18 +187,16 @@ def test_the_application_serves_anything_that_generates_in_any_server(branch_pla
         assert answer.json()["usage"]["completion_tokens"] == 3
         assert (answer.headers["x-request-id"], answer.headers["x-ratelimit-limit-tokens"]) == ("mine", "1000")
         text = client.get("/metrics").text
-        for name, number in (("waiting", 3.0), ("running", 2.0)):
-            assert f'vllm:num_requests_{name}{{engine="0",model_name="toy"}} {number}' in text
-            assert f"outrider_requests_{name} {number}" in text
-        assert 'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25' in text
+        for name, number in (("num_requests_waiting", 3.0), ("kv_cache_usage_perc", 0.25)):
+            assert f'vllm:{name}{{engine="0",model_name="toy"}} {number}' in text
         assert "vllm:cache_config_info" not in text
     assert readiness.draining
     with pytest.raises(ClosedError):
         runtime.submit([5])
 
 
-def test_a_server_that_is_told_to_end_while_it_loads_ends(branch_plan: Path, tmp_path: Path) -> None:
-    with server_process(branch_plan, load_behind=tmp_path / "never") as server:
+def test_sigterm_while_the_plan_is_loaded_ends_the_server(branch_plan: Path, tmp_path: Path) -> None:
+    with server_process(branch_plan, load_after=tmp_path / "never") as server:
         assert server.get("/health/ready")[0] == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -224,3 +207,75 @@ def test_a_plan_that_cannot_be_loaded_ends_the_server_with_a_sentence(
 ) -> None:
     assert main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2
     assert "plan" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
+    assert "--cache-file is of the prefix cache" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_sigterm_and_keeps_its_cache(branch_plan: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    for start in range(2):
+        options = ("--cache-file", str(kept), "--cache-tokens", "4096", "--drain-seconds", "2")
+        with server_process(branch_plan, *options) as server:
+            wait_until(server.ready)
+            with client_of(server.address) as client:
+                found: Any = client.completions.create(model="toy", prompt=[7, 8, 9] * 10, max_tokens=3)
+            assert found.usage.prompt_tokens_details.cached_tokens == (29 if start else 0)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 0
+            assert kept.exists()
+            assert "serving 'toy'" in server.said
+            assert ("are warm" in server.said) == bool(start)
+
+
+def test_a_prefix_cache_of_another_plan_is_ignored(toy_plan: Path, branch_plan: Path, tmp_path: Path) -> None:
+    kept, none = tmp_path / "kept", tmp_path / "none"
+    old, new = (Runtime.load(plan, threads=1, prefix_cache=PrefixCacheConfig()) for plan in (toy_plan, branch_plan))
+    old.generate([7, 8, 9] * 10, max_new_tokens=3)
+    assert old.save_prefix_cache(kept) > 0
+    assert "tokens of earlier prompts are warm" in recall(old, kept)
+    assert re.match("warning: no earlier prompts are warm.* was saved with another plan", recall(new, kept))
+    none.write_text("not to be lost")
+    with pytest.raises(PlanError, match="no prefix cache"):
+        recall(new, none)
+
+
+def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    empty, latin = tmp_path / "empty", tmp_path / "latin"
+    empty.write_text("# none\n\n")
+    latin.write_text("schl\u00fcssel\n", encoding="utf-8")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for option, value, words in (
+            ("--port", str(port), f"listens at port {port} of 127.0.0.1 already; pass another --port"),
+            ("--host", "", "--host is empty"),
+            ("--host", "no.such.host.invalid", "no address that this machine can look up"),
+            ("--host", "a" * 70, "no address that this machine can look up"),
+            ("--host", "192.0.2.1", "no address of this machine"),
+            ("--cache-file", "no/where/kept", "there is no folder no/where"),
+            ("--max-connections", str(2**40), "open files, and this process may open"),
+            ("--max-waiting-per-key", "5", "shares the queue among API keys; pass --api-key too, or leave it out"),
+            ("--api-key", "", "An API key is empty"),
+            ("--api-key-file", str(tmp_path / "none"), f"The file of API keys {tmp_path / 'none'} cannot be read"),
+            ("--api-key-file", str(empty), "holds no key; write one a line"),
+            ("--api-key-file", str(latin), "characters that a header cannot hold"),
+        ):
+            more = [] if option == "--port" else ["--port", "0"]
+            assert main(["serve", str(tmp_path / "no plan"), option, value, *more]) == 2, option
+            assert words in capsys.readouterr().err
+
+
+def test_a_port_may_be_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    with pytest.raises(RequestError, match=r"Port 80 is reserved .* pass a --port from 1024 on"):
+        bound_socket("127.0.0.1", 80)

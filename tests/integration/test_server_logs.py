@@ -70,57 +70,47 @@ def address(runtime: Runtime) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_told_in_one_line(address: str, runtime: Runtime, lines: Lines, stream: bool) -> None:
-    own: dict[str, Any] = {"model": "toy", "n": 2, "max_tokens": 12, "temperature": 0, "stream": stream}
+def test_a_request_has_one_line(address: str, runtime: Runtime, lines: Lines, stream: bool) -> None:
     with client_of(address, KEY) as client:
         answer = client.completions.create(
-            prompt=f"import {SECRET}", extra_headers={"x-request-id": f"one-{stream}"},
-            extra_body=OURS | {"drafter": "chain"}, **own,
+            model="toy", prompt=f"import {SECRET}", n=2, max_tokens=12, temperature=0, stream=stream,
+            extra_headers={"x-request-id": f"one-{stream}"}, extra_body=OURS | {"drafter": "chain"},
         )  # fmt: skip
         if stream:
             for _ in answer:
                 pass
-    said = lines.of(f"one-{stream}")
-    prompt = len(runtime.tokenizer.encode(f"import {SECRET}"))
-    assert {key: said[key] for key in ("method", "path", "status", "client", "model", "stream", "choices")} == {
+    fields = lines.of(f"one-{stream}")
+    assert {
         "method": "POST", "path": "/v1/completions", "status": 200, "client": "key 1", "model": "toy",
-        "stream": stream, "choices": 2,
-    }  # fmt: skip
-    assert (said["prompt_tokens"], said["new_tokens"], said["finish_reason"]) == (prompt, 24, "length")
-    assert said["drafter"] == "chain"
-    assert said["drafted"] >= said["accepted"] > 0
-    assert 0 <= said["queue_ms"] <= said["ttft_ms"] <= said["total_ms"]
-    assert (said["level"], said["logger"]) == ("info", "outrider.requests")
+        "stream": stream, "choices": 2, "new_tokens": 24, "finish_reason": "length", "drafter": "chain",
+        "prompt_tokens": len(runtime.tokenizer.encode(f"import {SECRET}")), "level": "info",
+        "logger": "outrider.requests",
+    }.items() <= fields.items()  # fmt: skip
+    assert fields["drafted"] >= fields["accepted"] > 0
+    assert 0 <= fields["queue_ms"] <= fields["ttft_ms"] <= fields["total_ms"]
     assert KEY not in "".join(lines.text)
 
 
-def test_what_is_refused_is_told_by_its_code_alone(address: str, lines: Lines) -> None:
+def test_the_line_of_a_refused_request_has_its_code_alone(address: str, lines: Lines) -> None:
     with client_of(address, KEY) as client:
-        for status, asked in (
-            (404, {"model": "other", "prompt": SECRET}),
-            (400, {"model": "toy", "prompt": SECRET, "n": SECRET}),
-            (400, {"model": "toy", "prompt": [[SECRET]]}),
-        ):
-            headers = {"x-request-id": f"no-{len(lines.text)}"}
+        for status, asked in ((404, {"model": "other", "prompt": SECRET}), (400, {"model": "toy", "n": SECRET})):
+            headers = {"x-request-id": f"no-{status}"}
             with pytest.raises(openai.APIStatusError) as refused:
-                client.completions.create(extra_headers=headers, **asked)  # type: ignore[call-overload]
+                client.completions.create(extra_headers=headers, **{"prompt": [[SECRET]], **asked})
             assert refused.value.status_code == status
-            said = lines.of(headers["x-request-id"])
-            assert (said["status"], said["error_type"]) == (status, "invalid_request_error")
-            assert "error" not in said
-            assert said["level"] == "info"
-    get(f"{address}/v1/models", {"x-request-id": "keyless"})
-    said = lines.of("keyless")
-    assert (said["status"], said["error_code"]) == (401, "invalid_api_key")
-    assert "client" not in said
-    get(f"{address}/health/nowhere", {"x-request-id": "no probe"})
-    get(f"{address}/health/ready", {"x-request-id": "probe"})
+            fields = lines.of(headers["x-request-id"])
+            assert (fields["status"], fields["error_type"]) == (status, "invalid_request_error")
+            assert "error" not in fields
+    for path, name in (("/v1/models", "keyless"), ("/health/nowhere", "no probe"), ("/health/ready", "probe")):
+        get(f"{address}{path}", {"x-request-id": name})
+    assert lines.of("keyless")["error_code"] == "invalid_api_key"
+    assert "client" not in lines.of("keyless")
     get(f"{address}/v1/models", {"x-request-id": "last"})
     lines.of("last")
     assert [line["path"] for line in lines.requests if line["path"].startswith("/health")] == ["/health/nowhere"]
 
 
-def test_a_client_that_goes_is_told_with_what_it_had(
+def test_the_line_of_a_client_that_goes_has_its_tokens(
     address: str, runtime: Runtime, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = StepLoop.step
@@ -130,36 +120,37 @@ def test_a_client_that_goes_is_told_with_what_it_had(
         return original(self, *arguments)
 
     monkeypatch.setattr(StepLoop, "step", slowly)
-    asked: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140}
-    with client_of(address, KEY) as client:
-        headers = {"x-request-id": "gone"}
-        more = {"extra_headers": headers, "extra_body": OURS | {"drafter": "none"}}
-        with client.completions.create(stream=True, **more, **asked) as stream:
-            next(iter(stream))
-    said = lines.of("gone")
-    assert said["finish_reason"] == "cancelled"
-    assert 1 <= said["new_tokens"] < 140
+    asked: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140, "stream": True}
+    asked |= {"extra_headers": {"x-request-id": "gone"}, "extra_body": OURS | {"drafter": "none"}}
+    with client_of(address, KEY) as client, client.completions.create(**asked) as stream:
+        next(iter(stream))
+    fields = lines.of("gone")
+    assert fields["finish_reason"] == "cancelled"
+    assert 1 <= fields["new_tokens"] < 140
     settle(runtime)
 
 
+@pytest.mark.parametrize("log_requests", [True, False])
 def test_a_fault_of_the_server_has_the_requests_id_and_no_text(
-    address: str, lines: Lines, monkeypatch: pytest.MonkeyPatch
+    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch, log_requests: bool
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError(f"with {SECRET} in it")
 
-    monkeypatch.setattr(Submitter, "submit", fail)
-    with client_of(address, KEY) as client, pytest.raises(openai.InternalServerError) as failed:
-        client.completions.create(model="toy", prompt=SECRET, extra_headers={"x-request-id": "fault"})
+    runtime = Runtime.load(branch_plan, threads=1)
+    with listening(runtime, log_requests=log_requests) as address, client_of(address) as client:
+        monkeypatch.setattr(Submitter, "submit", fail)
+        with pytest.raises(openai.InternalServerError, match="under fault") as failed:
+            client.completions.create(model="toy", prompt=SECRET, extra_headers={"x-request-id": "fault"})
     assert (failed.value.code, failed.value.request_id) == ("server_error", "fault")
-    assert "under fault" in failed.value.message
-    said = lines.of("fault")
-    assert (said["status"], said["level"]) == (500, "error")
-    assert said["exception"].endswith("ZeroDivisionError")
-    assert "in fail" in said["exception"]
+    (fields,) = map(json.loads, lines.text)
+    assert fields["level"] == "error"
+    assert "fault" in (fields["request_id"] if log_requests else fields["message"])
+    assert fields["exception"].endswith("ZeroDivisionError")
+    assert "in fail" in fields["exception"]
 
 
-def test_a_pass_that_fails_is_told_in_each_of_its_requests(
+def test_a_failed_pass_is_in_the_line_of_each_of_its_requests(
     branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -173,25 +164,9 @@ def test_a_pass_that_fails_is_told_in_each_of_its_requests(
         with pytest.raises(openai.APIError, match="device is lost"):
             list(stream)
         for name, status in (("whole", 500), ("part", 200)):
-            said = lines.of(name)
-            assert (said["status"], said["level"], said["error"]) == (status, "error", "The device is lost.")
-            assert (said["error_code"], said["finish_reason"]) == ("server_error", "error")
-
-
-def test_faults_are_logged_though_requests_are_not(
-    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError(SECRET)
-
-    with listening(Runtime.load(branch_plan, threads=1)) as address, client_of(address) as client:
-        client.completions.create(model="toy", prompt="x", max_tokens=1)
-        monkeypatch.setattr(Submitter, "submit", fail)
-        with pytest.raises(openai.InternalServerError):
-            client.completions.create(model="toy", prompt="x", extra_headers={"x-request-id": "fault"})
-    (said,) = map(json.loads, lines.text)
-    assert (said["message"], said["level"]) == ("request fault of /v1/completions failed", "error")
-    assert "ZeroDivisionError" in said["exception"]
+            fields = lines.of(name)
+            assert (fields["status"], fields["level"], fields["error"]) == (status, "error", "The device is lost.")
+            assert (fields["error_code"], fields["finish_reason"]) == ("server_error", "error")
 
 
 def test_requests_that_never_reach_the_application_have_lines(branch_plan: Path, lines: Lines) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -71,12 +69,10 @@ def test_a_request_has_a_span_with_its_phases_below(address: str, exporter: InMe
     assert server.name == "chat toy"
     assert server.parent is not None
     assert (f"{server.context.trace_id:032x}", f"{server.parent.span_id:016x}") == (TRACE, PARENT)
-    said = dict(server.attributes or {})
+    attributes = dict(server.attributes or {})
     assert {
         "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "outrider",
         "gen_ai.request.model": "toy",
-        "gen_ai.response.model": "toy",
         "gen_ai.response.id": identity,
         "gen_ai.request.max_tokens": 12,
         "gen_ai.request.temperature": 0.5,
@@ -85,55 +81,38 @@ def test_a_request_has_a_span_with_its_phases_below(address: str, exporter: InMe
         "gen_ai.request.stream": stream,
         "gen_ai.usage.output_tokens": 24,
         "gen_ai.response.finish_reasons": ("length", "length"),
-        "http.request.method": "POST",
         "http.route": "/v1/chat/completions",
         "http.response.status_code": 200,
         "outrider.request.id": "traced",
         "outrider.drafter": "chain",
-    }.items() <= said.items()
-    assert said["gen_ai.usage.input_tokens"] > 0
-    assert said["outrider.drafted_tokens"] >= said["outrider.accepted_tokens"]
+    }.items() <= attributes.items()
+    assert attributes["outrider.drafted_tokens"] >= attributes["outrider.accepted_tokens"]
     assert sorted(span.name for span in below) == ["decode"] * 2 + ["prefill"] * 2 + ["queue"] * 2
     for choice in range(2):
-        queue, prefill, decode = (
-            next(span for span in below if span.name == name and span.attributes["outrider.choice"] == choice)
-            for name in ("queue", "prefill", "decode")
-        )
+        own = {span.name: span for span in below if (span.attributes or {})["outrider.choice"] == choice}
+        queue, prefill, decode = own["queue"], own["prefill"], own["decode"]
         assert server.start_time <= queue.start_time
-        assert queue.end_time == prefill.start_time
-        assert prefill.end_time == decode.start_time
+        assert (queue.end_time, prefill.end_time) == (prefill.start_time, decode.start_time)
         assert decode.start_time < decode.end_time <= server.end_time
         assert decode.attributes["gen_ai.usage.output_tokens"] == 12
-        assert prefill.attributes["gen_ai.usage.input_tokens"] == said["gen_ai.usage.input_tokens"]
+        assert prefill.attributes["gen_ai.usage.input_tokens"] == attributes["gen_ai.usage.input_tokens"] > 0
     assert server.status.status_code is StatusCode.UNSET
     assert "wombat" not in server.to_json() + "".join(span.to_json() for span in below)
 
 
-def test_what_is_refused_has_a_span_with_the_error(address: str, exporter: InMemorySpanExporter) -> None:
-    with client_of(address) as client, pytest.raises(openai.NotFoundError):
-        client.completions.create(model="other", prompt="x")
-    server, below = spans_of(exporter)
-    assert (server.name, below) == ("text_completion other", [])
-    assert server.parent is None
-    said = dict(server.attributes or {})
-    assert (said["http.response.status_code"], said["error.type"]) == (404, "model_not_found")
-    assert server.status.status_code is StatusCode.UNSET  # the client's fault
-
-
-def test_what_no_collector_would_take_is_left_out(address: str, exporter: InMemorySpanExporter) -> None:
-    asked = b'{"model": "\\ud800", "prompt": "x", "seed": 18446744073709551615, "max_tokens": 99999999999999999999}'
-    assert get(f"{address}/v1/completions", {"Content-Type": "application/json"}, asked)[0] == 404
-    server, _ = spans_of(exporter)
-    encode_spans([server])
-    said = dict(server.attributes or {})
-    assert (server.name, said["gen_ai.request.model"]) == (r"text_completion \ud800", r"\ud800")
-    assert not {"gen_ai.request.seed", "gen_ai.request.max_tokens"} & set(said)
-
-
-def test_probes_and_scrapes_have_none(address: str, exporter: InMemorySpanExporter) -> None:
+def test_a_refused_request_has_a_span_that_a_collector_accepts(address: str, exporter: InMemorySpanExporter) -> None:
     for path in ("/health/ready", "/metrics", "/v1/models"):
         assert get(f"{address}{path}")[0] == 200
     assert exporter.get_finished_spans() == ()
+    asked = b'{"model": "\\ud800", "prompt": "x", "seed": 18446744073709551615, "max_tokens": 99999999999999999999}'
+    assert get(f"{address}/v1/completions", {"Content-Type": "application/json"}, asked)[0] == 404
+    server, below = spans_of(exporter)
+    encode_spans([server])
+    attributes = dict(server.attributes or {})
+    assert (server.name, server.parent, below) == (r"text_completion \ud800", None, [])
+    assert (attributes["http.response.status_code"], attributes["error.type"]) == (404, "model_not_found")
+    assert server.status.status_code is StatusCode.UNSET  # the client's fault
+    assert not {"gen_ai.request.seed", "gen_ai.request.max_tokens"} & set(attributes)
 
 
 @contextmanager
@@ -177,10 +156,9 @@ def test_a_server_process_sends_its_spans_to_the_collector_that_the_environment_
         arguments = ("--telemetry", "--log-format", "json")
         with server_process(branch_plan, *arguments, environment=environment) as server:
             wait_until(server.ready)
+            own: dict[str, Any] = {"model": "toy", "prompt": "wombat", "max_tokens": 3}
             with client_of(server.address) as client:
-                answer = client.completions.create(
-                    model="toy", prompt="wombat", max_tokens=3, extra_headers=TRACEPARENT
-                )
+                answer = client.completions.create(**own, extra_headers=TRACEPARENT)
             with connected(server.address) as plain:
                 plain.sendall(b"no HTTP\r\n\r\n")
                 assert b" 400 " in plain.recv(4096)
@@ -189,37 +167,16 @@ def test_a_server_process_sends_its_spans_to_the_collector_that_the_environment_
             lines = [json.loads(line) for line in server.said.splitlines()]
     assert {path for path, _ in received} == {"/v1/traces"}
     (resource,) = (each for _, body in received for each in body.resource_spans)
-    named = {each.key: each.value.string_value for each in resource.resource.attributes}
-    assert named["service.name"] == "a service"
+    assert "a service" in {each.value.string_value for each in resource.resource.attributes}
     spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
     assert set(spans) == {"text_completion toy", "queue", "prefill", "decode"}
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
-    attributes = {each.key: each.value for each in spans["text_completion toy"].attributes}
-    assert attributes["gen_ai.response.id"].string_value == answer.id
-    assert attributes["gen_ai.usage.output_tokens"].int_value == 3
+    assert answer.id in {each.value.string_value for each in spans["text_completion toy"].attributes}
     (line,) = (line for line in lines if line["event"] == "request" and line.get("path") == "/v1/completions")
     assert (line["trace_id"], line["status"], line["new_tokens"]) == (TRACE, 200, 3)
     messages = [line["message"] for line in lines if line["event"] == "message"]
     assert "Invalid HTTP request received." in messages
-    assert messages[0].startswith("listening at http://127.0.0.1:")
-    assert any(message.startswith("serving 'toy' at") for message in messages)
     assert "wombat" not in json.dumps(lines)
-
-
-def test_without_the_extra_it_is_said_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [
-        name for name in sys.modules if name.startswith("opentelemetry") or name == "outrider.runtime.server.tracing"
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    assert main(["serve", str(tmp_path / "none"), "--telemetry", "--port", "0"]) == 2
-    said = capsys.readouterr().err
-    assert "Telemetry needs opentelemetry" in said
-    assert "pip install '.[telemetry]'" in said
-    assert main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2  # the plan is not there
-    assert "opentelemetry" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -229,10 +186,9 @@ def test_without_the_extra_it_is_said_what_to_install(
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'; traces are sent by http"),
     ],
 )
-def test_what_cannot_be_exported_to_is_said_before_the_plan_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str,
-    words: str,
-) -> None:  # fmt: skip
+def test_an_unknown_exporter_is_refused_before_the_plan_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, variable: str, value: str, words: str
+) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "x")
     monkeypatch.setenv(variable, value)
     assert main(["serve", str(tmp_path / "none"), "--telemetry", "--port", "0"]) == 2

@@ -1,4 +1,4 @@
-"""Structured outputs: texts of the form at any temperature, and the tokens of plain decoding whatever drafts."""
+"""Structured outputs: texts of the form at any temperature, and the tokens of plain decoding with any drafter."""
 
 from __future__ import annotations
 
@@ -25,14 +25,8 @@ def test_answers_keep_to_their_schemas(reference: Runtime, schemas: int) -> None
     ended = drafted = accepted = 0
     for seed in range(schemas):
         schema = draw_schema(seed)
-        options = Options(
-            structured_outputs={"json": schema},
-            temperature=1.0,
-            seed=seed,
-            max_new_tokens=400,
-            drafter=drafters[seed % len(drafters)],
-            auto_disable=False,
-        )
+        options = Options(structured_outputs={"json": schema}, temperature=1.0, seed=seed, max_new_tokens=400)
+        options |= Options(drafter=drafters[seed % len(drafters)], auto_disable=False)
         found = reference.generate('config = json.loads("""', **options)
         drafted, accepted = drafted + found.stats.drafted, accepted + found.stats.accepted
         if found.finish_reason == "stop":
@@ -44,27 +38,6 @@ def test_answers_keep_to_their_schemas(reference: Runtime, schemas: int) -> None
                 assert again.token_ids == found.token_ids
     assert ended >= schemas - 4
     assert accepted > drafted / 8
-
-
-@pytest.mark.parametrize("drafter", TOY_DRAFTERS)
-def test_same_tokens_with_any_drafter(toy: Runtime, drafter: str) -> None:
-    """Of a target that likes nothing that a form allows, greedy and not."""
-    ended = 0
-    for seed in range(6):
-        options = Options(
-            structured_outputs={"json": draw_schema(seed)},
-            temperature=float(seed % 2),
-            seed=seed,
-            max_new_tokens=120,
-            auto_disable=False,
-        )
-        prompt = [5 + seed, 6, 7]
-        expected = toy.generate(prompt, **options | Options(drafter="none"))
-        found = toy.generate(prompt, **options | Options(drafter=drafter))
-        assert found.token_ids == expected.token_ids
-        assert found.finish_reason == expected.finish_reason
-        ended += found.finish_reason == "stop"
-    assert ended > 3
 
 
 @pytest.mark.parametrize("drafter", REJECTING)
@@ -129,10 +102,8 @@ def test_text_that_keeps_to_a_form_is_drafted(
     expected = [toy.generate(prompt, **options | Options(drafter="none")).token_ids for prompt in prompts]
     found = [toy.generate(prompt, **options | Options(drafter=drafter)) for prompt in prompts]
     assert [each.token_ids for each in found] == expected
-    assert sum(each.stats.accepted for each in found) > 0 or drafter in (
-        "short",
-        "block",
-    )  # which are hardly ever right
+    rarely_right = ("short", "block")
+    assert sum(each.stats.accepted for each in found) > 0 or drafter in rarely_right
     together = Runtime.load(branch_plan, threads=1)
     assert [each.token_ids for each in together.generate(prompts, **options | Options(drafter=drafter))] == expected
     together.close()

@@ -33,14 +33,14 @@ TOOLS: list[Any] = [
 _BEFORE = """\
 {% for t in tools or [] %}{{ t.function.name }}:{{ t.function.description }} {% endfor %}\
 {% for m in messages %}{{ m.role[0] }}{{ m.content }}{% for c in m.tool_calls or [] %}"""
-_BEHIND = "{% endfor %}{% if m.tool_call_id %}={{ m.tool_call_id }}{% endif %}|{% endfor %}a"
-TEMPLATE = f"{_BEFORE}!{{{{ c.function.name }}}}{{{{ c.function.arguments | tojson }}}}{_BEHIND}"
+_AFTER = "{% endfor %}{% if m.tool_call_id %}={{ m.tool_call_id }}{% endif %}|{% endfor %}a"
+TEMPLATE = f"{_BEFORE}!{{{{ c.function.name }}}}{{{{ c.function.arguments | tojson }}}}{_AFTER}"
 
 
-def calling(before: str, key: str, behind: str) -> str:
+def calling(before: str, key: str, after: str) -> str:
     """The template, which prints calls as objects between two texts."""
     name = f'{{"name": "{{{{ c.function.name }}}}", "{key}": {{{{ c.function.arguments | tojson }}}}}}'
-    return f"{_BEFORE}{before}{name}{behind}{_BEHIND}"
+    return f"{_BEFORE}{before}{name}{after}{_AFTER}"
 
 
 HERMES = calling("<tool_call>\n", "arguments", "\n</tool_call>\n")
@@ -85,7 +85,7 @@ def check_call(call: Any) -> None:
         Draft202012Validator(PARAMETERS).validate(arguments)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "head"])
+@pytest.mark.parametrize("drafter", ["none", "head"])
 @pytest.mark.parametrize("template", [HERMES, LLAMA, PLAIN], ids=["hermes", "llama", "plain"])
 def test_a_call_that_is_required(served: Served, template: str, drafter: str) -> None:
     served.use(template)
@@ -100,13 +100,12 @@ def test_a_call_that_is_required(served: Served, template: str, drafter: str) ->
         (call,) = choice.message.tool_calls or ()
         check_call(call)
         texts.append(call.function.arguments)
-        pieces = list(served.ask(**own, stream=True, extra_body={"drafter": "none"}))  # type: ignore[arg-type]
-        assert [piece.choices[0].finish_reason for piece in pieces][-1] == "tool_calls"
-        deltas = [delta for piece in pieces for delta in piece.choices[0].delta.tool_calls or ()]
-        assert (deltas[0].index, deltas[0].type, deltas[0].function.name) == (0, "function", "f")
-        assert deltas[0].id.startswith("call_")
-        assert all((delta.index, delta.id, delta.function.name) == (0, None, None) for delta in deltas[1:])
-        assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+        pieces: list[Any] = list(served.ask(**own, stream=True, extra_body={"drafter": "none"}))
+        assert pieces[-1].choices[0].finish_reason == "tool_calls"
+        first, *deltas = [delta for piece in pieces for delta in piece.choices[0].delta.tool_calls or ()]
+        assert (first.index, first.type, first.function.name, first.id[:5]) == (0, "function", "f", "call_")
+        assert all((delta.index, delta.id, delta.function.name) == (0, None, None) for delta in deltas)
+        assert "".join(delta.function.arguments for delta in [first, *deltas]) == call.function.arguments
         assert not any(piece.choices[0].delta.content for piece in pieces)
     assert len(set(texts)) > 1
 
@@ -121,23 +120,12 @@ def test_a_function_that_is_named(served: Served) -> None:
 
 
 def test_several_choices_stream_their_calls_side_by_side(served: Served) -> None:
-    own: dict[str, Any] = {
-        "tools": TOOLS[:1],
-        "tool_choice": "required",
-        "n": 3,
-        "seed": 4,
-        "parallel_tool_calls": False,
-    }
-    own["stream_options"] = {"include_usage": True}
-    *pieces, last = served.ask(**own, stream=True)
+    own: dict[str, Any] = {"tools": TOOLS[:1], "tool_choice": "required", "n": 3, "seed": 4}
+    own["parallel_tool_calls"] = False
     found: list[str] = [""] * 3
-    for piece in pieces:  # type: ignore[assignment]
-        assert piece.usage is None
-        for delta in piece.choices[0].delta.tool_calls or ():
-            found[piece.choices[0].index] += delta.function.arguments
-    assert last.choices == []
-    assert last.usage.prompt_tokens > 0
-    del own["stream_options"]
+    for piece in served.ask(**own, stream=True):  # type: ignore[assignment]
+        for delta in piece.choices[0].delta.tool_calls or ():  # type: ignore[attr-defined]
+            found[piece.choices[0].index] += delta.function.arguments  # type: ignore[attr-defined]
     expected = [choice.message.tool_calls[0].function.arguments for choice in served.ask(**own).choices]
     assert found == expected
     assert len(set(found)) > 1
@@ -149,8 +137,7 @@ def test_an_answer_may_be_text(served: Served) -> None:
         found = served.ask(**own, **choice).choices[0]
         assert found.message.tool_calls is None
         assert found.message.content
-        prompt = "f:does it now: uhi|a"
-        ids = served.alone.tokenizer.encode(prompt, add_special_tokens=False)
+        ids = served.alone.tokenizer.encode("f:does it now: uhi|a", add_special_tokens=False)
         form: Any = {"regex": "(.|\n)*"}
         assert found.message.content == served.alone.generate(ids, max_new_tokens=12, structured_outputs=form).text
         pieces = served.ask(**own, **choice, stream=True)
@@ -170,7 +157,7 @@ def test_an_answer_may_be_a_call(served: Served) -> None:
     assert (free.message.content or "").startswith("{{")
 
 
-def test_what_a_template_reads_besides_is_passed_on(served: Served) -> None:
+def test_variables_of_a_template_are_passed_on(served: Served) -> None:
     served.use("{% if not tone is defined %}{% set tone = 'plain' %}{% endif %}{{ tone }}|" + HERMES)
     own: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
     for given, tone in (({"tone": "curt"}, "curt"), ({}, "plain"), (None, "plain")):
@@ -178,26 +165,20 @@ def test_what_a_template_reads_besides_is_passed_on(served: Served) -> None:
         expected = served.alone.generate(prompt, max_new_tokens=6).text
         found = served.ask(**own, extra_body={"chat_template_kwargs": given})
         assert found.choices[0].message.content == expected
-        kwargs = {} if given is None else {"chat_template_kwargs": given}
-        assert served.alone.generate(messages=ASK, max_new_tokens=6, **kwargs).text == expected  # type: ignore[call-overload]
+    assert served.alone.generate(messages=ASK, max_new_tokens=6, chat_template_kwargs={}).text == expected
     for wrong, words in (
-        (
-            {"tune": 1},
-            "chat_template_kwargs has 'tune', which the chat template .* does not take; it takes: tone, tools",
-        ),
+        ({"tune": 1}, "has 'tune', which the chat template .* does not take; it takes: tone, tools"),
         ({"messages": []}, "chat_template_kwargs has 'messages', which"),
         ({"tools": []}, "chat_template_kwargs has tools; pass tools by themselves"),
-        ([], "chat_template_kwargs is .*; pass an object such as"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             served.ask(**own, extra_body={"chat_template_kwargs": wrong})
-    for prompts in ("hi", ["hi", "ho"]):
-        with pytest.raises(RequestError, match="chat_template_kwargs are given, and no messages"):
-            served.alone.generate(prompts, chat_template_kwargs={"tone": "curt"})  # type: ignore[call-overload]
+    with pytest.raises(RequestError, match="chat_template_kwargs are given, and no messages"):
+        served.alone.generate("hi", chat_template_kwargs={"tone": "curt"})  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("depth", [65, 400, 600, 800])
-def test_what_is_nested_too_deep_is_a_bad_request(served: Served, depth: int) -> None:
+@pytest.mark.parametrize("depth", [65, 800])
+def test_deep_nesting_is_a_bad_request(served: Served, depth: int) -> None:
     served.use("{{ tone }}" + HERMES)
     deep: Any = "x"
     for _ in range(depth):
@@ -215,13 +196,12 @@ def test_what_is_nested_too_deep_is_a_bad_request(served: Served, depth: int) ->
 
 
 def test_without_tools_to_call_there_are_none(served: Served) -> None:
-    own: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 9}
-    expected = served.ask(**own).choices[0].message.content
-    assert served.ask(**own, tools=TOOLS, tool_choice="none").choices[0].message.content == expected
-    assert served.ask(**own, tools=[]).choices[0].message.content == expected
+    ways: tuple[dict[str, Any], ...] = ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []})
+    found = [served.ask(temperature=0, max_completion_tokens=9, **own).choices[0].message.content for own in ways]
+    assert len(set(found)) == 1
 
 
-def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
+def test_a_conversation_continues_after_a_call(served: Served) -> None:
     """The client sends the message back as it came, and the tool's result."""
     first = served.ask(tools=TOOLS[:1], tool_choice="required", temperature=0, parallel_tool_calls=False).choices[0]
     (call,) = first.message.tool_calls or ()
@@ -236,9 +216,8 @@ def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
 
 def test_an_answer_without_calls_has_the_form_that_is_asked_for(served: Served) -> None:
     schema = {"type": "object", "properties": {"a": {"const": "<tool_call>"}}, "required": ["a"]}
+    own: dict[str, Any] = {"tools": TOOLS, "max_tokens": 200, **form(name="x", schema=schema)}
     schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    own: dict[str, Any] = {"tools": TOOLS, "response_format": form, "max_tokens": 200}
     for seed in range(4):
         choice = served.ask(**own, seed=seed).choices[0]
         for call in choice.message.tool_calls or ():
@@ -252,9 +231,8 @@ def test_an_answer_without_calls_has_the_form_that_is_asked_for(served: Served) 
     brace = served.alone.tokenizer.encode("{", add_special_tokens=False)[0]
     text = served.ask(**own, logit_bias={str(brace): 100}).choices[0].message.content
     assert json.loads(text or "") == {"a": "<tool_call>"}
-    assert served.ask(**own, tool_choice="required").choices[0].message.tool_calls
     served.use(LLAMA)
-    with pytest.raises(openai.BadRequestError, match="nothing tells a call from an object"):
+    with pytest.raises(openai.BadRequestError, match="nothing distinguishes a call from an object"):
         served.ask(**own)
     assert served.ask(**own, tool_choice="required").choices[0].message.tool_calls
 
@@ -277,7 +255,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, 'tools[0].type is "web_search"; pass "function", as other tools'),
     (function(name="a b"), 'tools[0].function.name is "a b"; pass 1 to 64'),
     ({"tools": TOOLS * 2}, "tools has two functions 'f'"),
-    ({"tools": TOOLS * 65}, "tools is a list of 130; pass a list of at most 128 functions"),
     (function(parameters={"type": "array"}), 'tools[0].function.parameters.type is "array"; pass "object"'),
     (
         function(strict=True, parameters={"not": {}}),
@@ -288,25 +265,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice names the function 'g'; tools has f, now"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs and tools both say what form"),
     ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos is true, and a text that is to have a form"),
-    ({"functions": []}, "functions is no known key"),
     (message("tool", content="x"), "messages[0].tool_call_id is missing; pass the id of"),
     (message("user", content="x", tool_call_id="y"), "messages[0].tool_call_id is given, and its role is user"),
     (message("assistant", tool_calls=[CALL]), 'tool_calls[0].function.arguments is "["; pass JSON of an object'),
-    (message("assistant", content=None), "messages[0].content is missing; pass a text"),
-    ({"response_format": {"type": "json"}}, 'response_format.type is "json"; pass "text", "json_object" or'),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing; pass it with"),
-    (form(name=5), "response_format.json_schema.name is 5; pass a text"),
     (form(), "response_format.json_schema.name is null; pass a text"),
     (form(name="x", schemas={}), "response_format.json_schema.schemas is no known key"),
     (form(name="x", strict=True, schema={"not": {}}), "json_schema.schema cannot be served: Unimplemented keys"),
     ({"structured_outputs": {"regex": "(["}}, "structured_outputs.regex has a regular expression"),
-    ({"structured_outputs": {"ebnf": ""}}, "structured_outputs must be an object with exactly one"),
     ({"structured_outputs": 5}, "structured_outputs must be an object with exactly one"),
 ]
 
 
 @pytest.mark.parametrize(("own", "words"), REFUSED, ids=str)
-def test_what_cannot_be_is_said(served: Served, own: dict[str, Any], words: str) -> None:
+def test_requests_that_cannot_be_served_are_refused(served: Served, own: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(words)) as caught:
         served.ask(extra_body=own)
     assert caught.value.type == "invalid_request_error"
@@ -332,33 +304,22 @@ class Person(BaseModel):
 
 
 def test_an_answer_is_read_as_the_model_that_it_was_asked_for(served: Served) -> None:
-    for seed in range(4):
-        found = served.client.chat.completions.parse(model="toy", messages=ASK, response_format=Person, seed=seed)
-        assert isinstance(found.choices[0].message.parsed, Person)
-        assert found.choices[0].finish_reason == "stop"
+    found = served.client.chat.completions.parse(model="toy", messages=ASK, response_format=Person, seed=1)
+    assert isinstance(found.choices[0].message.parsed, Person)
 
 
-def test_any_object(served: Served) -> None:
+def test_forms_of_an_answer(served: Served) -> None:
     end = served.alone.tokenizer.encode("}", add_special_tokens=False)[0]
     own: dict[str, Any] = {"response_format": {"type": "json_object"}, "logit_bias": {str(end): 100}}
     found = served.ask(**own).choices[0]
     assert (json.loads(found.message.content or ""), found.finish_reason) == ({}, "stop")
     assert served.ask(response_format={"type": "text"}, max_tokens=3).choices[0].message.content
+    lenient = form(name="x", schema={"type": "boolean", "not": {}})  # an unknown key is ignored unless it is strict
+    assert served.ask(**lenient).choices[0].message.content in ("true", "false")
 
 
-def test_what_a_schema_has_that_is_not_known_is_passed_over_unless_it_is_strict(served: Served) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean", "not": {}}}}
-    assert served.ask(response_format=form).choices[0].message.content in ("true", "false")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_forms_as_vllm_names_them(served: Served, stream: bool) -> None:
+def test_forms_as_vllm_names_them(served: Served) -> None:
     form = {"structured_outputs": {"choice": ["yes", "no"]}}
-    text = served.client.completions.create(model="toy", prompt="x", extra_body=form).choices[0].text
-    assert text in ("yes", "no")
-    own: dict[str, Any] = {"temperature": 0, "extra_body": form, "stream": stream}
-    found: Any = served.ask(**own)
-    said = (
-        "".join(piece.choices[0].delta.content or "" for piece in found) if stream else found.choices[0].message.content
-    )
-    assert said in ("yes", "no")
+    assert served.client.completions.create(model="toy", prompt="x", extra_body=form).choices[0].text in ("yes", "no")
+    pieces: Any = served.ask(temperature=0, extra_body=form, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) in ("yes", "no")

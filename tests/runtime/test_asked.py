@@ -1,4 +1,4 @@
-"""Bodies as clients send them: a table of what is taken, and of what reaches the chat template."""
+"""Bodies as clients send them, and messages as chat templates receive them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.plans.chat_template import ChatTemplate
 from outrider.plans.errors import RequestError
 from outrider.runtime.options.options import check_options
 from outrider.runtime.scheduler import check_place_in_queue
-from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
+from outrider.runtime.server.generation_request import ChatRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -24,59 +24,35 @@ def chat(**own: Any) -> ChatRequest:
     return asked
 
 
-@pytest.mark.parametrize("key", sorted({*ChatRequest.model_fields} - {"messages"}))
+@pytest.mark.parametrize("key", sorted({*ChatRequest.model_fields} - {"messages", "model"}))
 def test_null_is_left_out(key: str) -> None:
-    assert chat(**{key: None}) == chat() if key != "model" else chat(model=None).model is None
-    if key in CompletionRequest.model_fields:
-        CompletionRequest.model_validate({"prompt": "a", key: None})
-
-
-@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
-def test_without_what_is_asked_nothing_is(kind: Any) -> None:
-    with pytest.raises(ValidationError):
-        kind.model_validate({"model": "toy"})
-    with pytest.raises((ValidationError, RequestError)):
-        _ = kind.model_validate({"model": "toy", "messages": None} if kind is ChatRequest else {"prompt": None}).prompts
+    assert chat(**{key: None}) == chat()
 
 
 @pytest.mark.parametrize(
     "own",
     [
-        {"service_tier": "auto"},
-        {"prompt_cache_key": "k", "safety_identifier": "u"},
-        {"prediction": {"type": "content", "content": "hi"}},
+        {"prompt_cache_key": "k", "safety_identifier": "u", "service_tier": "auto", "reasoning_effort": "low"},
+        {"prediction": {"type": "content", "content": "hi"}, "modalities": ["text"], "a_key_of_next_year": None},
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
-        {"modalities": ["text"]},
-        {"reasoning_effort": "low"},
-        {"a_key_of_next_year": None},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
-        {
-            "messages": [
-                *HI,
-                {"role": "assistant", "content": "a", "annotations": [], "parsed": {"a": 1}, "audio": None},
-            ]
-        },
+        {"messages": [*HI, {"role": "assistant", "content": "a", "annotations": [], "parsed": {}, "audio": None}]},
         {"messages": [*HI, {"role": "assistant", "content": "a", "reasoning": "b", "tool_calls": []}]},
     ],
     ids=str,
 )
-def test_what_clients_send_is_taken(own: dict[str, Any]) -> None:
+def test_unused_keys_of_clients_are_accepted(own: dict[str, Any]) -> None:
     chat(**own)
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"modalities": ["audio"]},
-        {"verbosity": "low"},
-        {"functions": []},
-        {"messages": [{**HI[0], "audio": {"id": "a"}}]},
-    ],
-    ids=str,
-)
-def test_what_would_change_an_answer_is_not_dropped(own: dict[str, Any]) -> None:
+@pytest.mark.parametrize("own", [{"modalities": ["audio"]}, {"functions": []}, {"messages": [{**HI[0], "audio": {}}]}])
+def test_keys_that_would_change_an_answer_are_not_ignored(own: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=r"Extra inputs|should be"):
         chat(**own)
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 TEMPLATE = (
@@ -94,17 +70,8 @@ TEMPLATE = (
         ({"role": "assistant", "content": "a", "reasoning_content": "r"}, "[assistant  r a]"),
         ({"role": "assistant", "content": "a", "reasoning": "r", "refusal": None}, "[assistant  r a]"),
         ({"role": "tool", "tool_call_id": "c", "content": "7"}, "[tool   7]"),
-        *(
-            (
-                {
-                    "role": "assistant",
-                    "content": "a",
-                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}],
-                },
-                f"[assistant   a f:{arguments}]",
-            )
-            for text, arguments in (("", "{}"), ("{}", "{}"), ('{"a": [1]}', '{"a": [1]}'))
-        ),
+        ({"role": "assistant", "content": "a", "tool_calls": [call("")]}, "[assistant   a f:{}]"),
+        ({"role": "assistant", "content": "a", "tool_calls": [call('{"a": [1]}')]}, '[assistant   a f:{"a": [1]}]'),
     ],
     ids=str,
 )
@@ -125,12 +92,12 @@ def test_a_template_that_names_the_developer_gets_its_messages() -> None:
 
 
 NUMBERS = [key for key, field in ChatRequest.model_fields.items() if "number" in (field.description or "")]
-HUGE = {"400 digits": 10**400, "400 digits below 0": -(10**400), "5000 digits": 10**5000, "inf": inf, "nan": nan}
+HUGE = {"400 digits": -(10**400), "5000 digits": 10**5000, "inf": inf, "nan": nan}
 
 
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("key", [*NUMBERS, "logit_bias"])
-def test_numbers_that_no_float_holds_are_refused_by_name_or_taken(key: str, value: str) -> None:
+def test_numbers_that_no_float_holds_raise_no_other_error(key: str, value: str) -> None:
     given: Any = {"5": HUGE[value]} if key == "logit_bias" else HUGE[value]
     with suppress(ValidationError, RequestError):
         for options in chat(**{key: given}).options(None, None):

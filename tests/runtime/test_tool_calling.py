@@ -1,4 +1,4 @@
-"""Calls of tools: what their grammars take, and what an answer's text says however it is parted."""
+"""Calls of tools: what their grammars take, and how an answer's text is read, independent of how it is cut."""
 
 from __future__ import annotations
 
@@ -72,45 +72,25 @@ def test_without_a_trigger_the_first_character_decides(text: str, auto: bool, mu
     assert takes(calling(LLAMA, must=True).grammar, text) == must
 
 
-ANSWER = '{"name": "<tool_call>"}'
-
-
-def test_an_answer_of_a_schema() -> None:
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False}
-    way = ToolCalling(HERMES, FUNCTIONS, must=False, several=True, text=guided(schema))
-    call = f'{HERMES.begin}{HERMES.head("get")}{{"city": "x"}}{HERMES.tail}'
-    for text, taken in {ANSWER: True, call: True, "an answer": False, f"{ANSWER}\n{call}": False}.items():
-        assert takes(way.grammar, text) == taken
-    for pieces in ([ANSWER], list(ANSWER)):
-        assert read(way, ANSWER, pieces) == (ANSWER, [], False)
-    for pieces in ([call], list(call)):
-        assert read(way, call, pieces) == ("", [("get", '{"city": "x"}')], True)
-
-
-def read(way: ToolCalling, text: str, pieces: list[str] | None = None) -> tuple[str, list[tuple[str, str]], bool]:
+def read(way: ToolCalling, pieces: list[str]) -> tuple[str, list[tuple[str, str]], bool]:
     """Content, calls, and whether the last call is whole."""
     reader = way.reader()
-    found = joined([*map(reader.push, [text] if pieces is None else pieces), reader.finish()])
+    found = joined([*map(reader.push, pieces), reader.finish()])
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found.calls.values()]
     assert len({call["id"] for call in found.calls.values()}) == len(calls) == reader.calls
     return found.content, calls, reader.whole
 
 
+CALL = ("get", '{"city": "}\\"é"}')
+SECOND = ("get-all", '{"n":\n  1, "m": [{}, "]"]}')
 TEXTS: list[tuple[ToolFormat, bool, str, str, list[tuple[str, str]], bool]] = [
     (HERMES, False, "an <answer", "an <answer", [], False),
     (HERMES, False, "", "", [], False),
-    (HERMES, False, ONE, "", [("get", '{"city": "}\\"é"}')], True),
-    (
-        HERMES,
-        False,
-        f"so <tool_ <{ONE}\n{TWO}",
-        "so <tool_ <",
-        [("get", '{"city": "}\\"é"}'), ("get-all", '{"n":\n  1, "m": [{}, "]"]}')],
-        True,
-    ),
+    (HERMES, False, ONE, "", [CALL], True),
+    (HERMES, False, f"so <tool_ <{ONE}\n{TWO}", "so <tool_ <", [CALL, SECOND], True),
     (HERMES, True, ONE[:50], "", [("get", '{"city": ')], False),
     (HERMES, True, ONE[:20], "", [], False),
-    (HERMES, False, f"{ONE}\n<tool_call>\n", "", [("get", '{"city": "}\\"é"}')], True),
+    (HERMES, False, f"{ONE}\n<tool_call>\n", "", [CALL], True),
     (LLAMA, False, '{"name": "get", "parameters": {}}', "", [("get", "{}")], True),
     (LLAMA, False, 'so: {"name": "get"', 'so: {"name": "get"', [], False),
     (PLAIN, True, '{"name": "get-all", "arguments": {"n": 5}}', "", [("get-all", '{"n": 5}')], True),
@@ -122,13 +102,13 @@ def test_what_an_answer_says(
     form: ToolFormat, must: bool, text: str, content: str, calls: list[tuple[str, str]], whole: bool
 ) -> None:
     way = calling(form, must=must)
-    assert read(way, text) == (content, calls, whole)
-    for seed in range(50):
+    for pieces in [text], list(text):
+        assert read(way, pieces) == (content, calls, whole)
+    for seed in range(30):
         drawn = random.Random(seed)
         cuts = sorted(drawn.choices(range(len(text) + 1), k=drawn.randint(0, 12)))
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert read(way, text, pieces) == (content, calls, whole)
-    assert read(way, text, list(text)) == (content, calls, whole)
+        assert read(way, pieces) == (content, calls, whole)
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
@@ -148,27 +128,15 @@ AS_MODELS_HAVE_IT: dict[str, tuple[str, ToolFormat | None]] = {
         "{{ '}\\n</tool_call>' }}{% endfor %}",
         HERMES,
     ),
-    "smollm": (
-        "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}",
-        HERMES,
-    ),
     "llama": (
         "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
         """{{ '{"name": "' + f.name + '", ' }}{{ '"parameters": ' }}{{ f.arguments | tojson }}{{ '}' }}{% endif %}""",
         LLAMA,
     ),
     "compact": (CALLS + """{"name":"{{ f.name }}","arguments":{{ f.arguments | tojson }}}{% endfor %}""", PLAIN),
-    "mistral": (
-        "{% if m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endif %}",
-        None,
-    ),
     "granite": ("{% for c in m.tool_calls or [] %}<|tool_call|>[{{ c.function | tojson }}]{% endfor %}", None),
     "qwen-coder": (CALLS + "<tool_call>\n<function={{ f.name }}>\n</function>\n</tool_call>{% endfor %}", None),
-    "pythonic": (
-        CALLS + "{{ f.name }}({% for k, v in f.arguments | items %}{{ k }}={{ v }}{% endfor %}){% endfor %}",
-        None,
-    ),
-    "tells and prints none": ('{# <tool_call>, "parameters": #}', None),
+    "named in a comment": ('{# <tool_call>, "parameters": #}', None),
     "refuses": ("{{ raise_exception('no') }}", None),
 }
 
@@ -188,12 +156,9 @@ def test_the_format_is_that_of_a_call_that_the_template_prints(name: str) -> Non
         with pytest.raises(RequestError, match=r"in no format that is served.*hermes, llama, json.*target.tool_parser"):
             format_of(template)
     assert format_of(template, named="hermes") is HERMES
-
-
-def test_a_mark_that_is_a_special_token_is_no_text() -> None:
-    template = chat_template(AS_MODELS_HAVE_IT["qwen"][0])
-    with pytest.raises(RequestError, match="with the special token '<tool_call>'"):
-        format_of(template, ["<|end|>", "<tool_call>"])
+    if form is HERMES:
+        with pytest.raises(RequestError, match="with the special token '<tool_call>'"):
+            format_of(template, ["<|end|>", "<tool_call>"])
 
 
 def test_a_grammar_of_many_functions_is_small() -> None:
