@@ -31,10 +31,10 @@ from outrider.tools.measuring import Column, make_table, print_report
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {
-    ("runtime/step_loop.py", "runtime/engine.py"): ["step", "features", "branches", "rules", "cuts", "same_tokens"],
-    ("runtime/scheduler.py",): ["scheduler", "scheduler_limits", "scheduler_one_branch", "features"],
-    ("runtime/kv/cache.py",): ["kept_slots", "branch_slots", "branch_rows", "features", "step"],
-    ("runtime/drafters/engine.py",): ["drafter_grid", "draft_options", "same_tokens", "features", "rejection"],
+    ("runtime/step_loop.py", "runtime/engine.py"): ["same_tokens", "features", "branches", "rules", "random_use"],
+    ("runtime/scheduler.py",): ["scheduler", "scheduler_limits", "features", "random_use"],
+    ("runtime/kv/cache.py",): ["branches", "drafts", "features", "random_use"],
+    ("runtime/drafters/engine.py",): ["drafts", "same_tokens", "features", "rejection"],
     ("runtime/text/stream.py",): ["generate", "runtime/test_text_stream", "runtime/test_text_families"],
     ("plans/check.py",): ["plans/test_plan", "plans/test_manifest"],
 }
