@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from transformers import (
 
 import outrider.compiler.export.draft
 import outrider.compiler.export.target
-from outrider import Runtime
+from outrider import Runtime, SchedulerConfig
 from outrider.compiler.build import build
 from outrider.compiler.export import tracing
 from outrider.compiler.recipe import load_recipe
@@ -49,6 +50,7 @@ from outrider.plugins.cuda import compile
 from outrider.plugins.cuda.compile import CUBINS
 from outrider.runtime.backends.base import LoadedEngine, Settings
 from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+from outrider.runtime.branch_request import MODES
 from outrider.runtime.drafters import adaptive
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
 from outrider.runtime.kv.partial_policy import Interval
@@ -246,18 +248,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """Nearly all of the tests' models are too small to share out: more threads only wait for each other."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a user's cache folder remembers of probes decides nothing here, nor do tests write there."""
+@pytest.fixture(scope="session")
+def patches() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+        yield patch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_machine(patches: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No probe that the user's cache folder remembers decides anything here; nearly all models of the tests are too
+    small to be shared between threads, which would only wait for each other."""
+    torch.set_num_threads(1)
+    patches.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -313,8 +315,8 @@ def compiled_once(name: str, make: Callable[[Path], object]) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kept_cubins() -> Iterator[None]:
-    """No kernels are compiled twice, by whatever process, nor at once by two, nor in a later run."""
+def _kept_cubins(patches: pytest.MonkeyPatch) -> None:
+    """No kernels are compiled twice, by any process, nor at once by two, nor in a later run."""
     os.environ.setdefault(CUBINS, str(_of_kernels() / "cubins"))
     compiled = compile._compile
 
@@ -324,26 +326,23 @@ def _kept_cubins() -> Iterator[None]:
         name = f"{architecture}.{source}.cubin"
         return compiled_once(name, lambda out: out.write_bytes(compiled(architecture, source, sources))).read_bytes()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile, "_compile", once)
-        yield
+    patches.setattr(compile, "_compile", once)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_exports() -> Iterator[None]:
+def _shared_exports(patches: pytest.MonkeyPatch) -> None:
     """No graph is exported twice, nor in a later run, unless what exports it has changed."""
     kept = kept_folder("exports", sources_digest())
     shared = SharedExports(lambda name, make: made_in(kept, name, make))
-    with pytest.MonkeyPatch.context() as patch:
-        for exports in EXPORTS:
-            patch.setattr(exports, "trace", shared)
-        yield
+    for exports in EXPORTS:
+        patches.setattr(exports, "trace", shared)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_sessions() -> Iterator[None]:
-    """An engine that is on one thread is opened once in a process, for all runtimes of a plan: it keeps nothing."""
-    load, on_one_thread = OnnxRuntimeCpu.load, Settings(threads=1)
+def _shared_sessions(patches: pytest.MonkeyPatch) -> None:
+    """An engine that is on one thread is opened once in a process, for all runtimes of a plan: it keeps nothing. The
+    threads of others sleep while there is nothing to do, where else they spin: tests share the cores."""
+    load, options, on_one_thread = OnnxRuntimeCpu.load, OnnxRuntimeCpu._options, Settings(threads=1)
 
     @lru_cache(maxsize=64)
     def opened(path: Path, engine: str, _files: object) -> LoadedEngine:
@@ -355,24 +354,13 @@ def _shared_sessions() -> Iterator[None]:
         files = sorted((file.inode(), file.stat().st_mtime_ns) for file in os.scandir(path.parent))  # weights too
         return opened(path, engine.model_dump_json(), tuple(files))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnnxRuntimeCpu, "load", shared)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _sleeping_threads() -> Iterator[None]:
-    """The threads of engines sleep while there is nothing to do, where else they spin: tests share the cores."""
-    options = OnnxRuntimeCpu._options
-
     def sleeping(backend: OnnxRuntimeCpu, engine: Engine) -> SessionOptions:
         found = options(backend, engine)
         found.add_session_config_entry("session.intra_op.allow_spinning", "0")
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnnxRuntimeCpu, "_options", sleeping)
-        yield
+    patches.setattr(OnnxRuntimeCpu, "load", shared)
+    patches.setattr(OnnxRuntimeCpu, "_options", sleeping)
 
 
 @pytest.fixture
@@ -398,16 +386,35 @@ def toy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "toy", write_toy) / "model.yaml"
 
 
-@pytest.fixture(scope="session")
-def toy_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "toy/plan", lambda out: build(load_recipe(toy_recipe), toy_recipe, out))
+class BuildOnce(Protocol):
+    """Build a plan of a recipe, by default the toy's, with overrides; once for all tests that use the name."""
+
+    def __call__(self, name: str, overrides: Sequence[str] = (), recipe: Path | None = None) -> Path: ...
 
 
 @pytest.fixture(scope="session")
-def branch_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
+    def build_once(name: str, overrides: Sequence[str] = (), recipe: Path | None = None) -> Path:
+        path = recipe or toy_recipe
+        return made_once(tmp_path_factory, name, lambda out: build(load_recipe(path, list(overrides)), path, out))
+
+    return build_once
+
+
+@pytest.fixture(scope="session")
+def toy_plan(built: BuildOnce) -> Path:
+    return built("toy/plan")
+
+
+@pytest.fixture(scope="session")
+def branch_plan(built: BuildOnce) -> Path:
     """A plan of the toy for sixteen branches, in both modes, with every drafter; its graphs are of `EVERYTHING`."""
-    recipe = load_recipe(toy_recipe, EVERYTHING[1:])
-    return made_once(tmp_path_factory, "branch-plan", lambda out: build(recipe, toy_recipe, out))
+    return built("branch-plan", EVERYTHING[1:])
+
+
+@pytest.fixture(scope="session")
+def branching(branch_plan: Path) -> Runtime:
+    return Runtime.load(branch_plan, threads=1)
 
 
 REJECTING = {
@@ -434,22 +441,26 @@ EVERYTHING = [
 
 
 @pytest.fixture(scope="session")
-def long_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def long_plan(built: BuildOnce) -> Path:
     """A plan of the toy with partial KV, in force after 30 tokens, and drafters that keep 20 to 40."""
-    recipe = load_recipe(toy_recipe, [f"partial_kv={PARTIAL_KV}"])
-    return made_once(tmp_path_factory, "long-plan", lambda out: build(recipe, toy_recipe, out))
+    return built("long-plan", [f"partial_kv={PARTIAL_KV}"])
 
 
 @pytest.fixture(scope="session")
-def everything_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def everything_plan(built: BuildOnce) -> Path:
     """Every drafter, by rejection as well, partial KV for who asks, sixteen sequences in one row or in a row each."""
-    recipe = load_recipe(toy_recipe, EVERYTHING)
-    return made_once(tmp_path_factory, "everything-plan", lambda out: build(recipe, toy_recipe, out))
+    return built("everything-plan", EVERYTHING)
 
 
 @pytest.fixture(scope="session")
 def everything(everything_plan: Path) -> Runtime:
     return Runtime.load(everything_plan, threads=1)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def serving(everything_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    with Runtime.load(everything_plan, threads=1, scheduler=SchedulerConfig(mode=request.param)) as runtime:
+        yield runtime
 
 
 @pytest.fixture(scope="session")
@@ -475,7 +486,7 @@ def forget_what_drafting_cost(runtime: Runtime) -> None:
 
 
 def drafting_never_pays(patch: pytest.MonkeyPatch, disabled_rounds: int = adaptive.DISABLED_ROUNDS) -> None:
-    """Whatever the clock says; drafters are disabled for so many rounds."""
+    """Independent of the clock; drafters are disabled for `disabled_rounds`."""
     patch.setattr(adaptive.AdaptiveSpeculation, "gain", lambda self: 0.5)
     for name, value in (("WINDOW", 4), ("BURST", 2), ("DISABLED_ROUNDS", disabled_rounds)):
         patch.setattr(adaptive, name, value)
@@ -509,28 +520,29 @@ def reference(reference_plan: Path) -> Runtime:
     return Runtime.load(reference_plan)
 
 
+def compiled_with_gxx(name: str, make: Callable[[Path], object]) -> Path:
+    """As `compiled_once`; the test is skipped where there is no compiler."""
+    if shutil.which("g++") is None or sys.platform != "linux":
+        pytest.skip("it is compiled with g++, for Linux")
+    return compiled_once(name, make)
+
+
 @pytest.fixture(scope="session")
 def emulator() -> Emulator:
-    """Our ops' CUDA kernels on the CPU, compiled once."""
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator is compiled with g++")
-    return Emulator(compiled_once("emulator.so", compile_emulator))
+    """Our ops' CUDA kernels on the CPU."""
+    return Emulator(compiled_with_gxx("emulator.so", compile_emulator))
 
 
 @pytest.fixture(scope="session")
 def engine_emulator() -> Emulator:
-    """Our ops' CUDA kernels and those of engines on the CPU, compiled once."""
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator is compiled with g++")
-    return Emulator(compiled_once("engines.so", lambda out: compile_emulator(out, ENGINES)))
+    """Our ops' CUDA kernels and those of engines on the CPU."""
+    return Emulator(compiled_with_gxx("engines.so", lambda out: compile_emulator(out, ENGINES)))
 
 
 @pytest.fixture(scope="session")
 def fake_cuda() -> Path:
-    """The folder of CUDA's libraries for a machine without a GPU, compiled once."""
-    if shutil.which("g++") is None or sys.platform != "linux":
-        pytest.skip("CUDA's libraries are compiled with g++, for Linux")
-    return compiled_once("fake-cuda", compile_libraries)
+    """The folder of CUDA's libraries for a machine without a GPU."""
+    return compiled_with_gxx("fake-cuda", compile_libraries)
 
 
 @pytest.fixture(scope="session")
@@ -544,34 +556,27 @@ def cuda_provider(fake_cuda: Path) -> CudaProvider:
 
 @pytest.fixture(scope="session")
 def plugin_shells() -> StandIn:
-    """TensorRT's plugins with their kernels, compiled once for the CPU."""
-    if shutil.which("g++") is None:
-        pytest.skip("plugins' kernels are compiled with g++")
-    return StandIn.load(compiled_once("shells.so", compile_shells))
+    """TensorRT's plugins with their kernels, for the CPU."""
+    return StandIn.load(compiled_with_gxx("shells.so", compile_shells))
+
+
+CPU_AND = "backends=[onnxruntime-cpu, {kind: %s, compute_capabilities: [sm_90]}]"
 
 
 @pytest.fixture(scope="session")
-def cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def cuda_plan(built: BuildOnce) -> Plan:
     """The toy's plan for the CPU and for ONNX Runtime on a GPU."""
-    targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_90]}]"
-    recipe = load_recipe(toy_recipe, [targets])
-    return open_plan(made_once(tmp_path_factory, "cuda-plan", lambda out: build(recipe, toy_recipe, out)))
+    return open_plan(built("cuda-plan", [CPU_AND % "onnxruntime-cuda"]))
 
 
 @pytest.fixture(scope="session")
-def everything_cuda_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `everything_plan`, for ONNX Runtime on a GPU."""
-    targets = "backends=[onnxruntime-cpu, {kind: onnxruntime-cuda, compute_capabilities: [sm_90]}]"
-    recipe = load_recipe(toy_recipe, [*EVERYTHING, targets])
-    return made_once(tmp_path_factory, "everything-cuda-plan", lambda out: build(recipe, toy_recipe, out))
+def everything_cuda_plan(built: BuildOnce) -> Path:
+    return built("everything-cuda-plan", [*EVERYTHING, CPU_AND % "onnxruntime-cuda"])
 
 
 @pytest.fixture(scope="session")
-def everything_kernel_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `everything_plan`, for our own kernels on a GPU."""
-    targets = "backends=[onnxruntime-cpu, {kind: cuda, compute_capabilities: [sm_90]}]"
-    recipe = load_recipe(toy_recipe, [*EVERYTHING, targets])
-    return made_once(tmp_path_factory, "everything-kernel-plan", lambda out: build(recipe, toy_recipe, out))
+def everything_kernel_plan(built: BuildOnce) -> Path:
+    return built("everything-kernel-plan", [*EVERYTHING, CPU_AND % "cuda"])
 
 
 @pytest.fixture

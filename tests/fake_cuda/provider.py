@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 class Ended:
     """What a program said, and what CUDA's libraries recorded of it."""
 
-    told: Any
+    answer: Any
     log: str
     record: list[Recorded]
 

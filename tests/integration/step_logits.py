@@ -12,7 +12,7 @@ from tests.instruction_sets import Results, with_instructions
 
 
 def expect_the_same_bits(runtime: Runtime, prompt: Sequence[int], numbers: Sequence[int]) -> None:
-    """The prompt's last row comes out of passes of so many of its last tokens, and has the same bits from each."""
+    """The prompt's last row comes out of passes of each of these numbers of its last tokens, with the same bits."""
     found = []
     for last in numbers:
         session = runtime.session()

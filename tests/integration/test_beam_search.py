@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 import outrider.runtime.__main__
-from outrider import BeamResult, FinishReason, Runtime
+from outrider import FinishReason, Runtime
 from outrider.compiler.design import symbol_limits
 from outrider.plans import names
 from outrider.plans.errors import BusyError, RequestError
@@ -91,24 +91,6 @@ def test_tokens_and_scores_are_those_of_transformers(
             assert result.text == toy.tokenizer.decode(shown)
 
 
-def test_the_cases_tell_the_ways_of_stopping_apart(toy: Runtime, cases) -> None:
-    """Otherwise the comparison with transformers would say nothing about them."""
-    ways: tuple[EarlyStopping, ...] = (False, True, "never")
-    found = {
-        way: [
-            [r.token_ids for r in toy.beam_search(
-                ids, beams=2, length_penalty=penalty, early_stopping=way, num_return=2, max_new_tokens=NEW,
-                eos_token_ids=ends,
-            )]
-            for ids, ends in cases for penalty in (1.0, 2.0)
-        ]
-        for way in ways
-    }  # fmt: skip
-    assert found[False] != found[True]
-    assert found[False] != found["never"]
-    assert found[True] != found["never"]
-
-
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 def test_one_beam_is_greedy_decoding(toy: Runtime, cases, penalty: float) -> None:
     for ids, ends in cases:
@@ -120,17 +102,12 @@ def test_one_beam_is_greedy_decoding(toy: Runtime, cases, penalty: float) -> Non
         assert found.score == pytest.approx(total / len(greedy.token_ids) ** penalty, abs=1e-9)
 
 
-def test_stats_count_passes_and_the_best_ones_tokens(toy: Runtime) -> None:
+def test_stats_count_passes_and_the_context_and_the_cache_bound_a_search(toy: Runtime) -> None:
     results = toy.beam_search([5, 6, 7, 8] * 10, beams=3, num_return=3, max_new_tokens=9, eos_token_ids=[])
     stats = results[0].stats
     assert all(result.stats is stats for result in results)
     assert (stats.prompt_tokens, stats.new_tokens) == (40, 9)
     assert (stats.prefill_passes, stats.rounds) == (2, 9)  # 16 + 16 tokens, then 8 with logits
-    assert 0 < stats.engine_ms < stats.total_ms
-    assert stats.stage_ms["target"] == stats.engine_ms
-
-
-def test_the_context_ends_a_search_and_the_cache_bounds_it(toy: Runtime) -> None:
     prompt = [(i * 31) % 299 + 1 for i in range(150)]
     found = toy.beam_search(prompt, beams=8, eos_token_ids=[])
     assert (len(found[0].token_ids), found[0].finish_reason) == (10, FinishReason.LENGTH)
@@ -138,37 +115,33 @@ def test_the_context_ends_a_search_and_the_cache_bounds_it(toy: Runtime) -> None
     assert len(toy.beam_search(prompt[:16], beams=8, max_new_tokens=31, eos_token_ids=[])[0].token_ids) == 31
     with pytest.raises(RequestError, match=r"8 beams of 32 new tokens after 16 need 264 KV slots, .* at most 31 new"):
         toy.beam_search(prompt[:16], beams=8, max_new_tokens=32)
-
-
-def test_a_plan_without_drafters_has_room_for_beams(toy: Runtime) -> None:
-    assert symbol_limits(toy.manifest.target, ())[names.LOGITS] == 8
+    assert symbol_limits(toy.manifest.target, ())[names.LOGITS] == 8  # a plan without drafters has room too
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "said"),
+    ("options", "said"),
     [
-        ([300], {}, "vocabulary"),
-        ("x", {"beams": 0}, "beams is 0"),
-        ("x", {"beams": 13}, "beams is 13; pass a whole number from 1 to 12"),
-        ("x", {"beams": 2.0}, "beams is 2.0"),
-        ("x", {"beams": True}, "beams is True"),
-        ("x", {"num_return": 5}, "num_return is 5; pass a whole number from 1 to 4"),
-        ("x", {"length_penalty": float("nan")}, "length_penalty is nan"),
-        ("x", {"length_penalty": 11}, "from -10 to 10"),
-        ("x", {"length_penalty": "1"}, "length_penalty"),
-        ("x", {"early_stopping": "always"}, "'never'"),
-        ("x", {"early_stopping": 1}, "early_stopping is 1"),
-        ("x", {"eos_token_ids": [300]}, "eos_token_ids holds 300"),
-        ("x", {"temperature": 1.0}, "Unknown option 'temperature'"),
-        ("x", {}, "at most 64 new tokens"),
+        ({"beams": 13}, "beams is 13; pass a whole number from 1 to 12"),
+        ({"beams": 2.0}, "beams is 2.0"),
+        ({"num_return": 5}, "num_return is 5; pass a whole number from 1 to 4"),
+        ({"length_penalty": float("nan")}, "length_penalty is nan"),
+        ({"length_penalty": 11}, "from -10 to 10"),
+        ({"early_stopping": "always"}, "'never'"),
+        ({"eos_token_ids": [300]}, "eos_token_ids holds 300"),
+        ({"temperature": 1.0}, "Unknown option 'temperature'"),
+        ({}, "at most 64 new tokens"),
     ],
 )
-def test_a_wrong_request_gets_a_sentence_and_changes_nothing(toy: Runtime, prompt, options, said: str) -> None:
+def test_a_wrong_request_gets_a_sentence_and_changes_nothing(toy: Runtime, options, said: str) -> None:
     session = toy.session()
     with pytest.raises(RequestError, match=said):
-        beam_search(session, prompt, **options)
+        beam_search(session, "x", **options)
     assert session.token_ids == []
-    assert session.generate("y", max_new_tokens=3).token_ids == toy.generate("y", max_new_tokens=3).token_ids
+    stream = session.stream(PROMPT, max_new_tokens=5)
+    next(stream)
+    with pytest.raises(BusyError, match="generating already"):
+        beam_search(session, "more", max_new_tokens=5)
+    stream.close()
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "chain", "bushy", "head"])
@@ -215,70 +188,23 @@ def test_a_cancelled_search_returns_its_live_beams(toy: Runtime, looks: int, tok
     assert session.generate([], max_new_tokens=5, ignore_eos=True).token_ids == expected
 
 
-def test_a_session_that_generates_refuses_a_search(toy: Runtime) -> None:
-    session = toy.session()
-    stream = session.stream(PROMPT, max_new_tokens=5)
-    next(stream)
-    with pytest.raises(BusyError, match="generating already"):
-        beam_search(session, "more", max_new_tokens=5)
-    stream.close()
-
-
-# The command.
-
-
-@pytest.fixture
-def generate(toy: Runtime, toy_plan: Path, monkeypatch: pytest.MonkeyPatch):
-    """`python -m outrider.runtime generate` on the toy plan, which is loaded already."""
+def test_the_command_has_stable_keys(
+    toy: Runtime, toy_plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
-    return lambda *arguments: outrider.runtime.__main__.main(
-        ["generate", str(toy_plan), "--prompt", PROMPT, "--max-new-tokens", "16", *arguments]
-    )
-
-
-def searched(toy: Runtime, **options) -> list[BeamResult]:
-    return toy.beam_search(PROMPT, max_new_tokens=16, eos_token_ids=[], **options)
-
-
-def test_the_command_prints_the_best_text(generate, toy: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
-    (best,) = searched(toy, beams=4)
-    assert generate("--beams", "4", "--ignore-eos") == 0
-    printed = capsys.readouterr()
-    assert printed.out == best.text + "\n"
-    assert f"score {best.score:.4f}, 16 tokens (length)" in printed.err.replace("\n", " ")
-
-
-def test_the_commands_json_has_stable_keys(generate, toy: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = searched(toy, beams=3, num_return=2, length_penalty=0.6, early_stopping="never")
-    arguments = ("--beams", "3", "--num-return", "2", "--length-penalty", "0.6", "--early-stopping", "never")
-    assert generate(*arguments, "--ignore-eos", "--json") == 0
+    arguments = ["generate", str(toy_plan), "--prompt", PROMPT, "--max-new-tokens=16", "--ignore-eos", "--beams=3"]
+    options = {"beams": 3, "max_new_tokens": 16, "eos_token_ids": [], "num_return": 2, "length_penalty": 0.6}
+    expected = toy.beam_search(PROMPT, early_stopping="never", **options)
+    more = ["--num-return", "2", "--length-penalty", "0.6", "--early-stopping", "never"]
+    assert outrider.runtime.__main__.main([*arguments, *more, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"beams", "stats"}
     assert found["beams"] == [
         {"text": r.text, "token_ids": r.token_ids, "score": r.score, "finish_reason": "length"} for r in expected
     ]
     assert set(found["stats"]) == set(expected[0].stats.to_json())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--beams", "2", "--temperature", "0.5"], "--temperature cannot go with --beams"),
-        (["--beams", "2", "--stream"], "--stream cannot"),
-        (["--beams", "2", "--debug"], "--debug cannot"),
-        (["--beams", "2", "--json", "--logprobs", "1"], "--logprobs cannot"),
-        (["--length-penalty", "1"], "--length-penalty is an option of beam search"),
-        (["--early-stopping", "true"], "--early-stopping is an option"),
-        (["--num-return", "2"], "--num-return is an option"),
-        (["--beams", "0"], "--beams is '0'; pass a whole number"),
-        (["--beams", "40"], "from 1 to 12"),
-    ],
-)
-def test_the_command_refuses_with_one_sentence(
-    generate, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    assert generate(*arguments) == 2
+    assert outrider.runtime.__main__.main([*arguments, "--beams", "4"]) == 0
     printed = capsys.readouterr()
-    assert printed.out == ""
-    (sentence,) = (line for line in printed.err.splitlines() if line.startswith("error: "))
-    assert said in sentence
+    (best,) = toy.beam_search(PROMPT, beams=4, max_new_tokens=16, eos_token_ids=[])
+    assert printed.out == best.text + "\n"
+    assert f"score {best.score:.4f}, 16 tokens (length)" in printed.err.replace("\n", " ")

@@ -5,6 +5,8 @@ transformers is the oracle of the weights in float32; plain decoding is that of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import outrider.compiler.lowering as lowering
 from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.options.options import Options
 from outrider.tools.verify.verification import verify_plan
 from tests.compiler.eagle3_heads import write_eagle3
-from tests.conftest import made_once
+from tests.conftest import BuildOnce, made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
-from tests.integration.random_use import expect_the_tokens_of_the_target_alone
+from tests.integration.long_context import prompt
+from tests.integration.test_random_use import expect_the_tokens_of_the_target_alone
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice, EmulatedKernels, driven
 
+CUDA = "onnxruntime-cuda"
 PROMPT = [(41 * i) % 299 + 1 for i in range(80)]  # longer than every window
 NEW = 40
 
@@ -68,17 +74,15 @@ def name_of(recipe: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def plan(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    loaded = load_recipe(recipe)
-    return made_once(tmp_path_factory, f"{recipe.parent.name}/plan", lambda out: build(loaded, recipe, out))
+def plan(recipe: Path, built: BuildOnce) -> Path:
+    return built(f"{recipe.parent.name}/plan", (), recipe)
 
 
 @pytest.fixture(scope="module")
-def any_plan(request: pytest.FixtureRequest, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def any_plan(request: pytest.FixtureRequest, recipe: Path, built: BuildOnce) -> Path:
     if request.param == "float32":
         return Path(request.getfixturevalue("plan"))
-    loaded = load_recipe(recipe, int4(name_of(recipe)))
-    return made_once(tmp_path_factory, f"{recipe.parent.name}/int4", lambda out: build(loaded, recipe, out))
+    return built(f"{recipe.parent.name}/int4", int4(name_of(recipe)), recipe)
 
 
 DRAFTING = ("gemma2",)
@@ -86,11 +90,10 @@ DRAFTING = ("gemma2",)
 
 
 @pytest.fixture(scope="module")
-def some_plan(recipe: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def some_plan(recipe: Path, request: pytest.FixtureRequest, built: BuildOnce) -> Path:
     if name_of(recipe) in DRAFTING:
         return Path(request.getfixturevalue("plan"))
-    loaded = load_recipe(recipe, ["drafters=[{name: ngram, kind: ngram}]"])
-    return made_once(tmp_path_factory, f"{recipe.parent.name}/ngram", lambda out: build(loaded, recipe, out))
+    return built(f"{recipe.parent.name}/ngram", ["drafters=[{name: ngram, kind: ngram}]"], recipe)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +149,60 @@ def test_a_head_drafts_for_layers_of_any_kind(name: str, toy_recipe: Path, tmp_p
         expect_the_tokens_of_the_target_alone(
             alone, plan, "in-one-sequence", 30, seed=5, threads=1, coupled=("none", "head"), rejecting=()
         )
+
+
+ONE_ROW = ["capacity.batching=false", "capacity.branches=4"]
+CACHE = PrefixCacheConfig(max_cached_tokens=512)
+PLAIN = Options(max_new_tokens=16, ignore_eos=True, auto_disable=False, temperature=0.8, seed=4)
+
+
+@contextmanager
+def emulated_engines(device: EmulatedDevice, records: bool = True) -> Iterator[None]:
+    """For a while engines run on the device, launched as TensorRT for RTX launches its own."""
+    backend = EmulatedBackend(device, records=records, records_engines=True)
+    with driven(CUDA, lambda target: backend):
+        yield
+
+
+@pytest.fixture(scope="module")
+def on_device(request: pytest.FixtureRequest, recipe: Path, built: BuildOnce) -> Iterator[Callable[[str], Runtime]]:
+    """Load the recipe's plan for an emulated device: for our kernels (`cuda`), or graphs by a target's rules."""
+    pytest.importorskip("cuda.core")
+    with ExitStack() as opened:
+
+        def load(target: str) -> Runtime:
+            kernels = target == "cuda"
+            device = EmulatedDevice(request.getfixturevalue("engine_emulator" if kernels else "emulator"))
+            backend = "cuda" if kernels else CUDA
+            overrides = [*ONE_ROW, f"backends=[{{kind: {backend}, compute_capabilities: [sm_90]}}]"]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(lowering.RULES, CUDA, lowering.RULES[target if not kernels else CUDA])
+                plan = built(f"{recipe.parent.name}/{target}-device", overrides, recipe)
+            engines = driven("cuda", lambda own: EmulatedKernels(own, device, records=True))
+            opened.enter_context(engines if kernels else emulated_engines(device))
+            return opened.enter_context(closing(Runtime.load(plan, prefix_cache=CACHE)))
+
+        yield load
+
+
+@pytest.fixture(scope="module", params=[CUDA, "tensorrt-rtx", "cuda"])
+def runtime(request: pytest.FixtureRequest, recipe: Path, on_device: Callable[[str], Runtime]) -> Runtime:
+    if request.param == "cuda" and TOYS[name_of(recipe)].experts:
+        pytest.skip("the backend cuda has no kernels for layers of experts, and refuses them")
+    return on_device(request.param)
+
+
+@pytest.mark.long  # `test_features_on_devices.py` and `test_kernel_engines.py` have the toy in every run
+def test_branches_requests_and_the_prefix_cache_on_devices(runtime: Runtime, plan: Path) -> None:
+    """As families are lowered for GPUs, as graphs or to our own kernels, on an emulated device: windows, capped scores,
+    norms after a block, rotations of a part of each head."""
+    oracle, prefix = Runtime.load(plan, threads=1), prompt(3, 50)  # longer than every window
+    own = [[7 + place] for place in range(4)]
+    expected = [oracle.generate([*prefix, *tokens], drafter="none", **PLAIN).token_ids for tokens in own]
+    asked = [(tokens, Options(drafter=drafter) | PLAIN) for tokens, drafter in zip(own, DRAFTERS, strict=True)]
+    branches = [{"prompt": tokens, "stream_id": 0, **options} for tokens, options in asked]
+    assert [each.token_ids for each in runtime.generate_branches(prefix, branches)] == expected
+    for _ in range(2):
+        found = [handle.result() for handle in runtime.submit_all([([*prefix, *own], each) for own, each in asked])]
+        assert [each.token_ids for each in found] == expected
+    assert all(each.stats.reused_tokens >= len(prefix) - 1 for each in found)

@@ -1,31 +1,35 @@
-"""The plan for ONNX Runtime on a GPU: its engines compute the same tokens, here on the CPU.
-
-Its graphs hold ONNX Runtime's ops only, which its CPU provider runs too. What needs a GPU is marked `gpu`.
-"""
+"""The backend `onnxruntime-cuda`: its engines, run on the CPU, compute the same tokens; and sessions on an emulated
+device, with real engines and the real kernels. `test_gpu.py` needs a GPU."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+import gc
+import threading
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
-import outrider.compiler.design
 import outrider.compiler.lowering as lowering
-from outrider import Runtime
-from outrider.compiler.build import build
-from outrider.compiler.recipe import load_recipe
+from outrider import Generation, Runtime
+from outrider.plans import names
 from outrider.plans.errors import PlanError
-from outrider.plans.plan import Plan
+from outrider.plans.plan import Plan, open_plan
 from outrider.plugins.cuda import LAUNCHES
-from outrider.runtime.backends import BACKENDS
+from outrider.runtime.backends import BACKENDS, Driver, choose_backend, cuda_driver, onnxruntime_cuda
+from outrider.runtime.backends.cuda_driver import fitting_kernels, kernels_reason
+from outrider.runtime.backends.device_layout import LARGE, lay_out
 from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
 from outrider.runtime.options.options import Options
+from outrider.runtime.step_loop import StepLoop
 from outrider.tools.verify.agreement import compare_drafters
 from tests.compiler.grouped_attention import in_float32, norms_outside
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import TOY_DRAFTERS, BuildOnce
 from tests.cpu_session import cpu_session
+from tests.integration.shifting_rule import Shifting
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
 
 pytest.importorskip("cuda.core")
 
@@ -52,17 +56,27 @@ def test_engines_hold_ops_of_onnx_runtime_and_functions_alone(cuda_plan: Plan) -
         assert "GroupQueryAttention" not in {node.op_type for node in model.graph.node}, "not in float32"
 
 
+PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
+SHORT = PROMPT[:20]
+LONG = Options(max_new_tokens=60, ignore_eos=True)
+SAMPLINGS = (LONG | Options(temperature=0.0), LONG | Options(temperature=0.8, seed=4))
+
+
+def expect_no_partings(runtime: Runtime, reference: Runtime, options: Options) -> list[int]:
+    """Plain decoding gives the reference's tokens, and so does every drafter, but for near ties: other kernels compute
+    other bits."""
+    expected = reference.generate(PROMPT, drafter="none", **options).token_ids
+    assert runtime.generate(PROMPT, drafter="none", **options).token_ids == expected
+    checks = compare_drafters(runtime.session(), [PROMPT], TOY_DRAFTERS, options, tolerance=1e-4, exact=False)
+    assert {name: check.partings for name, check in checks.items()} == {name: [] for name in TOY_DRAFTERS}
+    return expected
+
+
 def test_every_drafter_gives_the_tokens_of_plain_decoding(cuda_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And plain decoding those of the CPU's engines: near ties allowed, since other kernels compute other bits."""
     monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
     runtime, reference = (Runtime.load(cuda_plan.root, backend=target) for target in (CUDA, "onnxruntime-cpu"))
-    prompt = [(37 * i) % 299 + 1 for i in range(40)]
-    for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):
-        options |= Options(max_new_tokens=60, ignore_eos=True)
-        expected = reference.generate(prompt, drafter="none", **options).token_ids
-        assert runtime.generate(prompt, drafter="none", **options).token_ids == expected
-        checks = compare_drafters(runtime.session(), [prompt], TOY_DRAFTERS, options, tolerance=1e-4, exact=False)
-        assert {name: check.partings for name, check in checks.items()} == {name: [] for name in TOY_DRAFTERS}
+    for options in SAMPLINGS:
+        expect_no_partings(runtime, reference, options)
 
 
 @pytest.fixture
@@ -73,62 +87,24 @@ def _grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
 
 
-def build_grouped(toy_recipe: Path, out: Path, capacity: str) -> Runtime:
-    targets = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
-    built = build(load_recipe(toy_recipe, [targets, f"capacity={capacity}"]), toy_recipe, out)
-    reports = built.plan.manifest.backends[CUDA].lowering
+@pytest.mark.usefixtures("_grouped")
+def test_with_grouped_attention_every_drafter_gives_the_tokens_of_plain_decoding(
+    built: BuildOnce, toy: Runtime
+) -> None:
+    """Prefill in chunks after a prefix, chains, trees, draft levels and a second turn over one KV cache."""
+    plan = open_plan(built("grouped", [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"]))
+    reports = plan.manifest.backends[CUDA].lowering
     applied = {report.engine: report.applied for report in reports if report.rule == "GroupQueryAttention"}
     assert applied.keys() == {"target", "chain", "sure", "bushy", "head", "block"}
     assert all(applied.values())
-    return Runtime.load(built.plan.root)
-
-
-@pytest.mark.usefixtures("_grouped")
-def test_with_grouped_attention_every_drafter_gives_the_tokens_of_plain_decoding(
-    toy_recipe: Path, toy: Runtime, tmp_path: Path
-) -> None:
-    """Prefill in chunks after a prefix, chains, trees, draft levels and a second turn over one KV cache."""
-    runtime = build_grouped(toy_recipe, tmp_path / "plan", "{context: 160, prefill_chunk: 16}")
-    prompt = [(37 * i) % 299 + 1 for i in range(40)]
-    for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):
-        options |= Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
-        expected = toy.generate(prompt, drafter="none", **options).token_ids
-        assert runtime.generate(prompt, drafter="none", **options).token_ids == expected
-        checks = compare_drafters(runtime.session(), [prompt], TOY_DRAFTERS, options, tolerance=1e-4, exact=False)
-        assert {name: check.partings for name, check in checks.items()} == {name: [] for name in TOY_DRAFTERS}
+    runtime = Runtime.load(plan.root)
+    for sampling in SAMPLINGS:
+        options = sampling | Options(auto_disable=False)
+        expected = expect_no_partings(runtime, toy, options)
         session = runtime.session()
-        session.generate(prompt, drafter="bushy", **options)
-        again = toy.generate([*prompt, *expected, 5, 6], drafter="none", **options).token_ids
+        session.generate(PROMPT, drafter="bushy", **options)
+        again = toy.generate([*PROMPT, *expected, 5, 6], drafter="none", **options).token_ids
         assert session.generate([5, 6], drafter="head", **options).token_ids == again
-
-
-@pytest.mark.usefixtures("_grouped")
-def test_with_grouped_attention_branches_of_one_row_have_the_tokens_that_they_have_alone(
-    toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trees grow from several tips in one pass; each branch sees its own slots among the others'. (No plan for CUDA
-    serves branches yet: their programs are there, and run here.)"""
-    monkeypatch.setattr(outrider.compiler.design, "_check_served", lambda recipe: None)
-    runtime = build_grouped(toy_recipe, tmp_path / "plan", "{context: 160, prefill_chunk: 16, branches: 4}")
-    prefix = [(37 * i) % 299 + 1 for i in range(30)]
-    for drafter in ("none", "chain", "bushy", "head"):
-        options = Options(max_new_tokens=20, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
-        prompts = [[5 + i] * (1 + 3 * i) for i in range(4)]
-        branches = [{"prompt": prompt, "drafter": drafter, **options} for prompt in prompts]
-        found = runtime.generate_branches(prefix, branches, mode="in-one-sequence")
-        for place, (prompt, generation) in enumerate(zip(prompts, found, strict=True)):
-            alone = runtime.generate([*prefix, *prompt], drafter=drafter, stream_id=place, **options)
-            assert generation.token_ids == alone.token_ids
-
-
-def test_a_second_build_keeps_kernels_and_engines(cuda_plan: Plan, toy_recipe: Path, tmp_path: Path) -> None:
-    place = shutil.copytree(cuda_plan.root, tmp_path / "plan")
-    again = load_recipe(toy_recipe, [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_90]}}]"])
-    built = build(again, toy_recipe, place)
-    assert built.reused == (CUDA,)
-    target = built.plan.manifest.backends[CUDA]
-    assert set(target.kernels) == {"sm_90"}
-    assert built.plan.file(target.kernels["sm_90"]).stat().st_size > 0
 
 
 def test_an_engine_that_reads_tensors_elsewhere_is_refused(cuda_plan: Plan) -> None:
@@ -140,24 +116,203 @@ def test_an_engine_that_reads_tensors_elsewhere_is_refused(cuda_plan: Plan) -> N
         DeviceEngine(session, engine, ("cuda", 0))
 
 
-def test_levels_that_leave_no_rows_behind_give_the_same_tokens(
-    toy_recipe: Path, toy: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_levels_that_leave_no_rows_give_the_same_tokens(
+    built: BuildOnce, toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As TensorRT has them: a drafter feeds again what was accepted."""
+    """As TensorRT has them: a drafter feeds again what was accepted, and its drafts are as good."""
     monkeypatch.setitem(lowering.RULES, CUDA, lowering.RULES["tensorrt-rtx"])
     monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
-    targets = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
-    runtime = Runtime.load(build(load_recipe(toy_recipe, [targets]), toy_recipe, tmp_path / "plan").plan.root)
-    prompt = [(37 * i) % 299 + 1 for i in range(40)]
-    for options in (Options(temperature=0.0), Options(temperature=0.8, seed=4)):
-        options |= Options(max_new_tokens=60, ignore_eos=True, auto_disable=False)
-        expected = toy.generate(prompt, drafter="none", **options).token_ids
+    runtime = Runtime.load(built("no-rows", [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"]))
+    for options in SAMPLINGS:
+        expected = toy.generate(PROMPT, drafter="none", **options).token_ids
+        whole = toy.generate([*PROMPT, *expected, 5, 6], drafter="none", **options).token_ids
         for drafter in ("chain", "sure", "bushy", "head"):
-            session = runtime.session()
-            found = session.generate(prompt, drafter=drafter, **options)
-            assert found.token_ids == expected
-            rest = session.generate([5, 6], drafter=drafter, **options).token_ids
-            whole = toy.generate([*prompt, *expected, 5, 6], drafter="none", **options).token_ids
-            assert rest == whole
-            if drafter in ("chain", "bushy"):  # as many drafts are accepted as where the rows stay
-                assert found.stats.accepted == toy.generate(prompt, drafter=drafter, **options).stats.accepted
+            session, always = runtime.session(), options | Options(auto_disable=False, drafter=drafter)
+            found = session.generate(PROMPT, **always)
+            assert (found.token_ids, session.generate([5, 6], **always).token_ids) == (expected, whole)
+            assert drafter in ("sure", "head") or found.stats.accepted == toy.generate(PROMPT, **always).stats.accepted
+
+
+@pytest.fixture(scope="module")
+def device(emulator: Emulator) -> EmulatedDevice:
+    return EmulatedDevice(emulator)
+
+
+@pytest.fixture
+def runtime(cuda_plan: Plan, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    return loaded(cuda_plan, EmulatedBackend(device), monkeypatch)
+
+
+def loaded(plan: Plan, backend: EmulatedBackend, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+    return Runtime.load(plan.root)
+
+
+def test_it_is_preferred_where_it_can_run(runtime: Runtime) -> None:
+    assert (runtime.backend, runtime.passed_over) == (CUDA, {})
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+def test_tokens_are_those_of_the_cpu(runtime: Runtime, toy: Runtime, drafter: str) -> None:
+    options = Options(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_new_tokens=14, ignore_eos=True)
+    options |= Options(auto_disable=False)
+    expected = toy.generate(SHORT, drafter="none", **options)
+    found = runtime.generate(SHORT, drafter=drafter, **options)
+    assert found.token_ids == expected.token_ids
+    assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")  # counts may have nothing to say
+
+
+@pytest.mark.parametrize("place", range(1, 6, 2))
+def test_a_session_continues_where_a_pass_was_interrupted(
+    runtime: Runtime, toy: Runtime, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """Changes of slot tables that were not put in their places come with the next upload."""
+    prompt, options = SHORT * 3, Options(ignore_eos=True, drafter="none")
+    expected = toy.generate(prompt, max_new_tokens=10, **options).token_ids
+    launch, launched = device.launch, 0
+
+    def interrupted(kernel: str, *rest: Any) -> None:
+        nonlocal launched
+        launched += kernel == "outrider_set_numbers"
+        if kernel == "outrider_set_numbers" and launched == place:
+            raise KeyboardInterrupt
+        launch(kernel, *rest)
+
+    session = runtime.session()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(prompt, max_new_tokens=10, **options)
+    had = len(session.token_ids)
+    written = max(0, had - len(prompt))
+    found = session.generate([] if had else prompt, max_new_tokens=10 - written, **options)
+    assert found.token_ids == expected[written:]
+
+
+@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
+def test_rules(runtime: Runtime, toy: Runtime, drafter: str) -> None:
+    """The host changes rows of logits that lie on the device, before the ops there choose from them."""
+    for temperature in (0.0, 1.0):
+        options = Options(
+            constraint=Shifting(), temperature=temperature, seed=5, max_new_tokens=14, ignore_eos=True, logprobs=1
+        )
+        expected = toy.generate(SHORT, drafter="none", **options)
+        found = runtime.generate(SHORT, drafter=drafter, auto_disable=False, **options)
+        assert found.token_ids == expected.token_ids
+        assert [entry.top[0][0] for entry in found.logprobs] == [entry.top[0][0] for entry in expected.logprobs]
+        assert found.stats.drafted > 0 or drafter in ("none", "ngram", "short")
+
+
+def test_turns_of_several_threads_logprobs_and_beams(runtime: Runtime, toy: Runtime) -> None:
+    options = Options(max_new_tokens=8, ignore_eos=True, drafter="bushy", logprobs=3)
+    ours, theirs = runtime.session(), toy.session()
+    for prompt in (SHORT, [5, 6], []):
+        found = list[Generation]()
+        thread = threading.Thread(target=lambda p=prompt, to=found: to.append(ours.generate(p, **options)))
+        thread.start()
+        thread.join()
+        (mine,), other = found, theirs.generate(prompt, **options)
+        assert mine.token_ids == other.token_ids
+        np.testing.assert_allclose(
+            [entry.logprob for entry in mine.logprobs], [entry.logprob for entry in other.logprobs], atol=1e-4
+        )
+    mine, other = (r.beam_search(SHORT, beams=3, max_new_tokens=6) for r in (runtime, toy))
+    assert [beam.token_ids for beam in mine] == [beam.token_ids for beam in other]
+
+
+def test_a_step_launches_one_kernel_an_op_and_copies_the_small_block_alone(
+    runtime: Runtime, device: EmulatedDevice
+) -> None:
+    stream = runtime.session().stream(SHORT, max_new_tokens=12, drafter="head", ignore_eos=True, auto_disable=False)
+    for _ in range(3):
+        next(stream)
+    device.launched.clear()
+    device.copied.clear()
+    next(stream)
+    assert device.launched == {
+        "outrider_race_noise": 1, "outrider_bim_mask": 2, "outrider_tree_accept": 1, "outrider_kv_gather": 1,
+        "outrider_set_numbers": 1,
+    }  # fmt: skip
+    layout = lay_out(runtime.loaded.plan)
+    sent, fetched = (part.stop - part.start for part in (layout.sent, layout.fetched))
+    assert device.copied == {"up": sent, "down": fetched}
+    assert fetched < sent < layout.size
+    assert {name.rpartition(".")[2] for name in layout.offsets}.isdisjoint(LARGE)  # which stay on the device
+    stream.close()
+
+
+def test_memory_is_given_back(runtime: Runtime, device: EmulatedDevice) -> None:
+    gc.collect()
+    before = len(device._memory)
+    engine = StepLoop(runtime.loaded)
+    logits = engine.buffers.rows(names.TARGET, names.LOGITS_OUT, 0, 1)
+    assert len(device._memory) > before
+    del engine
+    gc.collect()
+    assert len(device._memory) == before + 1  # the array that is still in use
+    del logits
+    gc.collect()
+    assert len(device._memory) == before
+
+
+def test_kv_that_is_not_finite_is_computed_again(runtime: Runtime) -> None:
+    session, other = runtime.session(), runtime.session()
+    for each in (session, other):
+        each.generate(SHORT, max_new_tokens=3, drafter="none", ignore_eos=True)
+    expected = other.generate(max_new_tokens=3, drafter="none").token_ids
+    kv = session.buffers.memory[names.buffer_name(names.TARGET, names.KV)]
+    nan = np.full(int(np.prod(kv.shape)), np.nan, np.float32)
+    with session.buffers.device.lock():
+        session.buffers.device.to_device(kv.address, nan.ctypes.data, nan.nbytes)
+    assert session.generate(max_new_tokens=3, drafter="none").token_ids == expected
+
+
+def test_a_binding_that_onnxruntime_refuses_is_an_error_of_ours(runtime: Runtime, cuda_plan: Plan) -> None:
+    engine = cuda_plan.manifest.backends[CUDA].engines["chain"]
+    buffers = StepLoop(runtime.loaded).buffers
+    unknown = engine.inputs[0].model_copy(update={"name": "unknown"})
+    bound = {t.name: names.buffer_name("chain", names.TOKEN_IDS) for t in (*engine.inputs, *engine.outputs, unknown)}
+    device_engine = onnxruntime_cuda.DeviceEngine(
+        cpu_session(cuda_plan.file(engine.file)), engine.model_copy(update={"inputs": (unknown,)}), ("cpu", 0)
+    )
+    with pytest.raises(PlanError, match=r"chain.onnx failed on the GPU: .*unknown"):
+        device_engine.bind(buffers, bound)([1] * len(names.SYMBOLS))
+
+
+def test_without_a_gpu_the_reason_is_given(cuda_plan: Plan) -> None:
+    targets = cuda_plan.manifest.backends
+    reason = onnxruntime_cuda.reason_against(targets[CUDA])
+    assert reason is not None
+    chosen = choose_backend(targets, None)
+    assert (chosen.backend, chosen.passed_over) == ("onnxruntime-cpu", {CUDA: reason})
+    with pytest.raises(PlanError, match="cannot run here"):
+        choose_backend(targets, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("own", "available", "fitting"),
+    [
+        ("sm_90", ["sm_80", "sm_90"], "sm_90"),
+        ("sm_89", ["sm_80", "sm_86", "sm_90"], "sm_86"),
+        ("sm_120", ["sm_80", "sm_120"], "sm_120"),
+        ("sm_121", ["sm_120"], "sm_120"),
+        ("sm_80", ["sm_86"], None),
+        ("sm_75", ["sm_80"], None),
+        ("sm_100", ["sm_90"], None),
+    ],
+)
+def test_kernels_that_run_on_a_device(own: str, available: list[str], fitting: str | None) -> None:
+    assert fitting_kernels(own, available) == fitting
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("sm_75", "the GPU is sm_75, and this backend needs compute capability 8.0 or later"),
+        ("sm_90", "our kernels were compiled for sm_80; add sm_90 to compute_capabilities of the backend"),
+        ("sm_86", "None"),
+    ],
+)
+def test_a_gpu_without_kernels_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch, own: str, said: str) -> None:
+    monkeypatch.setattr(cuda_driver, "architecture", lambda: own)
+    assert said in str(kernels_reason({"sm_80": "kernels.cubin"}, 80))

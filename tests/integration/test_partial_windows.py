@@ -19,11 +19,13 @@ from outrider.plans.errors import RecipeError, RequestError
 from outrider.runtime.options.request import resolve
 from outrider.runtime.session import Session
 from outrider.tools.lab import context
-from outrider.tools.verify.partial_check import check_partial
-from tests.conftest import HELD_OUT, PARTIAL_KV, made_once
+from tests.conftest import HELD_OUT, PARTIAL_KV, BuildOnce, made_once
 from tests.integration.families import DRAFTERS, write_toy
 from tests.integration.long_context import prompt
-from tests.integration.random_use import expect_the_tokens_of_the_target_alone
+from tests.integration.test_families import CUDA, emulated_engines
+from tests.integration.test_random_use import expect_the_tokens_of_the_target_alone
+from tests.plugins.emulator import Emulator
+from tests.runtime.emulated_device import EmulatedDevice
 
 WINDOW = 17  # with two window blocks of 4 tokens, two of the three blocks that are retrieved are in its reach
 OF_THE_DRAFTER = 30  # longer than what its KV cache surely keeps after the gap, 20 tokens
@@ -73,16 +75,16 @@ def one(plan: Path) -> Runtime:
     return Runtime.load(plan, threads=1)
 
 
-def kv_behind(session: Session, model: str, planes: slice, start: int, count: int) -> np.ndarray:
+def kv_of(session: Session, model: str, planes: slice, start: int, count: int) -> np.ndarray:
     """KV of `count` slots from `start` on, `[planes, heads, count, slot_size]`."""
     return session.buffers.kv(model)[0].array(start, count)[planes].copy()
 
 
-def buffered(one: Runtime, family: str, *, told: bool) -> tuple[np.ndarray, np.ndarray]:
+def buffered(one: Runtime, family: str, *, windowed: bool) -> tuple[np.ndarray, np.ndarray]:
     """KV that passes over the partial cache have put into its buffer, and that of the same tokens over the full one: of
-    the layers up to the first that sees every token, whose keys no retrieved block has had a say in.
+    the layers up to the first that sees every token, whose keys do not depend on retrieved blocks.
 
-    Unless the runtime is `told` of the windows, blocks are retrieved for sliding layers too.
+    Unless `windowed`, blocks are retrieved for sliding layers too.
     """
     length, new = 100, 5
     options = {"max_new_tokens": new, "drafter": "none", "ignore_eos": True, "auto_disable": False}
@@ -91,27 +93,53 @@ def buffered(one: Runtime, family: str, *, told: bool) -> tuple[np.ndarray, np.n
     kept = windows.copy()
     assert (kept > 0).tolist() == list(SLIDING[family])
     try:
-        windows[:] = kept if told else 0
+        windows[:] = kept if windowed else 0
         found = session.generate(prompt(3, length), whole=True, partial_kv="lossy", **options)  # type: ignore[arg-type]
     finally:
         windows[:] = kept
     assert found.stats.refreshes == 1
     assert found.stats.partial_rounds == new - 1
     planes = slice(0, 2 * (SLIDING[family].index(False) + 1))
-    over_partial = kv_behind(session, names.PARTIAL, planes, 4 + 12 + 8, new - 1)
+    over_partial = kv_of(session, names.PARTIAL, planes, 4 + 12 + 8, new - 1)
     text = [*prompt(3, length), *found.token_ids]
     full = one.session()
     full.generate(text, whole=True, partial_kv="off", **options | {"max_new_tokens": 1})  # type: ignore[arg-type]
-    return over_partial, kv_behind(full, names.TARGET, planes, length, new - 1)
+    return over_partial, kv_of(full, names.TARGET, planes, length, new - 1)
+
+
+def expect_the_windows_kept(one: Runtime, family: str, tolerance: float = 0.0) -> None:
+    """Sliding layers compute over the partial cache what they compute over the full one."""
+    ours, theirs = buffered(one, family, windowed=True)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
+    ours, theirs = buffered(one, family, windowed=False)
+    assert np.abs(ours - theirs).max() > 0.01  # retrieved blocks are no recent ones
 
 
 def test_sliding_layers_compute_over_the_partial_cache_what_they_compute_over_the_full_one(
     one: Runtime, family: str
 ) -> None:
-    ours, theirs = buffered(one, family, told=True)
-    np.testing.assert_array_equal(ours, theirs)
-    ours, theirs = buffered(one, family, told=False)
-    assert np.abs(ours - theirs).max() > 0.01  # retrieved blocks are no recent ones
+    expect_the_windows_kept(one, family)
+
+
+@pytest.mark.long
+def test_kernels_choose_blocks_by_the_windows(
+    toy_recipe: Path, emulator: Emulator, built: BuildOnce, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("cuda.core")
+    recipe = recipe_of("gemma3", toy_recipe, tmp_path_factory)
+    backends = f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"
+    one_row = ["capacity={context: 160, prefill_chunk: 16}", f"partial_kv={PARTIAL_KV}", backends]
+    plan = built("sliding-cuda", one_row, recipe)
+    device = EmulatedDevice(emulator)
+    with emulated_engines(device), Runtime.load(plan) as one:
+        expect_the_windows_kept(one, "gemma3", 2e-5)
+        assert device.launched["outrider_block_select"] > 0
+        for drafter in DRAFTERS:
+            options = {"max_new_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+            plain = one.session().generate(prompt(2, 70), drafter="none", partial_kv="off", **options)  # type: ignore[arg-type]
+            found = one.session().generate(prompt(2, 70), drafter=drafter, auto_disable=False, **options)  # type: ignore[arg-type]
+            assert found.token_ids == plain.token_ids
+            assert found.stats.partial_rounds > 5
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -119,8 +147,11 @@ def test_lossless_mode_changes_no_token(one: Runtime, drafter: str) -> None:
     """The drafter slides too, over a KV cache that lacks the middle of long contexts."""
     ran = drafted = 0
     for seed, temperature, length, budget in (
-        (0, 0.0, 40, None), (1, 0.0, 75, 2), (2, 0.9, 31, 3), (3, 1.3, 60, "auto"), (4, 0.5, 100, None),
-    ):  # fmt: skip
+        (1, 0.0, 75, 2),
+        (2, 0.9, 31, 3),
+        (3, 1.3, 60, "auto"),
+        (4, 0.5, 99, None),
+    ):
         options = {"drafter": drafter, "temperature": temperature, "seed": seed, "max_new_tokens": 59}
         plain = one.session().generate(prompt(seed, length), partial_kv="off", **options | {"drafter": "none"})  # type: ignore[arg-type]
         found = one.session().generate(
@@ -142,15 +173,6 @@ def test_tokens_depend_on_neither_drafter_nor_company_nor_cache(plan: Path) -> N
         )
 
 
-def test_the_check_of_partial_kv_finds_lossless_mode_equal(one: Runtime) -> None:
-    check = check_partial(one.session(), one.manifest, [prompt(seed, 60) for seed in range(3)], 24)
-    assert check is not None
-    assert check.passed
-    assert check.runs == 3
-    assert check.partial_rounds > 10
-    assert check.agreement is not None
-
-
 def test_budgets_that_do_not_reach_the_window_are_refused(
     one: Runtime, plan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +186,7 @@ def test_budgets_that_do_not_reach_the_window_are_refused(
     assert resolve({"partial_budget": 2}, one.manifest, one.grammars).partial_budget == 2
 
 
-def test_inspect_tells_windows(plan: Path, family: str) -> None:
+def test_inspect_shows_windows(plan: Path, family: str) -> None:
     described = describe(plan)
     assert described["models"]["target"]["layer_windows"] == tuple(WINDOW * slides for slides in SLIDING[family])
     assert described["models"]["chain"]["layer_windows"] == tuple(OF_THE_DRAFTER * s for s in SLIDING[family])
@@ -173,48 +195,29 @@ def test_inspect_tells_windows(plan: Path, family: str) -> None:
     assert f"\n{sum(SLIDING[family])} of {len(SLIDING[family])} layers see {WINDOW} tokens\n" in printed.getvalue()
 
 
+OF_250 = ["capacity={context: 250, prefill_chunk: 16}", "partial_kv.n_sink_blocks=40"]
+
+
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("family", "window", "overrides", "said"),
     [
+        ("gemma3", WINDOW, ["partial_kv.n_retrieval_blocks=1"], "is 1, but layers .* last 17 tokens, .* raise it to 2"),
         (
-            ["partial_kv.n_retrieval_blocks=1"],
-            r"n_retrieval_blocks is 1, but layers .* last 17 tokens, .* raise it to 2",
+            "gemma3",
+            WINDOW,
+            ["partial_kv.budget=1"],
+            "budget is 1, but layers .* last 17 tokens, .* to 2 or more",
         ),
-        (["partial_kv.budget=1"], r"budget is 1, but layers of the target see the last 17 tokens, .* to 2 or more"),
-        (["partial_kv.block_size=1", "partial_kv.n_retrieval_blocks=13"], r"raise it to 14 or more"),
+        ("gemma3", WINDOW, ["partial_kv.block_size=1", "partial_kv.n_retrieval_blocks=13"], "raise it to 14 or more"),
+        ("mistral", 20, [], "enabled is true, but no layer of the target sees more than the last 20"),
+        ("ministral", 245, OF_250, "n_retrieval_blocks is 3, but .* leave partial_kv out"),
     ],
 )
-def test_a_recipe_whose_partial_cache_does_not_reach_the_window_is_refused(
-    toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, overrides: list[str], said: str
+def test_a_partial_cache_that_does_not_fit_the_windows_is_refused(
+    toy_recipe: Path, tmp_path: Path, family: str, window: int, overrides: list[str], said: str
 ) -> None:
-    recipe = recipe_of("gemma3", toy_recipe, tmp_path_factory)
+    write_toy(family, tmp_path, toy_recipe.parent / "target")
+    _set_window(tmp_path / "target", window)
+    recipe = load_recipe(tmp_path / "model.yaml", [f"partial_kv={PARTIAL_KV}", "drafters=[]", *overrides])
     with pytest.raises(RecipeError, match=said):
-        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}", *overrides]), recipe, tmp_path / "plan")
-
-
-def test_a_model_without_a_layer_that_sees_the_context_is_refused(
-    toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    write_toy("mistral", tmp_path / "mistral", toy_recipe.parent / "target")
-    recipe = tmp_path / "mistral" / "model.yaml"
-    with pytest.raises(RecipeError, match=r"enabled is true, but no layer of the target sees more than the last 20"):
-        build(load_recipe(recipe, [f"partial_kv={PARTIAL_KV}"]), recipe, tmp_path / "plan")
-    _set_window(recipe.parent / "target", 160)  # the whole context: no window of a plan
-    settings = [f"partial_kv={PARTIAL_KV}", "drafters=[]"]
-    plan = build(load_recipe(recipe, settings), recipe, tmp_path / "plan").plan
-    assert plan.manifest.target.layer_windows == ()
-
-
-def test_a_window_nearly_as_long_as_the_context_leaves_nothing_to_save(
-    toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    write_toy("ministral", tmp_path / "ministral", toy_recipe.parent / "target")
-    recipe = tmp_path / "ministral" / "model.yaml"
-    _set_window(recipe.parent / "target", 245)
-    settings = [
-        f"partial_kv={PARTIAL_KV}",
-        "capacity={context: 250, prefill_chunk: 16}",
-        "partial_kv.n_sink_blocks=40",
-    ]
-    with pytest.raises(RecipeError, match=r"n_retrieval_blocks is 3, but .* leave partial_kv out"):
-        build(load_recipe(recipe, settings), recipe, tmp_path / "plan")
+        build(recipe, tmp_path / "model.yaml", tmp_path / "plan")

@@ -13,17 +13,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from transformers import Qwen3ForCausalLM
 
-from outrider import PrefixCacheConfig, Runtime
-from outrider.compiler.build import build
-from outrider.compiler.recipe import load_recipe
-from outrider.plans.errors import RecipeError
-from outrider.runtime.branch_request import MODES, BranchPrompt, Mode
+from outrider import Runtime
+from outrider.runtime.branch_request import BranchPrompt
 from outrider.runtime.cli.debug import RoundPrinter
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.trace import Round
-from tests.conftest import REJECTING, drafting_never_pays
+from tests.conftest import REJECTING, BuildOnce, drafting_never_pays
 from tests.plugins.drawn_pairs import one_in_a_thousand
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
@@ -77,8 +74,8 @@ def places(
 ) -> NDArray[np.float64]:
     """Where each of `draws` tokens lies in [0, 1), if the target's distribution at its place is laid out there.
 
-    Likeliest first, and anywhere in the token's own share: uniform if tokens have that distribution, whatever it is.
-    None may lie outside it. With several `branches`, so many seeds are drawn everything.
+    Likeliest first, and anywhere in the token's own share: uniform if tokens have that distribution, of any shape.
+    None may lie outside it. With several `branches`, their seeds are drawn together.
     """
     rng, found = np.random.default_rng(0), []
     sampling = FILTERS[filters]
@@ -107,42 +104,28 @@ def chi_square(found: NDArray[np.float64]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "draws", "filters"),
+    ("drafter", "draws", "filters", "branches"),
     [
-        ("classical", 2_000, "top-k"),
-        ("classical-egag", 2_000, "top-p"),
-        ("classical-head", 2_000, "temperature last"),
-        pytest.param("classical", 20_000, "top-k", marks=pytest.mark.long),
-        pytest.param("classical-egag", 10_000, "top-k", marks=pytest.mark.long),
-        pytest.param("classical-head", 5_000, "top-k", marks=pytest.mark.long),
-        pytest.param("classical", 10_000, "top-p", marks=pytest.mark.long),
-        pytest.param("classical", 5_000, "temperature last", marks=pytest.mark.long),
+        ("bushy", 3_000, "top-k", 1),  # a coupled tree
+        ("classical", 2_000, "top-k", 4),
+        ("classical-egag", 2_000, "top-p", 1),
+        ("classical-head", 2_000, "temperature last", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("classical", 20_000, "top-k", 1),
+                ("classical", 10_000, "top-p", 4),
+                ("classical", 5_000, "temperature last", 1),
+                ("classical-egag", 10_000, "top-k", 4),
+                ("classical-head", 5_000, "top-k", 4),
+            )
+        ),
     ],
 )
 def test_tokens_have_the_distribution_of_the_target(
-    everything: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str
+    everything: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int, filters: str, branches: int
 ) -> None:
-    assert chi_square(places(everything, oracle, drafter, draws, filters)) < one_in_a_thousand(CELLS - 1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafter", REJECTING)
-def test_tokens_do_not_depend_on_company(everything: Runtime, drafter: str, mode: Mode) -> None:
-    """Chains by rejection beside coupled trees and sequences that do not draft, each as it is alone."""
-    options = Options(max_new_tokens=60, temperature=1.0, seed=14, ignore_eos=True)
-    asked: list[BranchPrompt] = [
-        {"prompt": [9, 8], "drafter": name, "stream_id": 5} for name in ("head", drafter, "none", drafter, "sure")
-    ]
-    alone = {
-        name: everything.generate([*PROMPT, 9, 8], drafter=name, stream_id=5, **options)
-        for name in ("head", drafter, "none", "sure")
-    }
-    found = everything.generate_branches(PROMPT, asked, mode=mode, **options)
-    for each, branch in zip(asked, found, strict=True):
-        assert isinstance(each, dict)
-        assert branch.token_ids == alone[each["drafter"]].token_ids
-    assert found[1].stats.drafted == alone[drafter].stats.drafted
-    assert alone["head"].token_ids == alone["none"].token_ids == alone["sure"].token_ids != alone[drafter].token_ids
+    assert chi_square(places(everything, oracle, drafter, draws, filters, branches)) < one_in_a_thousand(CELLS - 1)
 
 
 @pytest.mark.parametrize("drafter", REJECTING)
@@ -182,34 +165,6 @@ def test_tokens_do_not_depend_on_slots_that_neighbours_have_left(everything: Run
 
 
 @pytest.mark.parametrize("drafter", REJECTING)
-def test_tokens_do_not_depend_on_what_the_prefix_cache_has(
-    everything: Runtime, everything_plan: Path, drafter: str
-) -> None:
-    options = Options(max_new_tokens=40, temperature=1.0, seed=4, ignore_eos=True, drafter=drafter)
-    expected = everything.generate(PROMPT, **options).token_ids
-    cached = Runtime.load(everything_plan, threads=1, prefix_cache=PrefixCacheConfig())
-    for _ in range(3):
-        run = cached.submit(PROMPT, **options).result()
-        assert run.token_ids == expected
-    assert run.stats.reused_tokens >= len(PROMPT) - 2  # a head computes the feature before the tip again
-
-
-@pytest.mark.parametrize(
-    ("drafter", "draws"),
-    [
-        ("classical", 2_000),
-        pytest.param("classical", 5_000, marks=pytest.mark.long),
-        pytest.param("classical-egag", 4_000, marks=pytest.mark.long),
-        pytest.param("classical-head", 3_000, marks=pytest.mark.long),
-    ],
-)
-def test_tokens_of_many_sequences_have_the_distribution_of_the_target(
-    everything: Runtime, oracle: Qwen3ForCausalLM, drafter: str, draws: int
-) -> None:
-    assert chi_square(places(everything, oracle, drafter, draws, branches=4)) < one_in_a_thousand(CELLS - 1)
-
-
-@pytest.mark.parametrize("drafter", REJECTING)
 def test_a_nucleus_of_one_token_is_greedy(everything: Runtime, drafter: str) -> None:
     options = Options(max_new_tokens=60, ignore_eos=True, auto_disable=False, drafter=drafter)
     greedy = everything.generate(PROMPT, temperature=0.0, **options)
@@ -227,24 +182,19 @@ def test_tokens_do_not_depend_on_the_clock(everything: Runtime, monkeypatch: pyt
         assert free.stats.plain_rounds == 0
 
 
-def test_tokens_of_one_branch_have_it_too(toy_recipe: Path, oracle: Qwen3ForCausalLM, tmp_path: Path) -> None:
-    recipe = load_recipe(toy_recipe, [f"drafters=[{REJECTING['classical']}]"])
-    alone = Runtime.load(build(recipe, toy_recipe, tmp_path / "plan").plan.root, threads=1)
+def test_tokens_of_one_branch_have_it_too(built: BuildOnce, oracle: Qwen3ForCausalLM) -> None:
+    alone = Runtime.load(built("classical-plan", [f"drafters=[{REJECTING['classical']}]"]), threads=1)
     assert chi_square(places(alone, oracle, "classical", 3_000)) < one_in_a_thousand(CELLS - 1)
 
 
-@pytest.mark.long  # as many draws as tell the two apart
+@pytest.mark.long  # it takes this number of draws to distinguish the two
 def test_without_the_adjustment_they_have_not(everything: Runtime, oracle: Qwen3ForCausalLM) -> None:
     found = places(everything, oracle, "classical", 12_000, skip_sample_adjustment=True)
     assert chi_square(found) > one_in_a_thousand(CELLS - 1)
 
 
-def test_tokens_of_a_coupled_tree_have_the_distribution_of_the_target(toy: Runtime, oracle: Qwen3ForCausalLM) -> None:
-    assert chi_square(places(toy, oracle, "bushy", 3_000)) < one_in_a_thousand(CELLS - 1)
-
-
 @pytest.mark.parametrize("drafter", REJECTING)
-def test_rounds_tell_r_against_p_over_q(everything: Runtime, drafter: str) -> None:
+def test_rounds_have_r_and_p_over_q(everything: Runtime, drafter: str) -> None:
     rounds: list[Round] = []
     session = everything.session()
     session.generate(PROMPT, drafter=drafter, temperature=1.0, seed=3, max_new_tokens=80, on_round=rounds.append)
@@ -252,19 +202,9 @@ def test_rounds_tell_r_against_p_over_q(everything: Runtime, drafter: str) -> No
     weighed = [node for node in nodes if node.draw is not None and node.ratio is not None]
     assert all(node.accepted == (node.draw <= node.ratio) for node in weighed)
     assert all(node in weighed for node in nodes if node.accepted)
-    for r in rounds[1:-1]:  # the first takes in the prompt
+    for r in rounds[1:-1]:  # the first computes the prompt
         first_rejected = next((i for i, node in enumerate(r.nodes) if not node.accepted), len(r.nodes))
         assert [node.draw is not None for node in r.nodes] == [i <= first_rejected for i in range(len(r.nodes))]
     shown = StringIO()
     RoundPrinter(everything.tokenizer, Console(file=shown, width=1000))(rounds[1])
     assert f"r {rounds[1].nodes[0].draw:.2f} p/q {rounds[1].nodes[0].ratio:.2f}" in shown.getvalue()
-
-
-def test_rejection_of_a_tree_is_refused(toy_recipe: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(
-        toy_recipe,
-        ["drafters=[{name: a, kind: model, checkpoint: drafter, tree: {top_k: 2, depth: 1, nodes: 4}, "
-         "acceptance: rejection}]"],
-    )  # fmt: skip
-    with pytest.raises(RecipeError, match="chains"):
-        build(recipe, toy_recipe, tmp_path / "plan")

@@ -1,30 +1,37 @@
-"""Rules over logits: the tokens of plain decoding by the same rules, whatever drafts, and whoever shares the passes."""
+"""Rules over logits and the options that make them: against a plain account of each, with any drafter and company."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
-from outrider import Runtime, SchedulerConfig
+from outrider import Runtime
 from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.runtime.generation import Span
 from outrider.runtime.options.options import Options
+from outrider.runtime.text.bad_words import token_sequences
 from outrider.runtime.text.rules import LogitsRule
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 
 PROMPTS = [[(37 * i + place) % 299 + 1 for i in range(20)] for place in range(4)]
-DRAFT_OFTEN = ["chain", "sure", "bushy", "head", "mixed"]
 
 
 class Stuck(LogitsRule):
-    """Allows no token after so many."""
+    """Allows no token after `count`."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -49,50 +56,9 @@ class Spelled(LogitsRule):
         return [7] * limit if self._wrong else self._tokens[len(path) :]
 
 
-class Nothing(LogitsRule):
-    """Excludes everything."""
-
-    def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
-        logits[:] = -np.inf
-
-
 def asked(**more: Any) -> Options:
-    found = {
-        "max_new_tokens": 40,
-        "ignore_eos": True,
-        "auto_disable": False,
-        "constraint": Shifting(),
-        "seed": 0,
-        **more,
-    }
-    return Options(**found)  # type: ignore[typeddict-item]
-
-
-def test_a_rule_changes_the_logits_that_a_token_is_chosen_from(toy: Runtime) -> None:
-    """The target's choice of each token, worked out from the logits that it gives without rules."""
-    found = toy.generate(PROMPTS[0], drafter="none", **asked(max_new_tokens=10)).token_ids
-    free = toy.generate(PROMPTS[0], drafter="none", **asked(max_new_tokens=10, constraint=None)).token_ids
-    assert found != free
-    for count, token in enumerate(found):
-        session = toy.session()
-        next(session.stream(PROMPTS[0] + found[:count], drafter="none", max_new_tokens=1, ignore_eos=True))
-        row = session.step_logits(0).copy()
-        Shifting().apply(row, found[:count])
-        assert token == int(row.argmax())
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", TOY_DRAFTERS)
-def test_same_tokens_with_any_drafter(toy: Runtime, drafter: str, temperature: float) -> None:
-    accepted = drafted = 0
-    for seed, prompt in enumerate(PROMPTS):
-        options = asked(temperature=temperature, seed=seed)
-        expected = toy.generate(prompt, drafter="none", **options)
-        found = toy.generate(prompt, drafter=drafter, **options)
-        assert found.token_ids == expected.token_ids
-        accepted, drafted = accepted + found.stats.accepted, drafted + found.stats.drafted
-    assert drafted > 0
-    assert accepted > 0 or drafter not in DRAFT_OFTEN
+    found = {"max_new_tokens": 40, "ignore_eos": True, "auto_disable": False, "seed": 0, "constraint": Shifting()}
+    return Options(**found | more)  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize("drafter", ["none", "chain", "bushy"])
@@ -104,53 +70,6 @@ def test_log_probabilities_are_the_models_own(toy: Runtime, drafter: str) -> Non
         (free,) = toy.generate(prompt, drafter="none", max_new_tokens=1, logprobs=2, ignore_eos=True).logprobs
         assert entry.top == free.top
     assert any(entry.token_id != entry.top[0][0] for entry in found.logprobs)
-
-
-@pytest.fixture(scope="module", params=["in-one-sequence", "batching"])
-def serving(everything_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    runtime = Runtime.load(everything_plan, threads=1, scheduler=SchedulerConfig(mode=request.param))
-    yield runtime
-    runtime.close(timeout=60)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_same_tokens_in_company(serving: Runtime, temperature: float) -> None:
-    """Beside sequences with other drafters, with rules and without."""
-    drafters = ["none", *TOY_DRAFTERS]
-    both = [
-        (PROMPTS[place % 4], asked(drafter=drafter, temperature=temperature, constraint=rule))
-        for rule in (Shifting(), None)
-        for place, drafter in enumerate(drafters)
-    ]
-    found = [handle.result(120) for handle in serving.submit_all(both)]
-    for (prompt, options), each in zip(both, found, strict=True):
-        assert each.token_ids == serving.generate(prompt, **options | Options(drafter="none")).token_ids
-    ruled = dict(zip(drafters, found, strict=False))
-    assert all(ruled[drafter].stats.accepted > 0 for drafter in ("chain", "sure", "bushy"))
-
-
-@pytest.mark.parametrize("mode", ["in-one-sequence", "batching"])
-def test_same_tokens_in_branches(everything: Runtime, mode: Any) -> None:
-    prefix, drafters = PROMPTS[0], ["none", "chain", "head", "ngram", "bushy"]
-    branches = [
-        {"prompt": [place + 1], "stream_id": 0, **asked(drafter=drafter, constraint=rule)}
-        for rule in (Shifting(), None)
-        for place, drafter in enumerate(drafters)
-    ]
-    found = everything.generate_branches(prefix, branches, mode=mode)
-    for branch, each in zip(branches, found, strict=True):
-        own = {name: value for name, value in branch.items() if name != "prompt"} | {"drafter": "none"}
-        assert each.token_ids == everything.generate([*prefix, *branch["prompt"]], **own).token_ids
-
-
-@pytest.mark.parametrize("drafter", TOY_DRAFTERS)
-def test_a_session_goes_on_with_other_rules(toy: Runtime, drafter: str) -> None:
-    turns: list[Options] = [asked(), asked(constraint=None), asked(temperature=1.0, seed=3), asked()]
-    with toy.session() as session, toy.session() as plain:
-        for place, options in enumerate(turns):
-            own = options | Options(max_new_tokens=12)
-            expected = plain.generate([place + 1], drafter="none", **own)
-            assert session.generate([place + 1], drafter=drafter, **own).token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("drafter", REJECTING)
@@ -174,7 +93,7 @@ def test_rejection(serving: Runtime, drafter: str) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS, *REJECTING])
 @pytest.mark.parametrize("count", [0, 1, 6])
-def test_where_no_token_may_follow_the_generation_ends_behind_those_before(
+def test_where_no_token_may_follow_the_generation_ends_after_those_before(
     serving: Runtime, drafter: str, count: int
 ) -> None:
     free = serving.generate(PROMPTS[1], **asked(drafter="none", constraint=None)).token_ids
@@ -193,12 +112,6 @@ def _tokens_until_stuck(spans: Iterable[Span]) -> list[int]:
     with pytest.raises(RequestError, match=r"There is no token\."):
         found.extend(token for span in spans for token in span.token_ids)
     return found
-
-
-@pytest.mark.parametrize("drafter", ["none", "chain", "classical"])
-def test_rules_that_exclude_everything_are_an_error(serving: Runtime, drafter: str) -> None:
-    with pytest.raises(RequestError, match="exclude all tokens of the vocabulary"):
-        serving.generate(PROMPTS[0], **asked(drafter=drafter, constraint=Nothing()))
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -224,7 +137,221 @@ def test_kv_that_is_not_finite_is_computed_again(toy: Runtime, drafter: str) -> 
     for each in (session, other):
         each.generate(PROMPTS[0], **asked(drafter=drafter, max_new_tokens=10))
     session.buffers.array(names.TARGET, names.KV)[:] = np.nan
-    assert (
-        session.generate([5], **asked(drafter=drafter)).token_ids
-        == other.generate([5], **asked(drafter=drafter)).token_ids
+    found, expected = (each.generate([5], **asked(drafter=drafter)).token_ids for each in (session, other))
+    assert found == expected
+
+
+Row = NDArray[np.float32]
+Oracle = Callable[[Row, list[int], list[int]], Row]  # of raw logits, the prompt, and the tokens generated so far
+
+PROMPT = [5, 6, 7, 8, 5, 6, 7, 9, 30, 31, 32]
+LENGTH = 40
+END = 0  # the toy's end token
+BIASES = {**dict.fromkeys(range(40, 60), 4.0), 12: -100.0, 13: 2.5, 14: 100.0}
+ALLOWED = [*list(range(20, 90)), END]
+
+
+def add_penalties(logits: Row, path: list[int], frequency: float, presence: float) -> Row:
+    logits = logits.copy()
+    for token, count in Counter(path).items():
+        logits[token] -= np.float32(frequency) * np.float32(count)
+        logits[token] -= np.float32(presence)
+    return logits
+
+
+def bias(logits: Row, prompt: list[int], path: list[int]) -> Row:
+    logits = logits.copy()
+    for token, value in BIASES.items():
+        logits[token] += np.float32(value)
+    return logits
+
+
+def allow(logits: Row, prompt: list[int], path: list[int]) -> Row:
+    return np.where(np.isin(np.arange(len(logits)), ALLOWED), logits, -np.inf).astype(np.float32)
+
+
+def favour_even(path: list[int], logits: Row) -> Row:
+    return logits + np.where(np.arange(len(logits)) % 2 == len(path) % 2, 3, 0)
+
+
+def lower_the_last(path: list[int], logits: Row) -> None:
+    logits[path[-3:]] -= 5
+
+
+def process(logits: Row, prompt: list[int], path: list[int]) -> Row:
+    logits = np.asarray(favour_even(path, logits), np.float32)
+    lower_the_last(path, logits)
+    return logits
+
+
+def by(processor: LogitsProcessor) -> Oracle:
+    """What a processor of transformers makes of the logits after the prompt and the generated tokens."""
+
+    def apply(logits: Row, prompt: list[int], path: list[int]) -> Row:
+        made = processor(torch.tensor([[*prompt, *path]]), torch.from_numpy(logits.copy())[None])
+        return np.asarray(made[0].numpy(), np.float32)
+
+    return apply
+
+
+CASES: dict[str, tuple[dict[str, Any], Oracle]] = {
+    "presence": ({"presence_penalty": 1.5}, lambda logits, _, path: add_penalties(logits, path, 0, 1.5)),
+    "rewarded": ({"presence_penalty": -2.0}, lambda logits, _, path: add_penalties(logits, path, 0, -2.0)),
+    "frequency": ({"frequency_penalty": 0.7}, lambda logits, _, path: add_penalties(logits, path, 0.7, 0)),
+    "repetition": ({"repetition_penalty": 1.3}, by(RepetitionPenaltyLogitsProcessor(1.3))),
+    "repeating": ({"repetition_penalty": 0.6}, by(RepetitionPenaltyLogitsProcessor(0.6))),
+    "penalties": (
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+        lambda logits, prompt, path: add_penalties(
+            by(RepetitionPenaltyLogitsProcessor(1.2))(logits, prompt, path), path, 0.4, 0.3
+        ),
+    ),
+    "bias": (
+        {"logit_bias": {str(token): value for token, value in BIASES.items()}},
+        by(SequenceBiasLogitsProcessor([[[token], value] for token, value in BIASES.items()])),
+    ),
+    "allowed": ({"allowed_token_ids": ALLOWED}, allow),
+    "min tokens": (
+        {"min_tokens": 30, "logit_bias": {END: 100.0}, "ignore_eos": False},
+        lambda logits, prompt, path: by(MinNewTokensLengthLogitsProcessor(len(prompt), 30, END, device="cpu"))(
+            logits + np.where(np.arange(len(logits)) == END, np.float32(100), np.float32(0)), prompt, path
+        ),
+    ),
+    "processors": ({"logits_processors": [favour_even, lower_the_last]}, process),
+    "the order": (
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "logits_processors": [favour_even], "logit_bias": BIASES},
+        lambda logits, prompt, path: add_penalties(
+            by(RepetitionPenaltyLogitsProcessor(1.5))(
+                np.asarray(favour_even(path, bias(logits, prompt, path)), np.float32), prompt, path
+            ),
+            path,
+            0,
+            0.5,
+        ),
+    ),
+}
+
+
+def asked_for(own: dict[str, Any], **more: Any) -> Options:
+    found = {"max_new_tokens": LENGTH, "ignore_eos": True, "auto_disable": False, **own, **more}
+    return Options(**found)  # type: ignore[typeddict-item]
+
+
+def raw_logits(runtime: Runtime, tokens: list[int]) -> Row:
+    session = runtime.session()
+    next(session.stream(tokens, drafter="none", max_new_tokens=1, ignore_eos=True))
+    return session.step_logits(0).copy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_a_plain_account(toy: Runtime, case: str) -> None:
+    own, oracle = CASES[case]
+    found = toy.generate(PROMPT, **asked_for(own)).token_ids
+    expected: list[int] = []
+    while len(expected) < LENGTH and (END not in expected or "min_tokens" not in own):
+        logits = oracle(raw_logits(toy, PROMPT + expected), PROMPT, expected)
+        expected.append(int(logits.argmax()))
+    assert found == expected
+    assert found != toy.generate(PROMPT, **asked_for({})).token_ids
+    assert ("min_tokens" in own) == (len(found) == 31)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_bad_words_do_not_come(toy: Runtime, length: int) -> None:
+    """And of the other tokens, the likeliest does."""
+    free, tokenizer = toy.generate(PROMPT, drafter="none", **asked_for({})).token_ids, toy.tokenizer
+    pieces = [free[i : i + length] for i in range(LENGTH - length)]
+    words = [(tokenizer.decode(piece), piece) for piece in pieces]
+    word = next(w for w, piece in words if w.strip() == w and tokenizer.encode(w, add_special_tokens=False) == piece)
+    sequences = token_sequences([word, "import"], tokenizer)
+    assert length in {len(sequence) for sequence in sequences}
+    expected: list[int] = []
+    while len(expected) < LENGTH:
+        logits = raw_logits(toy, PROMPT + expected)
+        for sequence in sequences:
+            if expected[len(expected) - len(sequence) + 1 :] == sequence[:-1]:
+                logits[sequence[-1]] = -np.inf
+        expected.append(int(logits.argmax()))
+    assert expected != free
+    for drafter in ("none", "chain", "bushy"):
+        assert toy.generate(PROMPT, drafter=drafter, **asked_for({"bad_words": [word, "import"]})).token_ids == expected
+
+
+def test_bad_words_are_encoded_with_and_without_a_space(reference: Runtime) -> None:
+    tokenizer = reference.tokenizer
+    plain, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("return", " return"))
+    assert token_sequences(["return"], tokenizer) == [plain, spaced]
+    assert token_sequences([" return"], tokenizer) == [plain, spaced]
+    prompt = "def f(x):\n    if x:\n       "
+    free = reference.generate(prompt, max_new_tokens=60).text
+    word = next(word for word in ("return", "self", "if") if word in free)
+    assert word not in reference.generate(prompt, max_new_tokens=60, bad_words=[word]).text
+
+
+@pytest.mark.parametrize("drafter", ["none", "chain", "bushy"])
+def test_no_stop_string_counts_before_min_tokens(toy: Runtime, drafter: str) -> None:
+    """One that a token after them completes does."""
+    whole = toy.generate(PROMPT, drafter="none", **asked_for({}))
+    token_texts = [toy.tokenizer.decode([token]) for token in whole.token_ids]
+    stop = next(text for text in token_texts[3:] if text.isascii() and text in whole.text)
+    first = next(i for i in range(LENGTH) if stop in "".join(token_texts[: i + 1]))
+    ended, held, later, never = (
+        toy.generate(PROMPT, **asked_for({"stop": [stop], "min_tokens": least}, drafter=drafter))
+        for least in (0, first, first + 1, LENGTH)
     )
+    assert ended.token_ids == held.token_ids == whole.token_ids[: first + 1]
+    assert later.token_ids[: first + 1] == ended.token_ids
+    assert len(later.token_ids) > first + 1
+    assert stop in later.text
+    assert (never.token_ids, never.text) == (whole.token_ids, whole.text)
+
+
+def test_penalties_count_the_generated_tokens_of_this_turn(toy: Runtime) -> None:
+    """The turns before are prompt, of which the repetition penalty alone takes note."""
+    for own in ({"frequency_penalty": 1.0}, {"repetition_penalty": 1.4}):
+        with toy.session() as session:
+            first = session.generate(PROMPT, **asked_for(own, max_new_tokens=10)).token_ids
+            second = session.generate([33], **asked_for(own, max_new_tokens=10)).token_ids
+        assert second == toy.generate([*PROMPT, *first, 33], **asked_for(own, max_new_tokens=10)).token_ids
+
+
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
+def test_what_a_function_of_a_request_raises_ends_it_alone(serving: Runtime, error: type[BaseException]) -> None:
+    """Of any class: an exit would end the thread that serves all."""
+
+    def fails(path: list[int], logits: Row) -> None:
+        if len(path) == 4:
+            raise error("x")
+
+    def watches(round: object) -> None:
+        raise error("x")
+
+    others = serving.generate(PROMPT, **asked_for({}))
+    own: list[dict[str, Any]] = [{"logits_processors": [fails]}, {"on_round": watches}, {}]
+    handles = serving.submit_all([(PROMPT, asked_for(each)) for each in own])
+    for handle, name in zip(handles, (r"logits_processors\[0\]", "on_round"), strict=False):
+        with pytest.raises(RequestError, match=f"{name} failed: {error.__name__}: '?x"):
+            handle.result(60)
+    assert handles[2].result(60).token_ids == others.token_ids
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (lambda path, logits: logits[:5], r"returned logits of shape \(5,\); return a row of 300"),
+        (lambda path, logits: logits * np.nan, "make logits that are no numbers: their maximum is nan"),
+        (lambda path, logits: logits + np.inf, "make logits that are no numbers: their maximum is inf"),
+        (lambda path, logits: logits - np.inf, "exclude all tokens of the vocabulary"),
+        (lambda path, logits: "x", r"logits_processors\[0\] failed: ValueError"),
+    ],
+)
+def test_what_a_processor_returns_is_checked(toy: Runtime, processor: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        toy.generate(PROMPT, drafter="chain", **asked_for({"logits_processors": [processor]}))
+
+
+def test_rules_go_with_full_kv_alone(long: Runtime) -> None:
+    with pytest.raises(RequestError, match="partial_kv is 'lossless', and logit_bias goes with full KV alone"):
+        long.generate(PROMPT, logit_bias={5: 1.0}, partial_kv="lossless")
+    found = long.generate(PROMPT * 5, logit_bias={5: 1.0}, max_new_tokens=20)
+    assert found.stats.partial_rounds == 0

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from outrider import Runtime
-from outrider.compiler.build import build
-from outrider.compiler.recipe import load_recipe
 from outrider.plans.errors import PlanError
 from outrider.runtime.backends.shared_engines import SharedEngines
 from outrider.runtime.cache_folder import cache_folder
 from outrider.runtime.exactness import kernels_here
 from outrider.runtime.kv.memory import zeros
 from outrider.runtime.mapped_files import MappedFiles
-from tests.conftest import TOY_DRAFTERS, TOY_PROMPTS, made_once
+from tests.conftest import TOY_DRAFTERS, TOY_PROMPTS, BuildOnce
 
 MAPS = Path("/proc/self/maps")
 mapped_memory = pytest.mark.skipif(not MAPS.exists(), reason="the system does not say what is mapped")
@@ -28,12 +26,6 @@ mapped_memory = pytest.mark.skipif(not MAPS.exists(), reason="the system does no
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module")
-def int8_plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    recipe = load_recipe(toy_recipe, ["target.weights={type: int8}", "drafters=[]"])
-    return made_once(tmp_path_factory, "shared-int8-plan", lambda out: build(recipe, toy_recipe, out))
 
 
 def folder_of(runtime: Runtime) -> Path:
@@ -64,14 +56,13 @@ def test_packed_floats_are_mapped_and_tokens_stay_the_same(toy_plan: Path, toy: 
 
 
 @mapped_memory
-def test_packed_integers_are_mapped_from_the_plan(int8_plan: Path, cache: Path) -> None:
-    shared = Runtime.load(int8_plan, threads=1, share_memory=True)
+def test_packed_integers_are_mapped_from_the_plan(built: BuildOnce, cache: Path) -> None:
+    plan = built("shared-int8-plan", ["target.weights={type: int8}", "drafters=[]"])
+    shared = Runtime.load(plan, threads=1, share_memory=True)
     assert [file.name for file in (folder_of(shared) / "target").iterdir()] == ["files.json"]
-    assert str(int8_plan / "engines" / "onnxruntime-cpu" / "weights.bin") in MAPS.read_text(encoding="utf-8")
-    assert (
-        shared.generate("x", max_new_tokens=5).token_ids
-        == Runtime.load(int8_plan).generate("x", max_new_tokens=5).token_ids
-    )
+    assert str(plan / "engines" / "onnxruntime-cpu" / "weights.bin") in MAPS.read_text(encoding="utf-8")
+    expected = Runtime.load(plan).generate("x", max_new_tokens=5).token_ids
+    assert shared.generate("x", max_new_tokens=5).token_ids == expected
 
 
 def shorten(path: Path) -> None:
@@ -86,7 +77,7 @@ def change_a_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["weights.bin", "engine.onnx", "files.json"])
 @pytest.mark.parametrize("damage", [shorten, change_a_byte, Path.unlink])
-def test_what_is_damaged_in_the_cache_is_told_and_made_again(
+def test_damage_to_the_cache_is_logged_and_repaired(
     file: str,
     damage: Callable[[Path], None],
     toy_plan: Path,
@@ -112,24 +103,21 @@ def test_what_is_damaged_in_the_cache_is_told_and_made_again(
 def test_without_verification_sizes_alone_are_compared(
     toy_plan: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = folder_of(Runtime.load(toy_plan, threads=1, share_memory=True)) / "target"
-    change_a_byte(folder / "weights.bin")
+    """And a cache that is written over while it is used is refused."""
+    shared = Runtime.load(toy_plan, threads=1, share_memory=True)
+    weights = folder_of(shared) / "target" / "weights.bin"
+    change_a_byte(weights)
+    with pytest.raises(PlanError, match="was written to while the plan is in use"):
+        shared.generate("x", max_new_tokens=5)
     with caplog.at_level(logging.WARNING, "outrider"):
         Runtime.load(toy_plan, threads=1, share_memory=True, verify=False)
         assert not caplog.text
-        shorten(folder / "weights.bin")
+        shorten(weights)
         Runtime.load(toy_plan, threads=1, share_memory=True, verify=False)
         assert "it is made again" in caplog.text
 
 
-def test_a_cache_that_is_written_over_while_it_is_used_is_refused(toy_plan: Path, cache: Path) -> None:
-    shared = Runtime.load(toy_plan, threads=1, share_memory=True)
-    change_a_byte(folder_of(shared) / "target" / "weights.bin")
-    with pytest.raises(PlanError, match="was written to while the plan is in use"):
-        shared.generate("x", max_new_tokens=5)
-
-
-def test_a_cache_that_cannot_be_written_is_told_and_the_plan_runs(
+def test_where_the_cache_cannot_be_written_a_warning_is_logged_and_the_plan_runs(
     toy_plan: Path, toy: Runtime, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.mkdir()
@@ -139,17 +127,6 @@ def test_a_cache_that_cannot_be_written_is_told_and_the_plan_runs(
         shared = Runtime.load(toy_plan, threads=1, share_memory=True)
     assert "are not shared between processes" in caplog.text
     assert shared.generate("x", max_new_tokens=5).token_ids == toy.generate("x", max_new_tokens=5).token_ids
-
-
-@pytest.mark.parametrize("huge_pages", [True, False])
-@pytest.mark.parametrize("shape", [(3, 5), (2, 2**20)])
-def test_zeros_are_aligned_and_can_be_written(huge_pages: bool, shape: tuple[int, ...]) -> None:
-    found = zeros(shape, np.float32, huge_pages=huge_pages)
-    assert found.shape == shape
-    assert found.ctypes.data % 64 == 0
-    assert not found.any()
-    found += 1
-    assert found.all()
 
 
 @mapped_memory

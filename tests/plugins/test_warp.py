@@ -234,4 +234,4 @@ def test_a_device_asks_leave_for_much_shared_memory(fake_cuda: Path, tmp_path: P
     ended = device.run(ON_A_DEVICE, folder=tmp_path)
     assert ended.events("fault") == []
     assert ended.events("kernel") == ["found_there"] * 4
-    assert all(ended.told)
+    assert all(ended.answer)

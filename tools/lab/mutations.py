@@ -32,16 +32,20 @@ from outrider.tools.measuring import Column, make_table, print_report
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {
     ("runtime/rounds/*.py", "runtime/step_loop.py", "runtime/engine.py"): [
-        "step", "features", "branches", "rules", "cuts", "same_tokens", "launched_rounds", "not_finite", "partial_kv",
+        "same_tokens", "features", "branches", "rules", "launched_rounds", "scheduler", "random_use", "step", "cuts",
     ],
-    ("runtime/scheduler.py",): ["scheduler", "scheduler_limits", "scheduler_one_branch", "features"],
-    ("runtime/kv/cache.py",): ["kept_slots", "branch_slots", "branch_rows", "features", "step"],
-    ("runtime/drafters/engine.py",): ["drafter_grid", "draft_options", "same_tokens", "features", "rejection"],
+    ("runtime/scheduler.py",): ["scheduler", "scheduler_limits", "features", "random_use", "scheduler_one_branch"],
+    ("runtime/kv/cache.py",): [
+        "branches", "drafts", "features", "random_use", "kept_slots", "branch_slots", "branch_rows",
+    ],
+    ("runtime/drafters/engine*.py",): [
+        "drafts", "same_tokens", "features", "rejection", "drafter_grid", "draft_options",
+    ],
     ("runtime/text/stream.py",): ["generate", "runtime/test_text_stream", "runtime/test_text_families"],
     ("plans/check.py",): ["plans/test_plan", "plans/test_manifest"],
 }  # fmt: skip
-"""The mutated files, by their patterns now and before, and the tests that cover each: of `tests/integration`, or
-paths."""
+"""The mutated files, by their patterns now and before, and the tests that cover each, now and before: of
+`tests/integration`, or paths."""
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
