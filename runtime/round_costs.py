@@ -21,7 +21,7 @@ def note_round(
     verified_at: float | None,
     ended: float,
 ) -> None:
-    """Tell adaptive speculation and partial KV what the pass of `placed` brought (`found`) and cost: it `began`,
+    """Give adaptive speculation and partial KV what the pass of `placed` brought (`found`) and cost: it `began`,
     had its drafts (`drafted_at`), began to verify them and `ended` at these seconds. `verified_at` is None where one
     launch drafts and verifies; else, of a draft in place, it is later than `drafted_at`.
 
@@ -35,7 +35,7 @@ def note_round(
     settled, by_drafts, together, rows = True, False, 0, 0
     for laid in placed:  # loops, not generators: every round pays for this
         rows += laid.fed + laid.drafted
-        settled = settled and laid.fed == 1  # a pass that also catches up tells nothing
+        settled = settled and laid.fed == 1  # a pass that also catches up says nothing
         by_drafts = by_drafts or laid.drafted > 0
     for committed in found:
         together += len(committed.token_ids)
@@ -44,7 +44,7 @@ def note_round(
         if each.error is not None:
             continue
         drafting = adaptive is None or adaptive.drafting
-        # What a head takes in before a plain round belongs to the drafts.
+        # What a head reads before a plain round belongs to the drafts.
         seconds = ended - (began if drafting or (by_drafts and len(placed) > 1) else drafted_at)
         tokens, others = len(each.token_ids), together - len(each.token_ids)
         length = sequence.verify_length

@@ -359,7 +359,7 @@ def test_settings_that_cannot_be_end_the_run(
 def test_one_run_at_a_time_writes_a_folder(
     branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from outrider.runtime.file_lock import locked
+    from outrider.runtime.files import locked
 
     (tmp_path / "out" / "parts").mkdir(parents=True)
     with locked(tmp_path / "out" / "lock"):

@@ -21,7 +21,7 @@ from transformers import (
 from outrider import Runtime, SchedulerConfig
 from outrider.plans.errors import RequestError
 from outrider.runtime.options.options import Options
-from outrider.runtime.text.bad_words import token_sequences
+from outrider.runtime.text.token_rules import token_sequences
 from tests.conftest import TOY_DRAFTERS
 
 Row = NDArray[np.float32]
