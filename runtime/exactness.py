@@ -31,7 +31,7 @@ from outrider.plans.onnx_operators import check_operators
 from outrider.plans.plan import Plan, file_sha256
 from outrider.plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
 from outrider.runtime.backends import on_processor
-from outrider.runtime.cache_folder import cache_folder
+from outrider.runtime.files import cache_folder
 
 if TYPE_CHECKING:  # a runtime that runs nothing on the processor does not need ONNX Runtime
     import onnxruntime as ort
@@ -121,7 +121,7 @@ def differing(session: ort.InferenceSession, companies: Iterable[tuple[int, int]
 
 
 def _random(shape: tuple[int | str, ...], seed: int) -> NDArray[np.float32]:
-    """Return normal numbers; rows are of different sizes, so that whatever all rows have in common shows."""
+    """Return normal numbers; rows are of different sizes, so that anything that all rows have in common shows."""
     extents = [ROWS if extent == names.PROBED else int(extent) for extent in shape]
     if np.prod(extents, dtype=float) > _LARGEST:
         raise ValueError(f"an input of {extents} is larger than any of a probe")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Handle:
     """Iterate it, or `async for` it, for spans; `result()`, or `await` it, for the whole generation.
 
-    Every iteration starts with the first span, whatever was read before. An error that ended the request is raised
+    Every iteration starts with the first span, also after an earlier one. An error that ended the request is raised
     after the last span.
 
     Cancelling a task that awaits or iterates it, or `asyncio.wait_for` on it, ends the request;
@@ -41,18 +41,18 @@ class Handle:
         """Add a span."""
         with self._changed:
             self._spans.append(span)
-            self._tell()
+            self._notify()
 
     def end(self, result: Generation | None, error: Exception | None = None) -> None:
         """End the request."""
         with self._changed:
             self._result, self._error = result, error
-            self._tell()
+            self._notify()
             at_end, self._at_end = self._at_end, []
         for call in at_end:
             call()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.notify_all()
         for listener in self._listeners:
             with suppress(RuntimeError):  # an event loop that has been closed meanwhile

@@ -1,4 +1,4 @@
-"""Numbers that callers pass: which there are, and how errors tell them."""
+"""Numbers that callers pass: which there are, and how errors show them."""
 
 from __future__ import annotations
 

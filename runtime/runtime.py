@@ -25,9 +25,9 @@ from outrider.runtime.branch_run import run_branches
 from outrider.runtime.drafters import make_memories
 from outrider.runtime.exactness import Exactness, ProbeResult, ensure_exact, kernels_here
 from outrider.runtime.execution.assembly import LoadedPlan
+from outrider.runtime.files import MappedFiles, check_not_replaced
 from outrider.runtime.generation import Generation, Run, Stream
 from outrider.runtime.handle import Handle
-from outrider.runtime.mapped_files import MappedFiles, check_not_replaced
 from outrider.runtime.memory import MemoryUse, memory_use
 from outrider.runtime.options.options import Options
 from outrider.runtime.pass_prices import load_prices

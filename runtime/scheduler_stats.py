@@ -13,7 +13,7 @@ class SchedulerStats:
 
     submitted: int = 0
     refused: int = 0  # because too many were waiting
-    finished: int = 0  # whatever the reason
+    finished: int = 0  # for any reason
     failed: int = 0  # by an error
     waiting: int = 0
     running: int = 0

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
-from outrider.plans.errors import RequestError
+from outrider.plans.errors import BusyError, RequestError
 from outrider.plans.manifest import Manifest, NgramDrafter
-from outrider.runtime.exclusive import Exclusive
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.program import Program
 from outrider.runtime.generation import Generation, Run, Stream
@@ -28,6 +27,20 @@ from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.runtime.text.common_length import common_length
 from outrider.runtime.text.prompt import Messages, Prompt, TemplateVariables, choose_prompt, prepare_prompt
 from outrider.runtime.text.stream import TextStream
+
+
+class _Exclusive:
+    """Holds a session's lock, and refuses instead of waiting: a second generation is a caller's mistake."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError("This session is generating already; finish or close that stream, or open another session.")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Session:
@@ -45,7 +58,7 @@ class Session:
         self._sequence: Sequence | None = None
         self._return: Callable[[], object] = _nothing
         self._changes = 0  # counts changes that make a prepared prompt out of date
-        self._exclusive = Exclusive(threading.Lock())
+        self._exclusive = _Exclusive(threading.Lock())
 
     # The loop, and the sequence on it.
 

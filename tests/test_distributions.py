@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from outrider.plans.extras import install_on_gpu
-from outrider.runtime.backends.cuda_libraries import LIBRARIES
+from outrider.runtime.backends.onnxruntime_cuda import LIBRARIES
 from tests.conftest import REPOSITORY
 from tests.fake_cuda import DRIVER
 from tests.fake_cuda.provider import CudaProvider

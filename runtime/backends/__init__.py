@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from outrider.plans.errors import PlanError
 from outrider.plans.machine import processor
@@ -19,66 +20,46 @@ class Driver:
     make: Callable[[BackendPlan, Settings], Backend]
 
 
-def _cuda_reason(plan: BackendPlan) -> str | None:
-    from outrider.runtime.backends import onnxruntime_cuda
-
-    return onnxruntime_cuda.reason_against(plan)
+_Reason = Callable[[BackendPlan], str | None]
+_Make = Callable[[BackendPlan, Settings], Backend]
 
 
-def _make_cuda(plan: BackendPlan, settings: Settings) -> Backend:
-    from outrider.runtime.backends.onnxruntime_cuda import OnnxRuntimeCuda
-
-    return OnnxRuntimeCuda(plan, settings)
-
-
-def _own_reason(plan: BackendPlan) -> str | None:
-    from outrider.runtime.backends import cuda
-
-    return cuda.reason_against(plan)
+def _lazily(load: Callable[[], tuple[_Reason, _Make]]) -> Driver:
+    """A backend whose library is imported when it is asked for."""
+    return Driver(lambda plan: load()[0](plan), lambda plan, settings: load()[1](plan, settings))
 
 
-def _make_own(plan: BackendPlan, settings: Settings) -> Backend:
-    from outrider.runtime.backends.cuda import Cuda
+def _onnxruntime_cuda() -> tuple[_Reason, _Make]:
+    from outrider.runtime.backends import onnxruntime_cuda as backend
 
-    return Cuda(plan, settings)
-
-
-def _tensorrt_reason(plan: BackendPlan) -> str | None:
-    from outrider.runtime.backends import tensorrt
-
-    return tensorrt.reason_against(tensorrt.TENSORRT, plan)
+    return backend.reason_against, backend.OnnxRuntimeCuda
 
 
-def _make_tensorrt(plan: BackendPlan, settings: Settings) -> Backend:
-    from outrider.runtime.backends import tensorrt
+def _cuda() -> tuple[_Reason, _Make]:
+    from outrider.runtime.backends import cuda as backend
 
-    return tensorrt.TensorRt(tensorrt.TENSORRT, plan, settings)
-
-
-def _rtx_reason(plan: BackendPlan) -> str | None:
-    from outrider.runtime.backends import tensorrt
-
-    return tensorrt.reason_against(tensorrt.RTX, plan)
+    return backend.reason_against, backend.Cuda
 
 
-def _make_rtx(plan: BackendPlan, settings: Settings) -> Backend:
-    from outrider.runtime.backends import tensorrt
+def _tensorrt(library: str) -> tuple[_Reason, _Make]:
+    from outrider.runtime.backends import tensorrt as backend
 
-    return tensorrt.TensorRt(tensorrt.RTX, plan, settings)
+    which = getattr(backend, library)
+    return partial(backend.reason_against, which), partial(backend.TensorRt, which)
 
 
-def _make_cpu(plan: BackendPlan, settings: Settings) -> Backend:
-    from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
+def _onnxruntime_cpu() -> tuple[_Reason, _Make]:
+    from outrider.runtime.backends import onnxruntime_cpu as backend
 
-    return OnnxRuntimeCpu(settings)
+    return lambda plan: None, lambda plan, settings: backend.OnnxRuntimeCpu(settings)
 
 
 BACKENDS: dict[str, Driver] = {
-    "tensorrt": Driver(_tensorrt_reason, _make_tensorrt),
-    "tensorrt-rtx": Driver(_rtx_reason, _make_rtx),
-    "onnxruntime-cuda": Driver(_cuda_reason, _make_cuda),
-    "cuda": Driver(_own_reason, _make_own),
-    "onnxruntime-cpu": Driver(lambda plan: None, _make_cpu),
+    "tensorrt": _lazily(partial(_tensorrt, "TENSORRT")),
+    "tensorrt-rtx": _lazily(partial(_tensorrt, "RTX")),
+    "onnxruntime-cuda": _lazily(_onnxruntime_cuda),
+    "cuda": _lazily(_cuda),
+    "onnxruntime-cpu": _lazily(_onnxruntime_cpu),
 }
 
 
@@ -120,8 +101,8 @@ def choose_backend(available: Mapping[str, BackendPlan], wanted: str | None) -> 
         if (reason := reason_against(name, available[name])) is None:
             return BackendChoice(name, passed_over)
         passed_over[name] = reason
-    told = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
-    raise PlanError(f"no backend of the plan can run here: {told}")
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+    raise PlanError(f"no backend of the plan can run here: {reasons}")
 
 
 def reason_against(name: str, plan: BackendPlan) -> str | None:

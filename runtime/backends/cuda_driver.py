@@ -136,8 +136,8 @@ class Box:
 class CudaDevice:
     """A device's primary context and one stream on it, on which everything runs in order.
 
-    What enqueues is called with the lock held (`lock`). What a finaliser gives back, in whatever thread, waits for
-    whoever holds it next: no memory's finaliser waits for the lock. Raises `PlanError` where the driver fails.
+    What enqueues is called with the lock held (`lock`). What a finaliser gives back, in any thread, waits for
+    the next holder: no memory's finaliser waits for the lock. Raises `PlanError` where the driver fails.
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -185,7 +185,7 @@ class CudaDevice:
         self._drop("cuMemFree", address)
 
     def _drop(self, function: str, what: Any) -> None:
-        """Give something back, now or by whoever holds the device next."""
+        """Give something back, now or by the next holder of the device."""
         self._dropped.append((function, what))
         if self._lock.acquire(blocking=False):
             try:
@@ -268,7 +268,7 @@ class CudaDevice:
             call("cuGraphDestroy", graph)
 
     def abort_recording(self) -> None:
-        """End a recording that failed: what went wrong is told already."""
+        """End a recording that failed: what went wrong is reported already."""
         code, graph = driver().cuStreamEndCapture(self.stream)
         if code == driver().CUresult.CUDA_SUCCESS:
             driver().cuGraphDestroy(graph)
@@ -338,7 +338,7 @@ def _drain(dropped: deque[tuple[str, Any]]) -> None:
 def _close(
     ordinal: int, context: Any, stream: Any, modules: list[Any], events: list[Any], dropped: deque[tuple[str, Any]]
 ) -> None:
-    """Give back what a device has left, in whatever thread: nobody uses it any more."""
+    """Give back what a device has left, in any thread: nobody uses it any more."""
     call("cuCtxSetCurrent", context)
     call("cuStreamSynchronize", stream)
     _drain(dropped)

@@ -71,10 +71,10 @@ class DeviceBuffers(Buffers):
                     f"a session of this plan needs {session_bytes(plan) / 1e9:.1f} GB on the GPU and on the host, more "
                     f"than there is ({error}); build the plan with a smaller capacity.context"
                 ) from None
-            told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
+            statuses = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
             self.exchange = DeviceExchange(
-                device, self._recorder, self._twin, self._block, self._layout, told, self._changes(), pool, landings,
-                marks, records_engines,
+                device, self._recorder, self._twin, self._block, self._layout, statuses, self._changes(), pool,
+                landings, marks, records_engines,
             )  # fmt: skip
             made = device.mark()
         device.wait_for(made)

@@ -12,8 +12,8 @@ from outrider.runtime.backends.cuda_driver import Box, PinnedMemory
 class Device(Protocol):
     """A device for buffers, ops and KV: everything enqueued runs in order (`cuda_driver.CudaDevice`).
 
-    Whoever enqueues holds `lock`, entered: sessions of several threads share the order, and while one records, nothing
-    else may come in between. `mark` says how far the order is, `wait_for` needs no lock.
+    A thread that enqueues holds `lock`, entered: sessions of several threads share the order, and while one records,
+    nothing else may come in between. `mark` says how far the order is, `wait_for` needs no lock.
     """
 
     @property

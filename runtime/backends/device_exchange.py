@@ -33,8 +33,8 @@ class Landing:
             for name, offset in layout.offsets.items()
             if part.start <= offset < part.stop
         }
-        told = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
-        self._statuses = (memory.array(layout.status - part.start, (1,), np.int64), *told)
+        statuses = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
+        self._statuses = (memory.array(layout.status - part.start, (1,), np.int64), *statuses)
 
     @property
     def fault(self) -> int:
@@ -54,7 +54,7 @@ class DeviceExchange:
         twin: PinnedMemory,
         block: int,
         layout: Layout,
-        told: Sequence[NDArray[np.int64]],
+        statuses: Sequence[NDArray[np.int64]],
         changes: TableChanges,
         pool: TokenPool,
         landings: Sequence[Landing],
@@ -64,7 +64,7 @@ class DeviceExchange:
         self.records, self.records_engines = recorder is not None, records_engines
         self._device, self._recorder = device, recorder
         self._twin, self._block, self._layout = twin, block, layout
-        self._statuses = (twin.array(layout.status, (1,), np.int64), *told)
+        self._statuses = (twin.array(layout.status, (1,), np.int64), *statuses)
         self.changes = changes
         self.prepare = changes.prepare
         self.take_tokens, self.keep_tokens = pool.take, pool.keep
@@ -118,7 +118,7 @@ class DeviceExchange:
 
     def collect(self, landing: int) -> None:
         self._wait_for(landing)
-        if fault := self._landings[landing].fault:  # the next upload tells the device that it is over
+        if fault := self._landings[landing].fault:  # the next upload resets the device's
             raise _refused(fault)
 
     def sent(self) -> None:
@@ -150,7 +150,7 @@ class DeviceExchange:
         fault = max(int(status.max()) for status in self._statuses)
         if fault:
             for status in self._statuses:
-                status.fill(0)  # which the next upload tells the device
+                status.fill(0)  # which the next upload sends to the device
             raise _refused(fault)
 
 

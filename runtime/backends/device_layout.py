@@ -42,8 +42,8 @@ def lay_out(plan: BackendPlan) -> Layout:
     small = [buffer for buffer in plan.buffers if buffer.name.rpartition(".")[2] not in LARGE]
     kinds: tuple[list[Tensor], ...] = ([], [], [], [])
     for buffer in small:
-        told = buffer.name.rpartition(".")[2] == names.STATUS  # which the host takes back
-        reads, writes = buffer.name in read or told, buffer.name in written
+        status_of_op = buffer.name.rpartition(".")[2] == names.STATUS  # which the host resets
+        reads, writes = buffer.name in read or status_of_op, buffer.name in written
         table = buffer.name.rpartition(".")[2] in TABLES
         kinds[3 if table else 0 if reads and not writes else 1 if reads else 2 if writes else 3].append(buffer)
     offsets, ends, end, status = dict[str, int](), list[int](), _aligned(LIST_BYTES), 0

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.runtime.cache_folder import cache_folder
-from outrider.runtime.whole_file import written_whole
+from outrider.runtime.files import cache_folder, written_whole
 
 _LOG = logging.getLogger("outrider")
 
@@ -22,12 +21,12 @@ def kernel_file(engine: Path, conditions: Mapping[str, str]) -> Path | None:
     """Return the file that keeps the kernels of the engine at `engine` under `conditions`: the GPU, its driver and the
     library, by name. None where there is no home folder.
     """
-    told = json.dumps({"engine": str(engine.resolve()), **conditions}, sort_keys=True)
+    described = json.dumps({"engine": str(engine.resolve()), **conditions}, sort_keys=True)
     try:
         folder = cache_folder()
     except RuntimeError:
         return None
-    return folder / "kernels" / f"{engine.stem}-{hashlib.sha256(told.encode()).hexdigest()[:32]}.bin"
+    return folder / "kernels" / f"{engine.stem}-{hashlib.sha256(described.encode()).hexdigest()[:32]}.bin"
 
 
 class KeptKernels:

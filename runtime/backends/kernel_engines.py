@@ -1,4 +1,4 @@
-"""Engines of the backend `cuda`: lists of kernel launches, on whatever device launches them (`device_contract.py`)."""
+"""Engines of the backend `cuda`: lists of kernel launches, on any device that launches them (`device_contract.py`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Call:
 
 
 class KernelEngines:
-    """The engines of one plan on one device: what they share. Weights are there once, whatever sessions there are."""
+    """The engines of one plan on one device: what they share. Weights are there once for all sessions."""
 
     def __init__(self, plan: BackendPlan, device: Device) -> None:
         self._plan, self._device = plan, device

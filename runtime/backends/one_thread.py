@@ -1,4 +1,4 @@
-"""Calls that must all come from one thread, whoever makes them."""
+"""Calls that must all come from one thread, made by any."""
 
 from __future__ import annotations
 

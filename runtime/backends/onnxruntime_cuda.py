@@ -7,11 +7,15 @@ all runs come from one.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,7 +32,6 @@ from outrider.plans.manifest import BackendPlan, Engine
 from outrider.plans.onnx_operators import check_operators
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from outrider.runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
-from outrider.runtime.backends.cuda_libraries import missing_libraries
 from outrider.runtime.backends.device import DeviceBuffers, Memory
 from outrider.runtime.backends.device_kv import DeviceKv
 from outrider.runtime.backends.one_thread import OneThread
@@ -36,6 +39,8 @@ from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.kv.memory import KvMemory
 
 _PROVIDER = "CUDAExecutionProvider"
+LIBRARIES = ("libcudart.so.{cuda}", "libcublasLt.so.{cuda}", "libcublas.so.{cuda}", "libcurand.so.10", "libcudnn.so.9")
+"""CUDA's, which the provider is linked with or opens."""
 _BFLOAT16 = 16  # ONNX's number of the type, which NumPy lacks
 _MOST_BOUND = 64  # sizes of plain steps for which an engine's tensors stay bound
 MOST_GRAPHS = 4096  # of one engine, in all sessions: ONNX Runtime gives none back before the engine goes
@@ -50,9 +55,31 @@ def reason_against(plan: BackendPlan) -> str | None:
         return f"this onnxruntime {ort.__version__} has no {_PROVIDER}; {install_on_gpu()}"
     if reason := kernels_reason(plan.kernels):
         return reason
-    if missing := missing_libraries():
+    if missing := _missing_libraries():
         return f"ONNX Runtime's {_PROVIDER} needs {', '.join(missing)}, which cannot be loaded; {install_on_gpu()}"
     return None
+
+
+def _missing_libraries() -> list[str]:
+    """Load the libraries, from NVIDIA's packages or from where the system finds them; return the names of those that
+    cannot be loaded. On Windows none is looked for by name.
+
+    Where one is missing, ONNX Runtime makes sessions without the provider, and says so in its log alone.
+    """
+    with redirect_stdout(StringIO()):  # where it prints what is missing
+        ort.preload_dlls()
+    if sys.platform != "linux":
+        return []
+    cuda = ort.cuda_version.partition(".")[0]
+    return [name for name in (library.format(cuda=cuda) for library in LIBRARIES) if not _loads(name)]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 class OnnxRuntimeCuda:
@@ -159,9 +186,8 @@ class _Graphs:
         if found is None and self.thread is not None and not self._told:
             self._told = True
             _LOG.warning(
-                "%s has recorded %d sizes of step in all sessions, as many as it may: the rest of this one's, and new "
-                "sessions', are launched kernel by kernel; open fewer sessions at a time: what a closed one has "
-                "recorded is for the next",
+                "%s has recorded %d sizes of step in all sessions, the most that it may: further ones are launched "
+                "kernel by kernel; open fewer sessions at a time: what a closed one has recorded is for the next",
                 self._engine, MOST_GRAPHS,
             )  # fmt: skip
         return found

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from outrider.runtime.backends.device_contract import Device
 
 Call = Callable[[], None]
-
-
-class Recording(Protocol):
-    """A device that can record (`cuda_driver.CudaDevice`)."""
-
-    def begin_recording(self) -> None: ...
-
-    def end_recording(self) -> Any: ...
-
-    def abort_recording(self) -> None: ...
-
-    def replay(self, graph: Any) -> None: ...
-
-    def discard(self, graph: Any) -> None: ...
 
 
 class Recorder:
@@ -30,7 +18,7 @@ class Recorder:
     fixed, and so are the sizes of a stretch: what is recorded is what would be enqueued again.
     """
 
-    def __init__(self, device: Recording) -> None:
+    def __init__(self, device: Device) -> None:
         self.recording = False
         self._device = device
         self._graphs: dict[tuple[object, ...], Any] = {}

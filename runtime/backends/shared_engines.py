@@ -24,9 +24,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from outrider.plans.plan import Plan, file_sha256
-from outrider.runtime.cache_folder import cache_folder
-from outrider.runtime.file_lock import locked
-from outrider.runtime.mapped_files import MappedFiles
+from outrider.runtime.files import MappedFiles, cache_folder, locked
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -52,9 +50,9 @@ class SharedEngines:
     ) -> SharedEngines | None:
         """Those of a plan for these `kernels`; None, with a warning, where there is no cache folder."""
         engines = {file.path: file.sha256 for file in plan.manifest.files if file.path.startswith("engines/")}
-        told = json.dumps([_VERSION, engines, dict(kernels)], sort_keys=True)
+        described = json.dumps([_VERSION, engines, dict(kernels)], sort_keys=True)
         try:
-            return cls(cache_folder() / "engines" / hashlib.sha256(told.encode()).hexdigest()[:32], files, verify)
+            return cls(cache_folder() / "engines" / hashlib.sha256(described.encode()).hexdigest()[:32], files, verify)
         except RuntimeError as error:
             _LOG.warning("weights are not shared between processes: there is no cache folder: %s", error)
             return None
@@ -101,7 +99,7 @@ class SharedEngines:
 def write_packed(path: Path, to: Path, options: Callable[[], ort.SessionOptions], disabled: list[str]) -> None:
     """Have ONNX Runtime write the graph at `path`, with its packed weights beside it, and load what it wrote.
 
-    Raises OSError where it cannot: it does not tell a full disk from other faults.
+    Raises OSError where it cannot: it does not distinguish a full disk from other faults.
     """
     import onnxruntime as ort
 

@@ -27,8 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from outrider.plans.errors import BusyError, PlanError, RequestError
 from outrider.runtime.batch.requests import BatchRequest, id_order
-from outrider.runtime.file_lock import locked
-from outrider.runtime.whole_file import written_whole
+from outrider.runtime.files import locked, written_whole
 
 VERSION = 2
 """Of batch.json, raised when what is in it, or how blocks are made, changes."""

@@ -10,11 +10,11 @@
 extern int32_t outrider_py_ready(char *why, size_t size);
 extern int32_t outrider_py_stop(void);
 
-static outrider_set_error *tell;
+static outrider_set_error *report;
 
 /* What Python calls with an error. */
-void outrider_tell(const char *text, size_t length);
-void outrider_tell(const char *text, size_t length) { tell(text, length); }
+void outrider_report(const char *text, size_t length);
+void outrider_report(const char *text, size_t length) { report(text, length); }
 
 #ifdef OUTRIDER_BUNDLE
 
@@ -126,7 +126,7 @@ __attribute__((visibility("default"))) outrider_bridge_start_function outrider_b
 
 int outrider_bridge_start(const char *home, outrider_set_error *set_error, char *why, size_t size) {
   static int ours;
-  tell = set_error;
+  report = set_error;
   if (!Py_IsInitialized()) {
     if (!start_python(home, why, size)) return 0;
     ours = 1;

@@ -22,7 +22,7 @@ enum { OUTRIDER_PROMPT_TEXT = 0, OUTRIDER_PROMPT_TOKENS = 1, OUTRIDER_PROMPT_MES
 typedef void outrider_set_error(const char *text, size_t length);
 
 /* Starts Python in the environment `home`, unless the process runs one, and Outrider in it. 1, or 0 with the reason in
- * `why`. Errors of calls are told to `set_error`, in the thread that called. */
+ * `why`. Errors of calls go to `set_error`, in the thread that called. */
 typedef int outrider_bridge_start_function(const char *home, outrider_set_error *set_error, char *why, size_t size);
 
 /* Cancels what generates, and waits for it, before the process ends; does nothing where Python has ended already. */

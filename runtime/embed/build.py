@@ -31,7 +31,7 @@ try:
     from outrider.runtime.embed.calls import attach
     attach(ffi, lib)
     failure = b""
-except BaseException as error:  # whatever it is, C gets a sentence
+except BaseException as error:  # C gets a sentence
     failure = f"{type(error).__name__}: {error}".encode()
 
 @ffi.def_extern()
@@ -179,8 +179,8 @@ def _build_bridge(home: Home, compilers: Compilers, work: Path) -> None:
     ffi = FFI()
     ffi.cdef("\n".join(structs))
     ffi.embedding_api(f"{declared}\nint32_t outrider_py_ready(char *why, size_t size);")
-    ffi.cdef("void outrider_tell(const char *text, size_t length);")
-    ffi.set_source("_outrider_bridge", '#include "outrider.h"\nvoid outrider_tell(const char *text, size_t length);')
+    ffi.cdef("void outrider_report(const char *text, size_t length);")
+    ffi.set_source("_outrider_bridge", '#include "outrider.h"\nvoid outrider_report(const char *text, size_t length);')
     ffi.embedding_init_code(_START)
     with redirect_stdout(None):  # where it says what it writes
         ffi.emit_c_code(str(work / "calls.c"))

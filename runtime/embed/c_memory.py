@@ -22,11 +22,11 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Logprobs:
-    """An `outrider_logprobs`, and the arrays that it points to."""
+class Struct:
+    """A struct of `outrider.h`, and the memory that it points to."""
 
     struct: Any
-    arrays: tuple[Any, ...]
+    parts: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,10 @@ class Result:
     tokens: Any
     count: int
     text: Bytes
-    logprobs: Logprobs
+    logprobs: Struct
     finish_reason: int
     seed: int
     stats: Bytes
-
-
-@dataclass(frozen=True)
-class SpanStruct:
-    """An `outrider_span`, and what it points to."""
-
-    struct: Any
-    parts: tuple[Any, ...]
 
 
 class CMemory:
@@ -64,19 +56,18 @@ class CMemory:
         data = text.encode("utf-8", "replace")
         return Bytes(self._ffi.new("char[]", data), len(data))
 
-    def logprobs(self, given: Sequence[TokenLogprob]) -> Logprobs:
-        """Those of tokens one after another, which have as many of the most probable tokens each."""
+    def logprobs(self, given: Sequence[TokenLogprob]) -> Struct:
         new, top = self._ffi.new, len(given[0].top) if given else 0
         likeliest = [pair for each in given for pair in each.top]
         chosen = new("double[]", [each.logprob for each in given])
         tokens, beside = new("int64_t[]", [pair[0] for pair in likeliest]), new("double[]", [p[1] for p in likeliest])
         made = new("outrider_logprobs *", [len(given), chosen, top, tokens, beside])
-        return Logprobs(made, (chosen, tokens, beside))
+        return Struct(made, (chosen, tokens, beside))
 
-    def span(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob], over: bool) -> SpanStruct:
-        ids, told, likely = self.ids(token_ids), self.text(text), self.logprobs(logprobs)
-        made = self._ffi.new("outrider_span *", [ids, len(token_ids), told.data, told.length, likely.struct, int(over)])
-        return SpanStruct(made, (ids, told, likely))
+    def span(self, token_ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob], over: bool) -> Struct:
+        ids, given, likely = self.ids(token_ids), self.text(text), self.logprobs(logprobs)
+        fields = [ids, len(token_ids), given.data, given.length, likely.struct, int(over)]
+        return Struct(self._ffi.new("outrider_span *", fields), (ids, given, likely))
 
     def result(self, made: Generation) -> Result:
         return Result(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from outrider.plans.check import session_bytes
 from outrider.plans.errors import BusyError, ClosedError, OutriderError, RequestError
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import reason_against
-from outrider.runtime.embed.c_memory import Bytes, CMemory, Result
+from outrider.runtime.embed.c_memory import Bytes, CMemory
 from outrider.runtime.embed.handles import (
     CallbackError,
     Handles,
@@ -29,7 +29,6 @@ from outrider.runtime.embed.handles import (
     Kind,
     QueueFullError,
 )
-from outrider.runtime.embed.notifier import Notifier
 from outrider.runtime.embed.options import (
     AUTO,
     BRANCH_KEYS,
@@ -44,7 +43,7 @@ from outrider.runtime.embed.options import (
     open_options,
     refuse,
 )
-from outrider.runtime.embed.requests import Functions, OnLogits, OpenRequest, seconds
+from outrider.runtime.embed.requests import Functions, Notifier, OnLogits, OpenRequest, seconds
 from outrider.runtime.generation import Generation
 from outrider.runtime.options.kinds import Call
 from outrider.runtime.runtime import Runtime
@@ -138,47 +137,40 @@ class Params:
 
 @dataclass(frozen=True)
 class Branches:
-    """The results of a run of branches, a generation each, and their cost together."""
+    """A run of branches and its cost."""
 
     results: list[Generation]
     stats: Bytes
 
 
 def attach(ffi: Any, lib: Any) -> None:
-    """Define every call of `calls.h`."""
-    Calls(ffi, lib).define()
+    """Define every call of `calls.h`: the public methods of `Calls`."""
+    calls = Calls(ffi, lib)
+    for name in vars(Calls):
+        if not name.startswith("_"):
+            ffi.def_extern(name=f"outrider_py_{name}", error=int(Status.INTERNAL))(calls._guarded(name))
 
 
 class Calls:
-    """A method for each call; `define` gives them to cffi under their names in C."""
+    """A method for each call, by its name in C."""
 
     def __init__(self, ffi: Any, lib: Any) -> None:
         self._ffi, self._lib, self._handles = ffi, lib, Handles()
         self._memory, self._notifier = CMemory(ffi), Notifier()
 
-    def define(self) -> None:
-        for name in (
-            "inspect", "open", "drain", "runtime_stats", "count_tokens", "save_cache", "load_cache", "session", "reset",
-            "cancel", "params", "set_int", "set_uint", "set_double", "set_bool", "set_text", "add_text", "add_ints",
-            "add_function", "generate", "text", "tokens", "result_text", "finish_reason", "seed", "logprobs", "stats",
-            "submit", "next", "request_result", "cancel_request", "branches", "branch_count", "branch_result",
-            "branches_stats", "stop", "destroy",
-        ):  # fmt: skip
-            call = self._told(getattr(self, name))
-            self._ffi.def_extern(name=f"outrider_py_{name}", error=int(Status.INTERNAL))(call)
+    def _guarded(self, name: str) -> Callable[..., int]:
+        method = getattr(self, name)
 
-    def _told(self, method: Callable[..., None]) -> Callable[..., int]:
-        @wraps(method)
         def call(*arguments: Any) -> int:
             try:
                 method(*arguments)
             except BaseException as error:  # nothing may leave for C but a status
-                return self._tell(error)
+                return self._report(error)
             return int(Status.OK)
 
         return call
 
-    def _tell(self, error: BaseException) -> int:
+    def _report(self, error: BaseException) -> int:
         if isinstance(error.__cause__, CallbackError):  # of a function of logits, which the request ends with
             error = error.__cause__
         status = next((status for kind, status in STATUS if isinstance(error, kind)), Status.INTERNAL)
@@ -190,7 +182,7 @@ class Calls:
         elif status is Status.INTERNAL:
             text = f"a fault of Outrider's own, please report it: {type(error).__name__}: {error}"
         data = text.encode("utf-8", "replace").replace(b"\0", b"?")
-        self._lib.outrider_tell(data, len(data))
+        self._lib.outrider_report(data, len(data))
         return int(status)
 
     # Plans.
@@ -232,13 +224,13 @@ class Calls:
 
     def runtime_stats(self, runtime: int, out: Any) -> None:
         loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
-        cache = loaded.prefix_cache
+        cache, kept = loaded.prefix_cache, None
+        if cache is not None:
+            kept = cache.get_stats().to_json() | {"cached_tokens": cache.get_cached_tokens()}
         described = {
             "backend": loaded.backend,
             "scheduler": loaded.scheduler_stats.to_json(),
-            "prefix_cache": None
-            if cache is None
-            else cache.get_stats().to_json() | {"cached_tokens": cache.get_cached_tokens()},
+            "prefix_cache": kept,
             "memory": loaded.memory().to_json(),
         }
         out[0] = self._handles.add(Kind.TEXT, self._memory.text(json.dumps(described)))
@@ -266,10 +258,10 @@ class Calls:
         out[0] = self._handles.add(Kind.SESSION, OpenSession(session))
 
     def reset(self, session: int) -> None:
-        cast(OpenSession, self._handles.get(Kind.SESSION, session)).session.reset()
+        self._handles.get(Kind.SESSION, session).session.reset()
 
     def cancel(self, session: int) -> None:
-        cast(OpenSession, self._handles.get(Kind.SESSION, session)).end()
+        self._handles.get(Kind.SESSION, session).end()
 
     # Options.
 
@@ -279,8 +271,7 @@ class Calls:
     def set_int(self, params: int, key: Any, length: int, value: int) -> None:
         self._set(params, key, length, "int", value)
 
-    def set_uint(self, params: int, key: Any, length: int, value: int) -> None:
-        self._set(params, key, length, "int", value)
+    set_uint = set_int
 
     def set_double(self, params: int, key: Any, length: int, value: float) -> None:
         self._set(params, key, length, "double", value)
@@ -291,7 +282,7 @@ class Calls:
         self._set(params, key, length, "bool", bool(value))
 
     def set_text(self, params: int, key: Any, length: int, value: Any, value_length: int) -> None:
-        options = self._values(params)
+        options = self._handles.get(Kind.PARAMS, params).values
         name = self._key(key, length, keys_of("text", "json"), "text options are set")
         text = self._text(value, value_length, "value")
         forms = FORMS if name == "structured_outputs" else None
@@ -321,16 +312,13 @@ class Calls:
         if text := self._ffi.string(said).decode("utf-8", "replace"):
             raise CallbackError(f"{who} threw an exception, {text}; it must return")
 
-    def _values(self, params: int) -> dict[str, Any]:
-        return cast(Params, self._handles.get(Kind.PARAMS, params)).values
-
     def _set(self, params: int, key: Any, length: int, kind: Call, value: object) -> None:
-        options = self._values(params)
+        options = self._handles.get(Kind.PARAMS, params).values
         name = self._key(key, length, keys_of(kind), f"{kind} options are set")
         options[name] = "auto" if (name, value) == ("partial_budget", AUTO) else value
 
     def _add(self, params: int, key: Any, length: int, kind: Call, values: list[Any]) -> None:
-        options = self._values(params)
+        options = self._handles.get(Kind.PARAMS, params).values
         name = self._key(key, length, keys_of(kind), "lists are added to")
         options[name] = [*options.get(name, ()), *values]
 
@@ -377,8 +365,8 @@ class Calls:
             stream = held.session.stream(**options)
             if on_span:
                 for span in stream:
-                    ids, told = self._memory.ids(span.token_ids), self._memory.text(span.text)
-                    if on_span(user, ids, len(span.token_ids), told.data, told.length):
+                    ids, text = self._memory.ids(span.token_ids), self._memory.text(span.text)
+                    if on_span(user, ids, len(span.token_ids), text.data, text.length):
                         cancel.set()
             made = stream.result
         out[0] = self._handles.add(Kind.RESULT, self._memory.result(made))
@@ -386,17 +374,9 @@ class Calls:
     # Requests served beside others.
 
     def submit(
-        self,
-        runtime: int,
-        prompt: Any,
-        length: int,
-        form: int,
-        params: int,
-        call: Any,
-        function: Any,
-        user: Any,
+        self, runtime: int, prompt: Any, length: int, form: int, params: int, call: Any, function: Any, user: Any,
         out: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
         functions = Functions()
         options = self._options(params, functions.until_the_end) | self._prompt(prompt, length, form)
@@ -418,14 +398,14 @@ class Calls:
         self._check_said(said, "the notification")
 
     def next(self, request: int, timeout_ms: int, span: Any) -> None:
-        span[0] = cast(OpenRequest, self._handles.get(Kind.REQUEST, request)).next(seconds(timeout_ms))
+        span[0] = self._handles.get(Kind.REQUEST, request).next(seconds(timeout_ms))
 
     def request_result(self, request: int, timeout_ms: int, out: Any) -> None:
-        made = cast(OpenRequest, self._handles.get(Kind.REQUEST, request)).result(seconds(timeout_ms))
+        made = self._handles.get(Kind.REQUEST, request).result(seconds(timeout_ms))
         out[0] = self._handles.add(Kind.RESULT, self._memory.result(made))
 
     def cancel_request(self, request: int) -> None:
-        cast(OpenRequest, self._handles.get(Kind.REQUEST, request)).cancel()
+        self._handles.get(Kind.REQUEST, request).cancel()
 
     # Branches.
 
@@ -451,8 +431,8 @@ class Calls:
         stream = loaded.stream_branches(prompt, branches, **asked, **options)
         for each in stream:
             if on_branch:
-                ids, told = self._memory.ids(each.token_ids), self._memory.text(each.text)
-                if on_branch(user, each.sequence, ids, len(each.token_ids), told.data, told.length):
+                ids, text = self._memory.ids(each.token_ids), self._memory.text(each.text)
+                if on_branch(user, each.sequence, ids, len(each.token_ids), text.data, text.length):
                     (cancels[each.sequence] if cancels else together).set()
         made = Branches(stream.results, self._memory.text(json.dumps(stream.stats.to_json())))
         out[0] = self._handles.add(Kind.BRANCHES, made)
@@ -472,7 +452,7 @@ class Calls:
     # Results.
 
     def tokens(self, result: int, tokens: Any, count: Any) -> None:
-        found: Result = self._handles.get(Kind.RESULT, result)
+        found = self._handles.get(Kind.RESULT, result)
         tokens[0], count[0] = found.tokens, found.count
 
     def result_text(self, result: int, data: Any, length: Any) -> None:
@@ -482,7 +462,7 @@ class Calls:
         self._give(self._handles.get(Kind.RESULT, result).stats, data, length)
 
     def logprobs(self, result: int, out: Any) -> None:
-        out[0] = cast(Result, self._handles.get(Kind.RESULT, result)).logprobs.struct
+        out[0] = self._handles.get(Kind.RESULT, result).logprobs.struct
 
     def seed(self, result: int, seed: Any) -> None:
         seed[0] = self._handles.get(Kind.RESULT, result).seed

@@ -1,7 +1,6 @@
 /* liboutrider: the calls of outrider.h. It knows no Python: it finds the environment, loads the bridge that starts an
- * interpreter there, and hands on numbers and addresses (calls.h). Handles are numbers that look like pointers, so that
- * a wrong one is looked up and never followed.
- */
+ * interpreter there, and passes numbers and addresses (calls.h). Handles are numbers that look like pointers, so that
+ * a wrong one is looked up and never followed. */
 #define _GNU_SOURCE
 #include "outrider.h"
 
@@ -163,52 +162,81 @@ static outrider_status start(void) {
 
 static uint64_t number(const void *handle) { return (uint64_t)(uintptr_t)handle; }
 
-static outrider_status null_argument(const char *call, const char *name) {
-  return fail(OUTRIDER_INVALID_ARGUMENT, "%s: %s is NULL", call, name);
-}
-
-#define NEED(pointer) \
-  if ((pointer) == NULL) return null_argument(__func__, #pointer)
-#define NEED_BYTES(data, length) \
-  if ((data) == NULL && (length) != 0) return null_argument(__func__, #data)
+#define NEED_IF(needed, pointer) \
+  if ((needed) && (pointer) == NULL) return fail(OUTRIDER_INVALID_ARGUMENT, "%s: %s is NULL", __func__, #pointer)
+#define NEED(pointer) NEED_IF(1, pointer)
+#define NEED_BYTES(data, length) NEED_IF((length) != 0, data)
 #define START                                \
   do {                                       \
     const outrider_status started = start(); \
     if (started != OUTRIDER_OK) return started; \
   } while (0)
 
-/* The handle that a call made. */
-#define MAKE(call)                              \
-  do {                                          \
-    uint64_t made = 0;                          \
-    const outrider_status status = (call);      \
-    if (status == OUTRIDER_OK) *(void **)out = (void *)(uintptr_t)made; \
-    return status;                              \
+/* Ends a function with what a call of the Python side returns. */
+#define CALL(name, ...)            \
+  do {                             \
+    START;                         \
+    return py.name(__VA_ARGS__);   \
   } while (0)
 
-static outrider_status destroy(const void *handle, int32_t kind) {
-  if (handle == NULL) return OUTRIDER_OK;
-  START;
-  return py.destroy(number(handle), kind);
-}
+/* The same of a call that makes a handle: `*out` gets it. */
+#define MAKE(name, ...)                                                 \
+  do {                                                                  \
+    uint64_t made = 0;                                                  \
+    START;                                                              \
+    const outrider_status status = py.name(__VA_ARGS__);                \
+    if (status == OUTRIDER_OK) *(void **)out = (void *)(uintptr_t)made; \
+    return status;                                                      \
+  } while (0)
 
-/* -- The calls ------------------------------------------------------------------------------------------------------ */
+/* -- The calls: those that differ only by a name or a type are made by a macro ------------------------------------ */
+
+#define DESTROY(function, type, kind)                    \
+  outrider_status outrider_##function(type *handle) {    \
+    if (handle == NULL) return OUTRIDER_OK;              \
+    CALL(destroy, number(handle), kind);                 \
+  }
+DESTROY(runtime_close, outrider_runtime, OUTRIDER_KIND_RUNTIME)
+DESTROY(session_destroy, outrider_session, OUTRIDER_KIND_SESSION)
+DESTROY(params_destroy, outrider_params, OUTRIDER_KIND_PARAMS)
+DESTROY(result_destroy, outrider_result, OUTRIDER_KIND_RESULT)
+DESTROY(text_destroy, outrider_text, OUTRIDER_KIND_TEXT)
+DESTROY(branches_destroy, outrider_branches, OUTRIDER_KIND_BRANCHES)
+DESTROY(request_destroy, outrider_request, OUTRIDER_KIND_REQUEST)
+
+#define ACT(function, call, type) \
+  outrider_status outrider_##function(type *handle) { CALL(call, number(handle)); }
+ACT(session_reset, reset, outrider_session)
+ACT(session_cancel, cancel, outrider_session)
+ACT(request_cancel, cancel_request, outrider_request)
+
+#define GET(function, call, type, value, name)                          \
+  outrider_status outrider_##function(const type *handle, value *name) { \
+    NEED(name);                                                         \
+    CALL(call, number(handle), name);                                   \
+  }
+GET(result_finish_reason, finish_reason, outrider_result, int32_t, reason)
+GET(result_seed, seed, outrider_result, uint64_t, seed)
+GET(result_logprobs, logprobs, outrider_result, const outrider_logprobs *, out)
+GET(branches_count, branch_count, outrider_branches, size_t, count)
+
+#define GET_ARRAY(function, call, type, element, data, count)                                     \
+  outrider_status outrider_##function(const type *handle, const element **data, size_t *count) { \
+    NEED(data);                                                                                   \
+    NEED(count);                                                                                  \
+    CALL(call, number(handle), data, count);                                                      \
+  }
+GET_ARRAY(text_get, text, outrider_text, char, data, length)
+GET_ARRAY(result_tokens, tokens, outrider_result, int64_t, tokens, count)
+GET_ARRAY(result_text, result_text, outrider_result, char, data, length)
+GET_ARRAY(result_stats, stats, outrider_result, char, data, length)
+GET_ARRAY(branches_stats, branches_stats, outrider_branches, char, data, length)
 
 outrider_status outrider_plan_inspect(const char *plan, size_t plan_length, outrider_text **out) {
   NEED(out);
   NEED_BYTES(plan, plan_length);
-  START;
-  MAKE(py.inspect(plan, plan_length, &made));
+  MAKE(inspect, plan, plan_length, &made);
 }
-
-outrider_status outrider_text_get(const outrider_text *text, const char **data, size_t *length) {
-  NEED(data);
-  NEED(length);
-  START;
-  return py.text(number(text), data, length);
-}
-
-outrider_status outrider_text_destroy(outrider_text *text) { return destroy(text, OUTRIDER_KIND_TEXT); }
 
 outrider_status outrider_runtime_open(const char *plan, size_t plan_length, const char *options, size_t options_length,
                                       outrider_runtime **out) {
@@ -226,273 +254,131 @@ outrider_status outrider_runtime_open(const char *plan, size_t plan_length, cons
 }
 
 outrider_status outrider_runtime_drain(outrider_runtime *runtime, int64_t timeout_ms) {
-  START;
-  return py.drain(number(runtime), timeout_ms);
+  CALL(drain, number(runtime), timeout_ms);
 }
 
 outrider_status outrider_runtime_stats(const outrider_runtime *runtime, outrider_text **out) {
   NEED(out);
-  START;
-  MAKE(py.runtime_stats(number(runtime), &made));
+  MAKE(runtime_stats, number(runtime), &made);
 }
 
 outrider_status outrider_count_tokens(outrider_runtime *runtime, const char *prompt, size_t prompt_length,
                                       size_t *count) {
   NEED(count);
   NEED_BYTES(prompt, prompt_length);
-  START;
-  return py.count_tokens(number(runtime), prompt, prompt_length, OUTRIDER_PROMPT_TEXT, 0, count);
+  CALL(count_tokens, number(runtime), prompt, prompt_length, OUTRIDER_PROMPT_TEXT, 0, count);
 }
 
 outrider_status outrider_count_message_tokens(outrider_runtime *runtime, const char *messages, size_t messages_length,
                                               const outrider_params *params, size_t *count) {
   NEED(count);
   NEED_BYTES(messages, messages_length);
-  START;
-  return py.count_tokens(number(runtime), messages, messages_length, OUTRIDER_PROMPT_MESSAGES, number(params), count);
+  CALL(count_tokens, number(runtime), messages, messages_length, OUTRIDER_PROMPT_MESSAGES, number(params), count);
 }
 
-outrider_status outrider_runtime_save_prefix_cache(outrider_runtime *runtime, const char *path, size_t path_length,
-                                                   size_t *tokens) {
-  NEED_BYTES(path, path_length);
-  START;
-  return py.save_cache(number(runtime), path, path_length, tokens);
-}
-
-outrider_status outrider_runtime_load_prefix_cache(outrider_runtime *runtime, const char *path, size_t path_length,
-                                                   size_t *tokens) {
-  NEED_BYTES(path, path_length);
-  START;
-  return py.load_cache(number(runtime), path, path_length, tokens);
-}
-
-outrider_status outrider_runtime_close(outrider_runtime *runtime) { return destroy(runtime, OUTRIDER_KIND_RUNTIME); }
+#define CACHE(function, call)                                                                                    \
+  outrider_status outrider_runtime_##function(outrider_runtime *runtime, const char *path, size_t path_length, \
+                                              size_t *tokens) {                                                 \
+    NEED_BYTES(path, path_length);                                                                               \
+    CALL(call, number(runtime), path, path_length, tokens);                                                      \
+  }
+CACHE(save_prefix_cache, save_cache)
+CACHE(load_prefix_cache, load_cache)
 
 outrider_status outrider_session_create(outrider_runtime *runtime, outrider_session **out) {
   NEED(out);
-  START;
-  MAKE(py.session(number(runtime), &made));
+  MAKE(session, number(runtime), &made);
 }
-
-outrider_status outrider_session_reset(outrider_session *session) {
-  START;
-  return py.reset(number(session));
-}
-
-outrider_status outrider_session_cancel(outrider_session *session) {
-  START;
-  return py.cancel(number(session));
-}
-
-outrider_status outrider_session_destroy(outrider_session *session) { return destroy(session, OUTRIDER_KIND_SESSION); }
 
 outrider_status outrider_params_create(outrider_params **out) {
   NEED(out);
-  START;
-  MAKE(py.params(&made));
+  MAKE(params, &made);
 }
 
-outrider_status outrider_params_set_int(outrider_params *params, const char *key, size_t key_length, int64_t value) {
-  NEED_BYTES(key, key_length);
-  START;
-  return py.set_int(number(params), key, key_length, value);
-}
+#define SET(function, type)                                                                             \
+  outrider_status outrider_params_##function(outrider_params *params, const char *key, size_t key_length, \
+                                             type value) {                                              \
+    NEED_BYTES(key, key_length);                                                                        \
+    CALL(function, number(params), key, key_length, value);                                             \
+  }
+SET(set_int, int64_t)
+SET(set_uint, uint64_t)
+SET(set_double, double)
+SET(set_bool, int32_t)
 
-outrider_status outrider_params_set_uint(outrider_params *params, const char *key, size_t key_length, uint64_t value) {
-  NEED_BYTES(key, key_length);
-  START;
-  return py.set_uint(number(params), key, key_length, value);
-}
-
-outrider_status outrider_params_set_double(outrider_params *params, const char *key, size_t key_length, double value) {
-  NEED_BYTES(key, key_length);
-  START;
-  return py.set_double(number(params), key, key_length, value);
-}
-
-outrider_status outrider_params_set_bool(outrider_params *params, const char *key, size_t key_length, int32_t value) {
-  NEED_BYTES(key, key_length);
-  START;
-  return py.set_bool(number(params), key, key_length, value);
-}
-
-outrider_status outrider_params_set_text(outrider_params *params, const char *key, size_t key_length, const char *value,
-                                         size_t value_length) {
-  NEED_BYTES(key, key_length);
-  NEED_BYTES(value, value_length);
-  START;
-  return py.set_text(number(params), key, key_length, value, value_length);
-}
-
-outrider_status outrider_params_add_text(outrider_params *params, const char *key, size_t key_length, const char *value,
-                                         size_t value_length) {
-  NEED_BYTES(key, key_length);
-  NEED_BYTES(value, value_length);
-  START;
-  return py.add_text(number(params), key, key_length, value, value_length);
-}
+#define SET_ARRAY(function, element, data, count)                                                        \
+  outrider_status outrider_params_##function(outrider_params *params, const char *key, size_t key_length, \
+                                             const element *data, size_t count) {                        \
+    NEED_BYTES(key, key_length);                                                                         \
+    NEED_BYTES(data, count);                                                                             \
+    CALL(function, number(params), key, key_length, data, count);                                        \
+  }
+SET_ARRAY(set_text, char, value, value_length)
+SET_ARRAY(add_text, char, value, value_length)
+SET_ARRAY(add_ints, int64_t, values, count)
 
 outrider_status outrider_params_add_int(outrider_params *params, const char *key, size_t key_length, int64_t value) {
   NEED_BYTES(key, key_length);
   return outrider_params_add_ints(params, key, key_length, &value, 1);
 }
 
-outrider_status outrider_params_add_ints(outrider_params *params, const char *key, size_t key_length,
-                                         const int64_t *values, size_t count) {
-  NEED_BYTES(key, key_length);
-  NEED_BYTES(values, count);
-  START;
-  return py.add_ints(number(params), key, key_length, values, count);
-}
-
 outrider_status outrider_params_add_logits_processor(outrider_params *params, outrider_on_logits on_logits,
                                                      void *user) {
   NEED(on_logits);
-  START;
-  return py.add_function(number(params), outrider_call_logits, (outrider_function)on_logits, user);
+  CALL(add_function, number(params), outrider_call_logits, (outrider_function)on_logits, user);
 }
-
-outrider_status outrider_params_destroy(outrider_params *params) { return destroy(params, OUTRIDER_KIND_PARAMS); }
 
 /* What becomes of a call with a callback: of one that threw, what the call gave is dropped. */
-static outrider_status settle(outrider_status status, const outrider_callback *callback, uint64_t made, int32_t kind) {
-  if (status != OUTRIDER_OK || !callback->threw) return status;
-  py.destroy(made, kind);
-  return fail(OUTRIDER_CALLBACK, "the callback threw an exception, %s; it must return", callback->what);
+static outrider_status settle(outrider_status status, const outrider_callback *callback, uint64_t made, int32_t kind,
+                              void **out) {
+  if (status != OUTRIDER_OK) return status;
+  if (callback->threw) {
+    py.destroy(made, kind);
+    return fail(OUTRIDER_CALLBACK, "the callback threw an exception, %s; it must return", callback->what);
+  }
+  *out = (void *)(uintptr_t)made;
+  return OUTRIDER_OK;
 }
 
-static outrider_status generate(outrider_session *session, const void *prompt, size_t length, int32_t form,
-                                const outrider_params *params, outrider_on_span on_span, void *user,
-                                outrider_result **out) {
-  outrider_callback callback = {.on_span = on_span, .user = user};
-  uint64_t made = 0;
-  const outrider_status status = py.generate(number(session), prompt, length, form, number(params),
-                                             on_span == NULL ? NULL : outrider_call_back, &callback, &made);
-  const outrider_status settled = settle(status, &callback, made, OUTRIDER_KIND_RESULT);
-  if (settled == OUTRIDER_OK) *out = (outrider_result *)(uintptr_t)made;
-  return settled;
-}
+#define GENERATE(function, element, prompt, form)                                                                   \
+  outrider_status outrider_##function(outrider_session *session, const element *prompt, size_t length,              \
+                                      const outrider_params *params, outrider_on_span on_span, void *user,          \
+                                      outrider_result **out) {                                                      \
+    NEED(out);                                                                                                      \
+    NEED_BYTES(prompt, length);                                                                                     \
+    START;                                                                                                          \
+    outrider_callback callback = {.on_span = on_span, .user = user};                                                \
+    uint64_t made = 0;                                                                                              \
+    const outrider_status status = py.generate(number(session), prompt, length, form, number(params),               \
+                                               on_span == NULL ? NULL : outrider_call_back, &callback, &made);      \
+    return settle(status, &callback, made, OUTRIDER_KIND_RESULT, (void **)out);                                     \
+  }
+GENERATE(generate, char, prompt, OUTRIDER_PROMPT_TEXT)
+GENERATE(generate_tokens, int64_t, prompt, OUTRIDER_PROMPT_TOKENS)
+GENERATE(generate_messages, char, messages, OUTRIDER_PROMPT_MESSAGES)
 
-outrider_status outrider_generate(outrider_session *session, const char *prompt, size_t prompt_length,
-                                  const outrider_params *params, outrider_on_span on_span, void *user,
-                                  outrider_result **out) {
-  NEED(out);
-  NEED_BYTES(prompt, prompt_length);
-  START;
-  return generate(session, prompt, prompt_length, OUTRIDER_PROMPT_TEXT, params, on_span, user, out);
-}
-
-outrider_status outrider_generate_tokens(outrider_session *session, const int64_t *prompt, size_t count,
-                                         const outrider_params *params, outrider_on_span on_span, void *user,
-                                         outrider_result **out) {
-  NEED(out);
-  NEED_BYTES(prompt, count);
-  START;
-  return generate(session, prompt, count, OUTRIDER_PROMPT_TOKENS, params, on_span, user, out);
-}
-
-outrider_status outrider_generate_messages(outrider_session *session, const char *messages, size_t messages_length,
-                                           const outrider_params *params, outrider_on_span on_span, void *user,
-                                           outrider_result **out) {
-  NEED(out);
-  NEED_BYTES(messages, messages_length);
-  START;
-  return generate(session, messages, messages_length, OUTRIDER_PROMPT_MESSAGES, params, on_span, user, out);
-}
-
-outrider_status outrider_result_tokens(const outrider_result *result, const int64_t **tokens, size_t *count) {
-  NEED(tokens);
-  NEED(count);
-  START;
-  return py.tokens(number(result), tokens, count);
-}
-
-outrider_status outrider_result_text(const outrider_result *result, const char **data, size_t *length) {
-  NEED(data);
-  NEED(length);
-  START;
-  return py.result_text(number(result), data, length);
-}
-
-outrider_status outrider_result_finish_reason(const outrider_result *result, int32_t *reason) {
-  NEED(reason);
-  START;
-  return py.finish_reason(number(result), reason);
-}
-
-outrider_status outrider_result_seed(const outrider_result *result, uint64_t *seed) {
-  NEED(seed);
-  START;
-  return py.seed(number(result), seed);
-}
-
-outrider_status outrider_result_logprobs(const outrider_result *result, const outrider_logprobs **out) {
-  NEED(out);
-  START;
-  return py.logprobs(number(result), out);
-}
-
-outrider_status outrider_result_stats(const outrider_result *result, const char **data, size_t *length) {
-  NEED(data);
-  NEED(length);
-  START;
-  return py.stats(number(result), data, length);
-}
-
-outrider_status outrider_result_destroy(outrider_result *result) { return destroy(result, OUTRIDER_KIND_RESULT); }
-
-static outrider_status submit(outrider_runtime *runtime, const void *prompt, size_t length, int32_t form,
-                              const outrider_params *params, outrider_on_ready on_ready, void *user,
-                              outrider_request **out) {
-  MAKE(py.submit(number(runtime), prompt, length, form, number(params), outrider_call_ready,
-                 (outrider_function)on_ready, user, &made));
-}
-
-outrider_status outrider_submit(outrider_runtime *runtime, const char *prompt, size_t prompt_length,
-                                const outrider_params *params, outrider_on_ready on_ready, void *user,
-                                outrider_request **out) {
-  NEED(out);
-  NEED_BYTES(prompt, prompt_length);
-  START;
-  return submit(runtime, prompt, prompt_length, OUTRIDER_PROMPT_TEXT, params, on_ready, user, out);
-}
-
-outrider_status outrider_submit_tokens(outrider_runtime *runtime, const int64_t *prompt, size_t count,
-                                       const outrider_params *params, outrider_on_ready on_ready, void *user,
-                                       outrider_request **out) {
-  NEED(out);
-  NEED_BYTES(prompt, count);
-  START;
-  return submit(runtime, prompt, count, OUTRIDER_PROMPT_TOKENS, params, on_ready, user, out);
-}
-
-outrider_status outrider_submit_messages(outrider_runtime *runtime, const char *messages, size_t messages_length,
-                                         const outrider_params *params, outrider_on_ready on_ready, void *user,
-                                         outrider_request **out) {
-  NEED(out);
-  NEED_BYTES(messages, messages_length);
-  START;
-  return submit(runtime, messages, messages_length, OUTRIDER_PROMPT_MESSAGES, params, on_ready, user, out);
-}
+#define SUBMIT(function, element, prompt, form)                                                                     \
+  outrider_status outrider_##function(outrider_runtime *runtime, const element *prompt, size_t length,              \
+                                      const outrider_params *params, outrider_on_ready on_ready, void *user,        \
+                                      outrider_request **out) {                                                     \
+    NEED(out);                                                                                                      \
+    NEED_BYTES(prompt, length);                                                                                     \
+    MAKE(submit, number(runtime), prompt, length, form, number(params), outrider_call_ready,                        \
+         (outrider_function)on_ready, user, &made);                                                                 \
+  }
+SUBMIT(submit, char, prompt, OUTRIDER_PROMPT_TEXT)
+SUBMIT(submit_tokens, int64_t, prompt, OUTRIDER_PROMPT_TOKENS)
+SUBMIT(submit_messages, char, messages, OUTRIDER_PROMPT_MESSAGES)
 
 outrider_status outrider_request_next(outrider_request *request, int64_t timeout_ms, const outrider_span **span) {
   NEED(span);
-  START;
-  return py.next(number(request), timeout_ms, span);
+  CALL(next, number(request), timeout_ms, span);
 }
 
 outrider_status outrider_request_result(outrider_request *request, int64_t timeout_ms, outrider_result **out) {
   NEED(out);
-  START;
-  MAKE(py.request_result(number(request), timeout_ms, &made));
+  MAKE(request_result, number(request), timeout_ms, &made);
 }
-
-outrider_status outrider_request_cancel(outrider_request *request) {
-  START;
-  return py.cancel_request(number(request));
-}
-
-outrider_status outrider_request_destroy(outrider_request *request) { return destroy(request, OUTRIDER_KIND_REQUEST); }
 
 outrider_status outrider_generate_branches(outrider_runtime *runtime, const char *request, size_t request_length,
                                            const outrider_params *params, outrider_on_branch on_branch, void *user,
@@ -505,30 +391,10 @@ outrider_status outrider_generate_branches(outrider_runtime *runtime, const char
   const outrider_status status =
       py.branches(number(runtime), request_length ? request : "", request_length, number(params),
                   on_branch == NULL ? NULL : outrider_call_branch_back, &callback, &made);
-  const outrider_status settled = settle(status, &callback, made, OUTRIDER_KIND_BRANCHES);
-  if (settled == OUTRIDER_OK) *out = (outrider_branches *)(uintptr_t)made;
-  return settled;
-}
-
-outrider_status outrider_branches_count(const outrider_branches *branches, size_t *count) {
-  NEED(count);
-  START;
-  return py.branch_count(number(branches), count);
+  return settle(status, &callback, made, OUTRIDER_KIND_BRANCHES, (void **)out);
 }
 
 outrider_status outrider_branches_result(const outrider_branches *branches, size_t branch, outrider_result **out) {
   NEED(out);
-  START;
-  MAKE(py.branch_result(number(branches), branch, &made));
-}
-
-outrider_status outrider_branches_stats(const outrider_branches *branches, const char **data, size_t *length) {
-  NEED(data);
-  NEED(length);
-  START;
-  return py.branches_stats(number(branches), data, length);
-}
-
-outrider_status outrider_branches_destroy(outrider_branches *branches) {
-  return destroy(branches, OUTRIDER_KIND_BRANCHES);
+  MAKE(branch_result, number(branches), branch, &made);
 }

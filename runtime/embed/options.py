@@ -58,7 +58,7 @@ def open_options(given: str) -> dict[str, Any]:
 def _settings(
     name: str, given: dict[str, Any], kind: type[PrefixCacheConfig] | type[SchedulerConfig]
 ) -> dict[str, Any]:
-    """Check names, and types as far as defaults tell; the configuration itself checks the rest."""
+    """Check names, and types by the defaults; the configuration itself checks the rest."""
     defaults = {field.name: field.default for field in fields(kind)}
     check_keys(given, defaults)
     for key, value in given.items():

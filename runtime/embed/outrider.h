@@ -90,7 +90,7 @@ typedef struct outrider_request outrider_request;   /* a request that is served 
 typedef struct {
   size_t count;
   const double *logprobs;     /* [count], of the tokens themselves */
-  size_t top;                 /* most probable tokens told for each token: the option's number */
+  size_t top;                 /* most probable tokens listed for each token: the option's number */
   const int64_t *top_tokens;  /* [count][top], the most probable first */
   const double *top_logprobs; /* [count][top] */
 } outrider_logprobs;
@@ -130,8 +130,8 @@ OUTRIDER_API outrider_status outrider_text_destroy(outrider_text *text);
  * (true), "eviction_threshold" (0.9), "eviction_target" (0.8), "enable_stats" (true). Nothing is kept without it.
  * "prefix_cache_tokens": N is short for {"max_cached_tokens": N}; 0 is none.
  *
- * "scheduler": how submitted requests are served, an object of "max_running" (at once; default: as many as the plan
- * has branches), "max_waiting" (1024; more are refused), "max_waiting_per_client", "prefill_tokens" (of prompts, in a
+ * "scheduler": how submitted requests are served, an object of "max_running" (at once; default: the number of the
+ * plan's branches), "max_waiting" (1024; more are refused), "max_waiting_per_client", "prefill_tokens" (of prompts in a
  * pass in which other requests decode; default: the plan's chunk), "mode" ("batching" or "in-one-sequence"), "overlap"
  * (true: the text of a pass is made out while the next one runs). */
 OUTRIDER_API outrider_status outrider_runtime_open(const char *plan, size_t plan_length, const char *options,
@@ -371,7 +371,7 @@ OUTRIDER_API outrider_status outrider_submit_messages(outrider_runtime *runtime,
 OUTRIDER_API outrider_status outrider_request_next(outrider_request *request, int64_t timeout_ms,
                                                    const outrider_span **span);
 
-/* Waits for the end as outrider_request_next does: the whole generation, whatever was read of it, or the error that
+/* Waits for the end as outrider_request_next does: the whole generation, read or not, or the error that
  * ended it. The caller destroys the result. */
 OUTRIDER_API outrider_status outrider_request_result(outrider_request *request, int64_t timeout_ms,
                                                      outrider_result **out);
@@ -394,7 +394,7 @@ typedef int32_t (*outrider_on_branch)(void *user, size_t branch, const int64_t *
 /* Continues a prompt in several branches at once, each with the tokens that it would have alone. `request` is a JSON
  * object: "prompt", a text or a list of token ids; "branches", a list of what each begins with after it: a text, token
  * ids, or an object of "prompt", "predicted_tokens" and options of its own (those of outrider_params, what is added to
- * being a list, "logit_bias" and "structured_outputs" objects); or in place of that "n", so many samples of the prompt;
+ * being a list, "logit_bias" and "structured_outputs" objects); or, instead, "n", a number of samples of the prompt;
  * "mode", "in-one-sequence" or "batching"; "max_parallel". `params` holds for all branches; it and `on_branch` may be
  * NULL. Needs a plan of several branches. Blocks until all have ended; to end it from another thread, have `on_branch`
  * return what that thread wrote down. Runs of one runtime may be under way in several threads. */

@@ -1,9 +1,11 @@
-"""Submitted requests as C has them: what was not read yet, and functions that are called until the end."""
+"""Submitted requests as C has them: what was not read yet, notifications, and functions called until the end."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from itertools import chain
 from time import monotonic
 from typing import Any
@@ -11,18 +13,72 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime.embed.c_memory import CMemory, SpanStruct
+from outrider.runtime.embed.c_memory import CMemory, Struct
 from outrider.runtime.embed.handles import CallbackError, InvalidHandleError
-from outrider.runtime.embed.notifier import Notifier
 from outrider.runtime.generation import Generation, Span
 from outrider.runtime.handle import Handle
 
+_LOG = logging.getLogger("outrider")
 OnLogits = Callable[[list[int], NDArray[np.float32]], None]
 
 
 def seconds(milliseconds: int) -> float | None:
     """A timeout as Python has it: None for one below 0."""
     return None if milliseconds < 0 else min(milliseconds / 1000, threading.TIMEOUT_MAX)
+
+
+class Notifier:
+    """Calls a function for each key that has news, in one thread: no pass waits for a program.
+
+    Safe to use from several threads, and from the functions.
+    A key that is notified again before its function was called is called once. The thread starts with the first news.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._functions: dict[Hashable, Callable[[], None]] = {}
+        self._news: deque[Hashable] = deque()
+        self._running: Hashable | None = None  # whose function runs
+        self._thread: threading.Thread | None = None
+
+    def add(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Have `function` called when `key` has news."""
+        with self._changed:
+            self._functions[key] = function
+
+    def notify(self, key: Hashable) -> None:
+        """Call the function of `key`, unless it was removed."""
+        with self._changed:
+            if key not in self._functions or key in self._news:
+                return
+            self._news.append(key)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="outrider-notifier", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def remove(self, key: Hashable) -> None:
+        """Call the key's function no more; wait for one that runs, unless this is called from it."""
+        with self._changed:
+            self._functions.pop(key, None)
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(lambda: self._running != key)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._news)
+                key = self._news.popleft()
+                function = self._functions.get(key)
+                if function is None:
+                    continue
+                self._running = key
+            try:
+                function()
+            except Exception:
+                _LOG.exception("a notification failed")
 
 
 class Functions:
@@ -55,16 +111,16 @@ class OpenRequest:
         self._handle, self._functions, self._memory, self._notifier = handle, functions, memory, notifier
         self._reading = threading.Lock()
         self._read = 0  # spans
-        self._given: list[SpanStruct] = []
-        self._end: SpanStruct | None = None  # what is read after the last token
+        self._given: list[Struct] = []
+        self._end: Struct | None = None  # what is read after the last token
         self._failure: CallbackError | None = None  # of the notification
         self._destroyed = False
-        self._stop_listening: Callable[[], None] = _nothing
+        self._stop_listening: Callable[[], None] = lambda: None
 
     def notify(self, call: Callable[[], None]) -> None:
         """Have `call` called by the notifier when there is something to read. It raises CallbackError."""
         self._notifier.add(self, lambda: self._call(call))
-        self._stop_listening = self._handle.listen(lambda: self._notifier.tell(self))
+        self._stop_listening = self._handle.listen(lambda: self._notifier.notify(self))
 
     def _call(self, call: Callable[[], None]) -> None:
         try:
@@ -95,7 +151,7 @@ class OpenRequest:
         finally:
             self._reading.release()
 
-    def _last(self) -> SpanStruct:
+    def _last(self) -> Struct:
         """The span after the last token, or the error that ended the request."""
         if self._error is not None:
             raise self._error.with_traceback(None)  # which would grow with every call
@@ -103,7 +159,7 @@ class OpenRequest:
             self._end = self._struct([], over=True)
         return self._end
 
-    def _struct(self, spans: list[Span], over: bool) -> SpanStruct:
+    def _struct(self, spans: list[Span], over: bool) -> Struct:
         ids = list(chain.from_iterable(span.token_ids for span in spans))
         logprobs = list(chain.from_iterable(span.logprobs for span in spans))
         return self._memory.span(ids, "".join(span.text for span in spans), logprobs, over)
@@ -136,7 +192,3 @@ class OpenRequest:
 
 def _late(timeout: float | None) -> TimeoutError:
     return TimeoutError(f"nothing has come of the request in {timeout} s; call again, or cancel it")
-
-
-def _nothing() -> None:
-    """End the listening of a request that nobody listens to."""

@@ -14,7 +14,7 @@ from outrider.runtime.drafters.verify_length import PriceCurve
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.program import Program
 from outrider.runtime.execution.step import DraftStep, Step, TargetStep
-from outrider.runtime.mapped_files import MappedFiles
+from outrider.runtime.files import MappedFiles
 from outrider.runtime.text.grammars import Grammars
 
 

@@ -32,12 +32,17 @@ from outrider.runtime.options.kinds import (
     Whole,
 )
 from outrider.runtime.sampling import FilterOrder
-from outrider.runtime.text.bad_words import BadWords
-from outrider.runtime.text.penalties import Penalties
-from outrider.runtime.text.processors import LogitsProcessor, processors
 from outrider.runtime.text.rules import LogitsRule, RuleContext
 from outrider.runtime.text.structured_outputs import StructuredOutputs
-from outrider.runtime.text.token_rules import AllowedTokens, LogitBias, MinTokens
+from outrider.runtime.text.token_rules import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    LogitsProcessor,
+    MinTokens,
+    Penalties,
+    processors,
+)
 from outrider.runtime.trace import Watcher
 
 MAX_LOGPROBS, MAX_STOPS, MAX_SALT = 20, 16, 256

@@ -75,14 +75,6 @@ class PrefixMatch:
         """Index of the first token to compute: at least the last one always is."""
         return min(self.matched_tokens, self.tokens - 1)
 
-    @property
-    def prefill_count(self) -> int:
-        return self.tokens - self.prefill_start_pos
-
-    @property
-    def reuse_ratio(self) -> float:
-        return self.prefill_start_pos / self.tokens
-
 
 class PrefixCache:
     """Thread-safe: one lock covers a lookup and its reference. Reading KV that is held needs no lock."""
@@ -332,10 +324,6 @@ class PrefixCache:
     def get_tree_stats(self) -> TreeStats:
         with self._lock:
             return self._tree.stats
-
-    def dump_tree(self) -> str:
-        with self._lock:
-            return self._tree.dump()
 
     def check(self) -> None:
         """Raise AssertionError where the tree does not hold together, or a page is not owned exactly once."""

@@ -95,7 +95,7 @@ class CacheClient:
         return computed - here
 
     def note_reused(self, tokens: int) -> None:
-        """Count so many tokens of a recalled sequence as not computed again."""
+        """Count `tokens` of a recalled sequence as not computed again."""
         self._cache.note_reused(tokens)
 
     def keep(self, sequence: Sequence, *, wait: bool = True) -> None:

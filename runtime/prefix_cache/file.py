@@ -7,7 +7,7 @@
     payload     KV of every model, edge by edge, `[planes, heads, tokens, size]`
 
 KV is worth something only after the very weights, engines and arithmetic that computed them: a file is bound to all
-of these, and refused elsewhere. It is checked whole before anything of it is taken in, and holds data alone.
+of these, and refused elsewhere. It is checked whole before anything of it is inserted, and holds data alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider.plans import names
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.kv_slots import are_finite
+from outrider.runtime.files import written_whole
 from outrider.runtime.kv.memory import HostKv
 from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.prefix_cache.page_pool import TokenShape
-from outrider.runtime.whole_file import written_whole
 
 _MAGIC = b"OUTRPFX1"
 _START = 48  # of the header
@@ -81,13 +81,13 @@ def save_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
         edges=[_Edge.model_validate(edge) for edge in edges],
         payload_bytes=sum(piece.nbytes for piece in pieces),
     )
-    told = header.model_dump_json().encode()
-    told = len(told).to_bytes(8, "little") + told
-    digest = hashlib.sha256(told)
+    text = header.model_dump_json().encode()
+    text = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(text)
     for piece in pieces:
         digest.update(piece.data)
     with written_whole(path) as file:
-        file.write(_MAGIC + digest.digest() + told)
+        file.write(_MAGIC + digest.digest() + text)
         for piece in pieces:
             file.write(piece.data)
     return sum(len(edge.tokens) for edge in header.edges)
@@ -179,7 +179,7 @@ def _check_payload(
             expected += size
     if not expected == header.payload_bytes == len(payload):
         raise PlanError(
-            f"{path} has {len(payload)} bytes of KV, and its header tells of {expected}: it was cut, or damaged. "
+            f"{path} has {len(payload)} bytes of KV, and its header says {expected}: it was cut, or damaged. "
             "Remove it, or save it again."
         )
 

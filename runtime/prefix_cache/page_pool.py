@@ -33,7 +33,7 @@ class TokenShape:
 
 
 Allocate = Callable[[int, int, int, int, DTypeLike], KvMemory]
-"""Makes memory for KV of so many planes, heads and slots, of so many elements a slot and of this type."""
+"""Makes memory for KV: planes, heads, slots, elements of a slot, and their type."""
 
 
 class PagePool:
@@ -61,7 +61,7 @@ class PagePool:
         return self._free
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, of which so many must be free."""
+        """Take `count` pages, which must be free."""
         assert count <= len(self._free), "more pages than are free"
         cut = len(self._free) - count
         taken = self._free[cut:][::-1]

@@ -194,10 +194,6 @@ class RadixTree(Generic[V]):
         depth = max((sum(1 for _ in _upwards(node)) for node in nodes), default=0)
         return TreeStats(len(nodes), sum(node.terminal for node in nodes), self.tokens, depth)
 
-    def dump(self) -> str:
-        """Return the tree as text, a line for each edge; `*` where a sequence ends."""
-        return "\n".join(line for owner, root in sorted(self.roots.items()) for line in _dumped(owner, root)) or "ROOT"
-
     def check(self) -> None:
         """Raise AssertionError where an invariant of the tree does not hold."""
         total = 0
@@ -219,14 +215,3 @@ def _upwards(node: Node[V]) -> Iterator[Node[V]]:
     while each.parent is not None:
         yield each
         each = each.parent
-
-
-def _dumped(owner: str, root: Node[V]) -> Iterator[str]:
-    yield f"ROOT {owner}".rstrip()
-    waiting = [(node, 1) for _, node in sorted(root.children.items(), reverse=True)]
-    while waiting:
-        node, depth = waiting.pop()
-        shown = ",".join(map(str, node.tokens[:8])) + (",..." if len(node.tokens) > 8 else "")
-        end = " *" if node.terminal else ""
-        yield f"{'  ' * depth}Edge[{shown}] len={len(node.tokens)} ref={node.references}{end}"
-        waiting += [(child, depth + 1) for _, child in sorted(node.children.items(), reverse=True)]

@@ -69,7 +69,7 @@ class Skeleton:
         """`settings` in place of the plan's; `tools` are functions that points may want, beside the tools in settings.
 
         A function gets a point's title, in a thread, and returns what the point's branch sees. What it raises ends the
-        answer. The branch of a point whose tool has no function is told so. Raises RequestError for a tool that cannot
+        answer. The branch of a point whose tool has no function says so. Raises RequestError for a tool that cannot
         be named in an outline.
         """
         self._runtime, self._settings = runtime, runtime.skeleton if settings is None else settings

@@ -15,7 +15,7 @@ _LIMITS: dict[str, Any] = {"verbose_errors": False, "step_max_items": 200_000}
 # Items in a row: llguidance's own default, and one for each character of the grammar, since each of an enum or `anyOf`
 # of thousands is an item. A row of a grammar that is ambiguous, or right-recursive, grows with the text.
 _ROW, _LARGEST_ROW = 2_000, 20_000
-_LONGEST = 200  # characters that are told of an excerpt or a reason
+_LONGEST = 200  # characters that are shown of an excerpt or a reason
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
 _SPECIAL = b"\xff"  # what llguidance knows a special token by: no text has the byte
 
@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher that has taken nothing in, for one text: its limits count whatever it and its copies do.
+    """Return a matcher that has read nothing, for one text: its limits count what it and its copies do.
 
     Lets other threads of Python run. A grammar that is wrong makes a matcher that `is_error()`.
     """
@@ -62,13 +62,13 @@ def check_grammar(tokenizer: LLTokenizer, grammar: str, where: str) -> None:
     """Raise RequestError, which calls it `where`, for a grammar that is wrong, or that no text can keep to."""
     matcher = compile_grammar(tokenizer, grammar)
     if matcher.is_error():
-        raise RequestError(f"{where} {told(matcher.get_error())}. Correct it.")
+        raise RequestError(f"{where} {reason_of(matcher.get_error())}. Correct it.")
     matcher.compute_bitmask()
     if matcher.is_error():
         raise RequestError(f"{where} has no text that the plan's tokens can spell, or is too complex. Correct it.")
 
 
-def told(error: str) -> str:
+def reason_of(error: str) -> str:
     """A sentence's end for what llguidance says, which may be many lines with excerpts."""
     place = _PLACE.fullmatch(error.strip())
     where, said = (f" at line {place[1]}, column {place[2]}", place[3]) if place else ("", error.strip())

@@ -148,12 +148,12 @@ def _resolved(schema: object, name: str) -> object:
 
 
 def _longest(nodes: Mapping[str, _Node]) -> int:
-    """The most levels on a way along references that comes to each node once, or more: nodes that lead to each other
+    """The most levels on a way along references that visits each node once, or more: nodes that lead to each other
     count as one, with the levels of all."""
     longest: dict[str, int] = {}
     for group in _groups(nodes):  # those that are referred to come first
-        behind = [longest[each] for name in group for each in nodes[name].refers if each in longest]
-        levels = sum(nodes[name].levels for name in group) + max(behind, default=0)
+        further = [longest[each] for name in group for each in nodes[name].refers if each in longest]
+        levels = sum(nodes[name].levels for name in group) + max(further, default=0)
         longest |= dict.fromkeys(group, levels)
     return max(longest.values(), default=0)
 

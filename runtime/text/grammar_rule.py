@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from outrider.plans.errors import RequestError
 from outrider.runtime.text.common_length import common_length
-from outrider.runtime.text.grammar_compiler import Vocabulary, compile_grammar, told
+from outrider.runtime.text.grammar_compiler import Vocabulary, compile_grammar, reason_of
 from outrider.runtime.text.rules import LogitsRule, failing_alone
 
-_AT_ONCE = 32  # tokens that are taken in before the time is looked at
+_AT_ONCE = 32  # tokens that are read before the time is looked at
 _FREE = 0.005  # seconds of a processor that a mask, or taking tokens in, may take
 _SPARE = 3.0  # seconds beyond those that a text may take, its drafts' too: all other requests wait meanwhile
 
@@ -26,7 +26,7 @@ class GrammarRule(LogitsRule):
         """`grammar` is one that `check_grammar` has found right."""
         self._vocabulary, self._text = vocabulary, grammar
         self._ends = np.array(sorted(ends), np.int64)
-        self._path: list[int] = []  # what the matcher has taken in
+        self._path: list[int] = []  # what the matcher has read
         self._grammar = compile_grammar(vocabulary.tokenizer, grammar)  # takes nothing in
         self._matcher = self._grammar.deep_copy()
         self._mask = np.zeros((vocabulary.size + 1 + 31) // 32, np.int32)
@@ -94,7 +94,7 @@ class GrammarRule(LogitsRule):
                     "The grammar allows no token at this place of the text, and the text may not end here either. "
                     "Correct the grammar: every text that it allows must lead to an end."
                 )
-            raise RequestError(f"The grammar {told(self._matcher.get_error())}. Make it simpler.")
+            raise RequestError(f"The grammar {reason_of(self._matcher.get_error())}. Make it simpler.")
 
     def _excluded(self) -> NDArray[np.bool_]:
         """Return bool `[vocab]`: the tokens that may not come next. Raises RequestError where none may."""

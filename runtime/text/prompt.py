@@ -99,15 +99,15 @@ def _check_generated(given: Sequence[int], prompt: int, text: TextStream, least:
 
 
 def encode_prompt(
-    text: str, tokenizer: Tokenizer, geometry: Geometry, behind: int = 0, *, add_special_tokens: bool = False
+    text: str, tokenizer: Tokenizer, geometry: Geometry, present: int = 0, *, add_special_tokens: bool = False
 ) -> list[int]:
-    """Encode `text`, which follows `after` tokens.
+    """Encode `text`, which follows `present` tokens.
 
     A text whose bytes alone show that it cannot fit the context is refused before it is encoded, which takes seconds
     for megabytes. No text that fits is. Raises RequestError.
     """
     check_text(text, "The prompt")
-    least = behind + tokenizer.least_tokens(text)
+    least = present + tokenizer.least_tokens(text)
     if least >= geometry.context:
         raise _too_long(f"at least {least}", geometry)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -51,7 +51,7 @@ class LogitsRule(ABC):
         """
 
     def forced(self, path: Sequence[int], limit: int) -> Sequence[int]:
-        """Return at most `limit` tokens that follow `path` whatever the target says, as far as is easily known.
+        """Return at most `limit` tokens that follow `path` with any choice of the target, as far as is easily known.
 
         They are drafted in place of the drafter's tokens.
         """
@@ -62,8 +62,8 @@ class LogitsRule(ABC):
 def failing_alone(name: str) -> Iterator[None]:
     """Turn what a function of a request's raises into a RequestError, which ends that request alone.
 
-    Whatever it raises: exits and panics would end the thread of all. In the main thread, an interrupt or an exit is the
-    program's own, and stays one.
+    Anything that it raises: exits and panics would end the thread of all. In the main thread, an interrupt or an exit
+    is the program's own, and stays one.
     """
     try:
         yield

@@ -84,7 +84,7 @@ class TextStream:
         """The text still held back, when no more tokens come: bytes of an unfinished character become U+FFFD.
 
         These may complete a stop string after all (one that holds U+FFFD, or one spelled in byte-fallback tokens):
-        `stopped` then tells.
+        `stopped` then has it.
         """
         if self.stopped is not None:
             return ""
@@ -227,7 +227,7 @@ class _StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """Give up what is held: no more text comes."""
+        """Return what is held: no more text comes."""
         held, self._held, self._state = self._held, "", 0
         return "" if self.found is not None else held
 

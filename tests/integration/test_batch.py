@@ -32,7 +32,7 @@ from outrider.runtime.batch.loading import load_for_batches
 from outrider.runtime.batch.predictor import _request, _rows
 from outrider.runtime.batch.reading import read_requests, rows_of_table
 from outrider.runtime.batch.requests import BatchRequest, id_order, parse, working_order
-from outrider.runtime.file_lock import locked
+from outrider.runtime.files import locked
 from outrider.runtime.server.generation_request import CompletionRequest
 from outrider.runtime.server.stamps import DerivedStamps
 from outrider.runtime.step_loop import StepLoop

@@ -12,7 +12,7 @@ from outrider import PrefixCacheConfig, Runtime
 from outrider.compiler.place import Place
 from outrider.plans.errors import PlanError
 from outrider.runtime.beam_search import beam_search
-from outrider.runtime.mapped_files import MappedFiles
+from outrider.runtime.files import MappedFiles
 from outrider.runtime.runtime import Plan
 from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.tools.lab.faults.successor import copy_plan, write_over, write_successor

@@ -22,8 +22,8 @@ from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.runtime.generation import Span
 from outrider.runtime.options.options import Options
-from outrider.runtime.text.bad_words import token_sequences
 from outrider.runtime.text.rules import LogitsRule
+from outrider.runtime.text.token_rules import token_sequences
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 

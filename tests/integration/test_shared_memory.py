@@ -12,10 +12,9 @@ import pytest
 from outrider import Runtime
 from outrider.plans.errors import PlanError
 from outrider.runtime.backends.shared_engines import SharedEngines
-from outrider.runtime.cache_folder import cache_folder
 from outrider.runtime.exactness import kernels_here
+from outrider.runtime.files import MappedFiles, cache_folder
 from outrider.runtime.kv.memory import zeros
-from outrider.runtime.mapped_files import MappedFiles
 from tests.conftest import TOY_DRAFTERS, TOY_PROMPTS, BuildOnce
 
 MAPS = Path("/proc/self/maps")

@@ -76,7 +76,7 @@ class EmulatedDevice:
 
     def free(self, address: int) -> None:
         """After all that is enqueued. A collection of garbage may ask for it in the midst of a piece of work, or of a
-        recording: whoever runs work next gives it back."""
+        recording: the next piece of work gives it back."""
         self._dropped.append(address)
         with self._lock:
             if not self._runs and self._recorded is None:
@@ -206,21 +206,28 @@ def driven(kind: str, make: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
-class EmulatedBackend:
+class OnDevice:
+    """The part of a backend that is the same for all engines on an emulated device."""
+
+    def __init__(self, device: EmulatedDevice, *, records: bool = False, records_engines: bool = True) -> None:
+        self.device, self.records, self.records_engines = device, records, records_engines
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self.device, planes, heads, slots, size, dtype)
+
+    def buffers(self, plan: BackendPlan) -> Buffers:
+        return DeviceBuffers(plan, self.device, records=self.records, records_engines=self.records_engines)
+
+
+class EmulatedBackend(OnDevice):
     """The engines of a plan for `onnxruntime-cuda`, on the CPU; with `records_engines`, as TensorRT's would be."""
 
     def __init__(self, device: EmulatedDevice, *, records: bool = False, records_engines: bool = False) -> None:
-        self._device, self._records, self._records_engines = device, records, records_engines
+        super().__init__(device, records=records, records_engines=records_engines)
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        own = OneThread() if self._records and not self._records_engines else None  # as ONNX Runtime records itself
-        return _Enqueued(DeviceEngine(_session(path, path.stat().st_mtime_ns), engine, ("cpu", 0), own), self._device)
-
-    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
-        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
-
-    def buffers(self, plan: BackendPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records=self._records, records_engines=self._records_engines)
+        own = OneThread() if self.records and not self.records_engines else None  # as ONNX Runtime records itself
+        return _Enqueued(DeviceEngine(_session(path, path.stat().st_mtime_ns), engine, ("cpu", 0), own), self.device)
 
 
 class _Enqueued:
@@ -247,17 +254,9 @@ class _Enqueued:
         return enqueue
 
 
-class EmulatedKernels:
+class EmulatedKernels(OnDevice):
     """The engines of a plan for `cuda`: every kernel is emulated."""
 
     def __init__(self, plan: BackendPlan, device: EmulatedDevice, *, records: bool = False) -> None:
-        self._device, self._records, self._engines = device, records, KernelEngines(plan, device)
-
-    def load(self, path: Path, engine: Engine) -> LoadedEngine:
-        return self._engines.load(path, engine)
-
-    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
-        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
-
-    def buffers(self, plan: BackendPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
+        super().__init__(device, records=records)
+        self.load = KernelEngines(plan, device).load

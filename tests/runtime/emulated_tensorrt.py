@@ -15,23 +15,21 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from outrider.compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
 from outrider.compiler.engines.tensorrt_network import carry_bits
 from outrider.plans.buffers import Tensor
-from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plans.manifest import Engine
 from outrider.plugins.tensorrt import DISTINCT
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
 from outrider.runtime.backends.device import DeviceBuffers
-from outrider.runtime.backends.device_kv import DeviceKv
 from outrider.runtime.backends.tensorrt_context import shape_of
 from outrider.runtime.execution.buffers import Buffers
-from outrider.runtime.kv.memory import KvMemory
 from tests.plugins.tensorrt_stand_in import StandIn
-from tests.runtime.emulated_device import EmulatedDevice
+from tests.runtime.emulated_device import EmulatedDevice, OnDevice
 
 
 class GraphsInPlaceOfEngines:
@@ -57,25 +55,18 @@ class GraphsInPlaceOfEngines:
         self._weights.close()
 
 
-class EmulatedTensorRt:
-    """A backend; `ran` counts engines by file name, so that a test can say how much a step is. With `records`, rounds
-    are recorded."""
+class EmulatedTensorRt(OnDevice):
+    """A backend; `ran` counts engines by file name."""
 
     def __init__(self, device: EmulatedDevice, plugins: StandIn, *, records: bool = False) -> None:
-        self.records = records
-        self.device, self._ops = device, [_op(plugin, plugins) for plugin in DISTINCT]
+        super().__init__(device, records=records)
+        self._ops = [_op(plugin, plugins) for plugin in DISTINCT]
         self.ran: dict[str, int] = {}
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         model = onnx.load_from_string(path.read_bytes())
         onnx.load_external_data_for_model(model, str(path.parent))
         return _Loaded(self, path.stem, ReferenceEvaluator(model, new_ops=self._ops), engine)
-
-    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
-        return DeviceKv.allocate(self.device, planes, heads, slots, size, dtype)
-
-    def buffers(self, plan: BackendPlan) -> Buffers:
-        return DeviceBuffers(plan, self.device, records=self.records, records_engines=True)
 
     def enqueue(self, name: str, work: Any) -> None:
         def run() -> None:

@@ -27,11 +27,10 @@ class TieError(Exception):
 
 
 Tree = tuple[list[int], list[int]]
-"""Tokens, and the nodes that they hang from: -1 for the sequence."""
+"""Tokens, and their parent nodes: -1 for the sequence."""
 
 GRADES = [*range(9), *[9] * 4, *[10] * 8, *[11] * 16, *[12] * 28]
 """By the length of a context, with which others it learns."""
-
 
 Seen = tuple[list[int], int, bool]
 """What stood before a token, the token, and whether it came or was likely."""
@@ -115,7 +114,7 @@ class ScanningOracle:
         open_nodes: list[tuple[float, int, list[int], int, int, bool, int, float]] = []
         orders = itertools.count()
 
-        def open_behind(path: list[int], chance: float, parent: int) -> None:
+        def open_after(path: list[int], chance: float, parent: int) -> None:
             recalled, length, choices = self.choices(self.tokens + path)
             chance *= self.worth(recalled, length) if choices else 0.0
             for token, share in choices:
@@ -126,7 +125,7 @@ class ScanningOracle:
                 guess = token, parent, recalled, length, share
                 open_nodes.append((chance * share, -next(orders), [*path, token], *guess))
 
-        open_behind([], 1.0, -1)
+        open_after([], 1.0, -1)
         while open_nodes and len(self.guesses) < min(limit, self.max_draft):
             best = max(open_nodes, key=lambda node: node[:2])
             if self.sampling.temperature and any(0 < abs(best[0] - node[0]) < 1e-6 * best[0] for node in open_nodes):
@@ -135,7 +134,7 @@ class ScanningOracle:
             chance, _, path, *guess = best
             self.guesses.append(tuple(guess))  # type: ignore[arg-type]
             self.chances.append(chance)
-            open_behind(path, chance, len(self.guesses) - 1)
+            open_after(path, chance, len(self.guesses) - 1)
         return [guess[0] for guess in self.guesses], [guess[1] for guess in self.guesses]
 
     def followed(self, text: list[int], seen: Iterable[Seen]) -> tuple[int, list[tuple[int, bool]]]:
@@ -189,8 +188,24 @@ class ScanningOracle:
         return {int(token): float(chance) for token, chance in zip(ids, chances, strict=True)}
 
 
-def drafted_tree(drafter: HostDrafter, limit: int, root: int = 0, sampling: SamplingParams = GREEDY) -> Tree:
-    """Draft into arrays with surroundings, check the surroundings, and return the tree."""
+def agree(drafter: HostDrafter, oracle: ScanningOracle, limit: int = 9, root: int = 0) -> bool:
+    """Assert that a draft has the oracle's tree and the logarithms of its chances; False where the oracle has a tie."""
+    try:
+        expected = oracle.draft(limit)
+    except TieError:
+        return False
+    tree, scores = _draft(drafter, limit, root, oracle.sampling)
+    assert tree == expected
+    np.testing.assert_allclose(np.exp(scores), oracle.chances, rtol=1e-5)
+    return True
+
+
+def drafted_tree(drafter: HostDrafter, limit: int, sampling: SamplingParams = GREEDY) -> Tree:
+    return _draft(drafter, limit, 0, sampling)[0]
+
+
+def _draft(drafter: HostDrafter, limit: int, root: int, sampling: SamplingParams) -> tuple[Tree, np.ndarray]:
+    """Draft into arrays with surroundings, and check the surroundings."""
     token_ids = np.full(root + limit + 4, -7, np.int64)
     parent = np.full(root + limit + 4, -7, np.int64)
     score = np.full(root + limit + 4, -7, np.float32)
@@ -199,12 +214,12 @@ def drafted_tree(drafter: HostDrafter, limit: int, root: int = 0, sampling: Samp
     nodes = slice(root + 1, root + 1 + count)
     for array in (token_ids, parent, score):
         assert (np.delete(array, nodes) == -7).all()
-    return token_ids[nodes].tolist(), (parent[nodes] - root - 1).tolist()
+    return (token_ids[nodes].tolist(), (parent[nodes] - root - 1).tolist()), score[nodes]
 
 
-def drafted(drafter: HostDrafter, limit: int, sampling: SamplingParams = GREEDY) -> list[int]:
+def drafted(drafter: HostDrafter, limit: int) -> list[int]:
     """The tokens of a draft that is a chain, or the likeliest path of a tree."""
-    tokens, parents = drafted_tree(drafter, limit, 0, sampling)
+    tokens, parents = drafted_tree(drafter, limit)
     path, at = list[int](), -1
     while at in parents:
         at = parents.index(at)

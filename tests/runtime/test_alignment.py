@@ -1,4 +1,4 @@
-"""The worked examples of the source: accepted lengths 3, 1 and 2, and a prompt beside branches that decode."""
+"""Rows of several lengths in one rectangle: the source's example, a prompt beside branches that decode, and any."""
 
 from __future__ import annotations
 
@@ -7,17 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.runtime.kv.alignment import AlignmentState
-
-
-def test_accepted_lengths_of_three_one_and_two() -> None:
-    alignment = AlignmentState(3).align([3, 1, 2])
-    assert alignment.padding_lengths.tolist() == [0, 2, 1]
-    assert alignment.valid_lengths.tolist() == [3, 1, 2]
-    assert alignment.position_offsets.tolist() == [0, 2, 1]
-    assert alignment.padding_mask.astype(int).tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
-    positions = alignment.positions([100, 98, 99])
-    found = [positions[row][alignment.padding_mask[row]].tolist() for row in range(3)]
-    assert found == [[100, 101, 102], [98], [99, 100]]
 
 
 def test_a_prompt_of_two_hundred_beside_two_that_decode() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from math import log
 from pathlib import Path
 
@@ -44,24 +43,17 @@ def test_lengths_are_those_of_the_rule(entropies: list[float], low: int, more: i
     length = ChainLength(settings)
     assert [length.choose(entropy) for entropy in entropies] == rule(settings, entropies)
     length.reset()
-    assert [length.choose(entropy) for entropy in entropies] == rule(settings, entropies)
-
-
-def test_an_entropy_that_is_no_number_drafts_the_shortest_chain() -> None:
-    assert ChainLength(EntropyGamma(gamma_min=2, gamma_max=6, beta=0.0)).choose(float("nan")) == 2
+    assert length.choose(float("nan")) == low
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_entropies_and_lengths_of_a_generation(
-    toy: Runtime, toy_recipe: Path, caplog: pytest.LogCaptureFixture, temperature: float
-) -> None:
+def test_entropies_and_lengths_of_a_generation(toy: Runtime, toy_recipe: Path, temperature: float) -> None:
     """The entropies are those of the draft model in transformers, and every chain has the rule's length."""
     rounds: list[Round] = []
-    with caplog.at_level(logging.DEBUG, "outrider"):
-        run = toy.generate(
-            PROMPT, drafter="sure", max_new_tokens=60, temperature=temperature, ignore_eos=True, auto_disable=False,
-            on_round=rounds.append,
-        )  # fmt: skip
+    run = toy.generate(
+        PROMPT, drafter="sure", max_new_tokens=60, temperature=temperature, ignore_eos=True, auto_disable=False,
+        on_round=rounds.append,
+    )  # fmt: skip
     drafted = [r for r in rounds if r.nodes]
     entropies = [r.entropy for r in drafted if r.entropy is not None]
     assert len(entropies) == len(drafted) > 10
@@ -75,8 +67,6 @@ def test_entropies_and_lengths_of_a_generation(
     ]  # fmt: skip
     assert [len(r.nodes) for r in drafted] == wanted
     assert len(set(wanted)) > 1
-    logged = [record for record in caplog.messages if record.startswith("drafter sure: position")]
-    assert len(logged) == len(drafted)
 
     model = AutoModelForCausalLM.from_pretrained(toy_recipe.parent / "drafter", dtype=torch.float32)
     with torch.no_grad():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from unittest.mock import Mock
 
 import numpy as np
@@ -60,7 +59,7 @@ def byte_fallback(metaspace: bool) -> Tokenizer:
     return Tokenizer(library)
 
 
-MORE = 5  # tokens that the target has and the tokenizer has not
+MORE = 5  # tokens that only the target has
 KINDS = ["byte-level", "byte fallback", "metaspace"]
 
 
@@ -83,25 +82,25 @@ def allowed(rule: GrammarRule, path: Sequence[int], size: int) -> list[int]:
     return found
 
 
-def texts_behind_a_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
+def bytes_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
     texts = tokenizer.text_bytes()
     return b"".join(texts[token] for token in tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=5, unique=True), seed=st.integers(0, 2**32 - 1))
-def test_whatever_is_allowed_leads_to_a_text_of_the_grammar(kind: str, words: list[str], seed: int) -> None:
+def test_what_is_allowed_leads_to_a_text_of_the_grammar(kind: str, words: list[str], seed: int) -> None:
     tokenizer, grammars, size = grammars_of(kind)
     end = end_of(tokenizer)
     rule = grammars.rule({"choice": words}, [end]).begin([])
     encoded = [word.encode() for word in words]
     drawn, path = np.random.default_rng(seed), list[int]()
     while True:
-        so_far = texts_behind_a_text(tokenizer, path)
+        so_far = bytes_of(tokenizer, path)
         choices = allowed(rule, path, size)
         assert (end in choices) == (so_far in encoded) or choices == rule.forced(path, 1)
         for token in choices:
-            text = so_far + texts_behind_a_text(tokenizer, [token])
+            text = so_far + bytes_of(tokenizer, [token])
             assert token == end or (text != so_far and any(word.startswith(text) for word in encoded))
         path.append(int(drawn.choice(choices)))
         if path[-1] == end:
@@ -113,7 +112,7 @@ def test_whatever_is_allowed_leads_to_a_text_of_the_grammar(kind: str, words: li
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_a_path_has_one_mask_however_a_rule_came_to_it(kind: str, data: st.DataObject, seed: int) -> None:
+def test_a_path_has_one_mask(kind: str, data: st.DataObject, seed: int) -> None:
     tokenizer, grammars, size = grammars_of(kind)
     form = data.draw(
         st.sampled_from(
@@ -152,7 +151,7 @@ def test_what_is_forced_is_what_masks_allow(kind: str) -> None:
         forced += len(tokens)
         if not tokens:
             path.append(choices[0])
-    assert texts_behind_a_text(tokenizer, path).decode() == '{"import":"日本 </s>"}'
+    assert bytes_of(tokenizer, path).decode() == '{"import":"日本 </s>"}'
     assert forced > len(path) / 2
     assert rule.forced([], 2) == path[:2]
 
@@ -195,23 +194,6 @@ def test_a_text_ends_with_the_tokens_of_its_request_alone() -> None:
     assert allowed(other, [], size) == [a]  # an earlier path, after one that was not allowed
 
 
-def test_a_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_level()
-    grammars, checked = Grammars(tokenizer, tokenizer.vocab_size), list[str]()
-    original = grammar_compiler.check_grammar
-
-    def counted(*arguments: object) -> None:
-        checked.append(str(arguments[1]))
-        original(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(grammar_compiler, "check_grammar", counted)
-    for _ in range(3):
-        for word in ("a", "b"):
-            grammars.rule({"choice": [word]}, [0])
-            grammars.rule({"json": json.dumps({"const": word})}, [0])
-    assert len(checked) == 4
-
-
 def test_a_text_does_not_pay_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar whose lexer has a state for every text of 20 letters, and room for few of them."""
     monkeypatch.setitem(grammar_compiler._LIMITS, "max_lexer_states", 200)
@@ -225,10 +207,14 @@ def test_a_text_does_not_pay_for_those_before_it(monkeypatch: pytest.MonkeyPatch
             path.append(int(drawn.choice(letters)))
 
 
-@pytest.mark.parametrize("count", [3_000, MOST_CHOICES])
-def test_thousands_of_choices(count: int) -> None:
+def test_long_lists() -> None:
+    """Thousands of choices, and a right-recursive rule."""
     tokenizer, grammars, size = grammars_of("byte-level")
-    rule = grammars.rule({"choice": [f"c{place}" for place in range(count)]}, [0]).begin([])
+    rule = grammars.rule({"grammar": 'start: item start | item\nitem: /[a-z]/ ","'}, [0]).begin([])
+    path = [tokenizer.text_bytes().index(text) for text in (b"a", b",")] * 500
+    for length in range(100, 1001, 100):
+        assert len(allowed(rule, path[:length], size)) > 1
+    rule = grammars.rule({"choice": [f"c{place}" for place in range(MOST_CHOICES)]}, [0]).begin([])
     path = [tokenizer.text_bytes().index(each.encode()) for each in "c2999"]
     for length in range(len(path)):
         assert path[length] in allowed(rule, path[:length], size)
@@ -260,7 +246,6 @@ def test_an_ambiguous_grammar_ends_its_text_before_masks_take_long(monkeypatch: 
 
     for step in (10, 10, 200):
         rule = grammars.rule(AMBIGUOUS, [0]).begin([])
-        assert isinstance(rule, GrammarRule)
         with pytest.raises(RequestError, match=r"cannot be served: .*items.*\. Make it simpler"):
             follow(rule, step)
         ends.append(len(rule._path))
@@ -269,19 +254,9 @@ def test_an_ambiguous_grammar_ends_its_text_before_masks_take_long(monkeypatch: 
 
 
 def test_a_panic_forces_nothing() -> None:
-    _, grammars, _ = grammars_of("byte-level")
-    rule = grammars.rule(AMBIGUOUS, [0]).begin([])
-    assert isinstance(rule, GrammarRule)
+    rule = grammars_of("byte-level")[1].rule(AMBIGUOUS, [0]).begin([])
     rule._matcher = Mock(**{"try_consume_tokens.side_effect": BaseException("a panic")})
     assert rule.forced([1], 5) == ()
-
-
-def test_a_long_list_of_a_right_recursive_rule_is_followed() -> None:
-    tokenizer, grammars, size = grammars_of("byte-level")
-    rule = grammars.rule({"grammar": 'start: item start | item\nitem: /[a-z]/ ","'}, [0]).begin([])
-    path = [tokenizer.text_bytes().index(text) for text in (b"a", b",")] * 500
-    for length in range(100, 1001, 100):
-        assert len(allowed(rule, path[:length], size)) > 1
 
 
 def test_a_text_whose_masks_take_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +283,9 @@ def test_a_text_whose_masks_take_too_long_ends(monkeypatch: pytest.MonkeyPatch) 
         ('?start: "a ::= b"', ["a ::= b"], ["a"]),
     ],
 )
-def test_grammars_of_llama_cpp_are_told_from_those_for_lark(grammar: str, texts: list[str], others: list[str]) -> None:
+def test_grammars_of_llama_cpp_are_distinguished_from_those_for_lark(
+    grammar: str, texts: list[str], others: list[str]
+) -> None:
     _, text = to_grammar({"grammar": grammar})
     for each in (*texts, *others):
         matcher, encoded = LLMatcher(LLTokenizer("byte"), text, log_level=0), list(each.encode())
@@ -317,35 +294,29 @@ def test_grammars_of_llama_cpp_are_told_from_those_for_lark(grammar: str, texts:
         assert taken == (each in texts)
 
 
-NO_FORM = "exactly one of the keys json, json_object, regex, grammar, choice"
-
-
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        (5, NO_FORM),
-        ({}, NO_FORM),
-        ({"regex": "a", "json_object": True}, NO_FORM),
-        ({"structural_tag": "x"}, NO_FORM),
+        (5, "exactly one of the keys json, json_object, regex, grammar, choice"),
+        ({"regex": "a", "json_object": True}, "exactly one of the keys"),
+        ({"structural_tag": "x"}, "exactly one of the keys"),
         ({"regex": "(["}, r"regex has a regular expression that cannot be read, \(\[: unclosed character class"),
         ({"regex": 1}, "regex must be text"),
         ({"grammar": "start: foo"}, 'grammar cannot be served at line 1, column 8: unknown name: "foo"'),
         ({"grammar": "root ::= a"}, "grammar is no grammar of llama.cpp's: Rule 'a' not found"),
-        ({"grammar": 'root ::= "a'}, "grammar is no grammar of llama.cpp's: Unexpected end of input"),
         ({"grammar": 'root ::= "a\\'}, "grammar is no grammar of llama.cpp's: it ends inside a text"),
         ({"grammar": "root ::= [z-a]"}, r"grammar, turned into Lark, has a regular expression .*, \[z-a\]: invalid"),
         ({"grammar": 'start: start "a"'}, "grammar has no text that the plan's tokens can spell"),
-        ({"grammar": "start: <|nope|>"}, "unknown special token"),
         ({"json": {"type": "strin"}}, "json cannot be served: Invalid type: strin"),
-        ({"json": {"not": {}}}, "json cannot be served: Unimplemented keys"),
         ({"json": {"pattern": "(?=a)b"}}, r"json has a regular expression .*, \(\?=a\)b: look-around"),
         ({"json": "{"}, "json is not JSON"),
-        ({"json": [1]}, "json is of type list; pass a JSON schema"),
         ({"json": {"const": "\ud800"}}, "json cannot be served: unexpected end of hex escape"),
-        ({"json": {"const": {1, 2}}}, "json is no JSON schema that can be read"),
+        (
+            {"json": reduce(lambda inner, _: {"type": "array", "items": inner}, range(200), {})},
+            "recursion limit exceeded",
+        ),
         ({"json_object": False}, "json_object is False; pass true"),
         ({"choice": []}, "choice must be a list of 1 to 10000 texts"),
-        ({"choice": "ab"}, "choice must be a list of 1 to 10000 texts"),
         ({"choice": ["a", ""]}, r"choice\[1\] is empty"),
         ({"choice": ["\ud800"]}, r"choice\[0\] holds half a character"),
     ],
@@ -355,27 +326,6 @@ def test_a_form_that_is_none_is_refused_in_a_sentence(form: object, said: str) -
     with pytest.raises(RequestError, match=said) as refused:
         grammars.rule(form, [end_of(tokenizer)])
     assert "\n" not in str(refused.value)
-    assert str(refused.value).endswith(".")
     assert len(str(refused.value)) < 500
-
-
-def test_a_schema_nested_too_deeply_is_refused() -> None:
-    _, grammars, _ = grammars_of("byte-level")
-    schema: dict[str, object] = {"type": "integer"}
-    for _ in range(200):
-        schema = {"type": "array", "items": schema}
-    with pytest.raises(RequestError, match="json cannot be served: recursion limit exceeded"):
-        grammars.rule({"json": schema}, [0])
-
-
-def test_what_a_schema_has_that_is_not_known_can_be_passed_over() -> None:
-    _, grammars, _ = grammars_of("byte-level")
-    grammars.rule({"json": {"type": "string", "not": {}, "x-guidance": {"lenient": True}}}, [0])
-
-
-def test_a_form_needs_an_end_token() -> None:
-    _, grammars, _ = grammars_of("byte-level")
-    with pytest.raises(
-        RequestError, match="structured_outputs is given, and there is no end token; pass eos_token_ids"
-    ):
+    with pytest.raises(RequestError, match="there is no end token; pass eos_token_ids"):
         grammars.rule({"choice": ["a"]}, [])

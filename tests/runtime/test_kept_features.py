@@ -12,25 +12,22 @@ STEP, KEPT = 12, 6
 
 
 class Rows:
-    """The target's features, a number a row, and how many copies were made."""
+    """The target's features, a number a row."""
 
-    def __init__(self) -> None:
-        self.features = np.zeros(STEP + KEPT, np.int64)
-        self.copies = 0
+    features = np.zeros(STEP + KEPT, np.int64)
 
     def copy_rows(self, source: tuple[str, str, int], to: tuple[str, str, int], count: int) -> None:
         assert to[2] >= STEP
         self.features[to[2] : to[2] + count] = self.features[source[2] : source[2] + count]
-        self.copies += 1
 
 
 @given(steps=st.lists(st.tuples(st.lists(st.integers(0, STEP - 1), unique=True, max_size=5), st.integers(0, 4))))
 def test_what_is_kept_stays_until_it_is_released(steps: list[tuple[list[int], int]]) -> None:
-    """Each step gives features, some of which are kept after those that wait; then the first ones are taken in."""
+    """Each step gives features, some of which are kept after those that wait; then the first ones are released."""
     rows = Rows()
     kept = KeptFeatures(rows, STEP, KEPT)  # type: ignore[arg-type]
     waiting, expected, number = np.zeros(0, np.int64), list[int](), 0
-    for given_rows, taken in steps:
+    for given_rows, released in steps:
         rows.features[:STEP] = np.arange(number, number + STEP)
         both = np.concatenate((waiting, sorted(given_rows))).astype(np.int64)
         wanted = expected + rows.features[sorted(given_rows)].tolist()
@@ -43,15 +40,5 @@ def test_what_is_kept_stays_until_it_is_released(steps: list[tuple[list[int], in
         assert kept.lasting(waiting) == len(waiting)
         rows.features[:STEP] = -1
         assert rows.features[waiting].tolist() == expected
-        kept.release(waiting[:taken])
-        waiting, expected = waiting[taken:], expected[taken:]
-
-
-def test_rows_that_lie_together_are_one_copy() -> None:
-    rows = Rows()
-    kept = KeptFeatures(rows, STEP, KEPT)  # type: ignore[arg-type]
-    found = kept.keep(np.array([3, 4, 5, 9]))
-    assert found is not None
-    assert found.tolist() == [12, 13, 14, 15]
-    assert rows.copies == 2
-    assert kept.lasting(np.array([12, 13, 2])) == 2
+        kept.release(waiting[:released])
+        waiting, expected = waiting[released:], expected[released:]

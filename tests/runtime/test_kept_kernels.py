@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtime.backends import kept_kernels
 from outrider.runtime.backends.kept_kernels import KeptKernels, kernel_file
 
 CONDITIONS = {"library": "tensorrt_rtx 1.7.1", "gpu": "a GPU", "architecture": "sm_89", "driver": "13.0"}
@@ -18,10 +17,9 @@ class Cache:
 
     def __init__(self, *kernels: str) -> None:
         self.kernels = list(kernels)
-        self.gives = True
 
-    def serialize(self) -> bytes | None:
-        return b"kernels:" + " ".join(self.kernels).encode() if self.gives else None
+    def serialize(self) -> bytes:
+        return b"kernels:" + " ".join(self.kernels).encode()
 
     def deserialize(self, blob: bytes) -> bool:
         head, _, rest = blob.partition(b":")
@@ -31,59 +29,36 @@ class Cache:
         return True
 
 
-def test_what_was_compiled_is_there_in_the_next_process(tmp_path: Path) -> None:
+def test_new_kernels_are_there_in_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "outrider" / "kernels" / "target.bin"
     first = Cache()
     kept = KeptKernels(first, file)
     first.kernels += ["a", "b"]
     kept.save()
     second = Cache()
-    KeptKernels(second, file)
+    KeptKernels(second, file).save()
     assert second.kernels == ["a", "b"]
-    assert [each.name for each in file.parent.iterdir()] == ["target.bin"]
-
-
-def test_only_new_kernels_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "target.bin"
-    KeptKernels(Cache("a"), file).save()
-    written: list[Path] = []
-    original = kept_kernels.written_whole
-    monkeypatch.setattr(kept_kernels, "written_whole", lambda to: written.append(to) or original(to))
-    cache = Cache()
-    kept = KeptKernels(cache, file)
-    kept.save()
-    assert written == []
-    cache.kernels.append("b")
-    kept.save()
-    kept.save()
-    assert written == [file]
-
-
-def test_a_damaged_file_is_said_and_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "target.bin"
-    file.write_bytes(b"half of i")
-    cache = Cache()
-    kept = KeptKernels(cache, file)
-    assert "is damaged, or of another GPU or driver; its kernels are compiled again" in caplog.text
-    cache.kernels.append("a")
-    kept.save()
-    assert file.read_bytes() == b"kernels:a"
-
-
-def test_a_write_that_breaks_off_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "target.bin"
-    KeptKernels(Cache("a"), file).save()
 
     def full(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("outrider.runtime.whole_file.os.fsync", full)
+    monkeypatch.setattr("os.fsync", full)
+    kept.save()  # nothing new is not written
+    first.kernels.append("c")
+    kept.save()
+    assert file.read_bytes() == b"kernels:a b"
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_damaged_file_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "target.bin"
+    file.write_bytes(b"half of i")
     cache = Cache()
     kept = KeptKernels(cache, file)
-    cache.kernels.append("b")
+    assert "is damaged, or of another GPU or driver" in caplog.text
+    cache.kernels.append("a")
     kept.save()
     assert file.read_bytes() == b"kernels:a"
-    assert [each.name for each in tmp_path.iterdir()] == ["target.bin"]
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,28 +72,10 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplo
     assert len(warnings) == 1
 
 
-def test_a_library_that_gives_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache = Cache("a")
-    cache.gives = False
-    KeptKernels(cache, tmp_path / "target.bin").save()
-    assert "gives no kernels to keep" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_each_engine_gpu_driver_and_version_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engines = [tmp_path / "plan" / "engines" / "tensorrt-rtx" / f"{name}.engine" for name in ("target", "head")]
     others = [{**CONDITIONS, name: f"{value} other"} for name, value in CONDITIONS.items()]
     files = {kernel_file(engine, conditions) for engine in engines for conditions in (CONDITIONS, *others)}
     assert len(files) == 2 * (1 + len(CONDITIONS))
-    assert kernel_file(engines[0], CONDITIONS) in files
     assert {file.parent for file in files if file is not None} == {tmp_path / "outrider" / "kernels"}
-
-
-def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(kept_kernels, "cache_folder", homeless)
-    assert kernel_file(Path("target.engine"), CONDITIONS) is None
-    KeptKernels(Cache("a"), None).save()

@@ -70,10 +70,10 @@ def test_to_and_from_the_host(device: EmulatedDevice) -> None:
 
 def test_memory_is_given_back(device: EmulatedDevice) -> None:
     gc.collect()
-    before = len(device._memory)
+    before = device.held
     kept = DeviceKv.allocate(device, PLANES, HEADS, SLOTS, SIZE, np.float32)
     kept.copy(1, kept, 0, 4)
-    assert len(device._memory) > before
+    assert device.held > before
     del kept
     gc.collect()
-    assert len(device._memory) == before
+    assert device.held == before

@@ -7,6 +7,12 @@ import pytest
 from outrider.runtime.kv.partial_policy import Budget, Interval
 
 
+def confirmed(budget: Budget, times: int, waited: int, agreed: int) -> Budget:
+    for _ in range(times):
+        budget.note_confirmed(waited, agreed)
+    return budget
+
+
 def settled(agreement: float, small_ms: float, fixed_ms: float, each_ms: float, most: int = 128) -> int:
     """The length that is chosen after many confirmations of such costs."""
     interval, debt = Interval(most), 0.0
@@ -26,6 +32,7 @@ def test_a_dear_full_pass_and_good_agreement_make_it_long() -> None:
     assert settled(0.999, 2.0, 0.1, 1.0) <= settled(0.999, 2.0, 100.0, 1.0)
     assert settled(0.7, 2.0, 20.0, 1.0) <= 8
     assert settled(0.95, 2.0, 20.0, 1.0) < settled(0.999, 2.0, 20.0, 1.0)
+    assert all(1 <= settled(0.99, 1.0, 50.0, 1.0, most) <= most for most in (1, 3, 20))
 
 
 def test_it_runs_ahead_while_that_brings_more_than_rounds_alone() -> None:
@@ -60,11 +67,6 @@ def test_a_stretch_where_drafts_alone_bring_as_much_is_noticed() -> None:
         assert interval.ahead != rests
 
 
-def test_it_keeps_to_what_there_is_room_for() -> None:
-    for most in (1, 3, 5, 20):
-        assert 1 <= settled(0.99, 1.0, 50.0, 1.0, most) <= most
-
-
 def test_a_dear_full_cache_is_run_ahead_of_without_drafts_and_with_little_room() -> None:
     for most in (4, 5, 6, 16):
         interval, ran = Interval(most), 0
@@ -87,13 +89,6 @@ def test_agreement_is_the_share_of_tokens_that_were_like_those_of_the_full_cache
     assert interval.agreement == pytest.approx(0.9, abs=0.01)  # nine agree, then one differs
 
 
-def test_a_budget_that_was_asked_for_stays() -> None:
-    budget = Budget(256, 40, 2000, 100)
-    for agreed in (0, 64) * 20:
-        budget.note_confirmed(64, agreed)
-    assert budget.blocks == 40
-
-
 @pytest.mark.parametrize(
     ("blocks", "room", "most", "expected"),
     [(2048, 1000, 256, 256), (512, 1000, 256, 64), (512, 20, 256, 20), (30, 1000, 256, 8), (9999, 9999, 4, 4)],
@@ -106,24 +101,13 @@ def test_a_budget_begins_with_what_context_and_room_make_sensible(
 
 def test_a_budget_keeps_to_what_layers_with_windows_need() -> None:
     assert Budget(256, None, 64, 10, needed=31).blocks == 31
-    budget = Budget(256, None, 512, 1000, needed=31)
-    for _ in range(400):
-        budget.note_confirmed(32, 32)
-    assert budget.blocks == 31
+    assert confirmed(Budget(256, None, 512, 1000, needed=31), 400, 32, 32).blocks == 31
+    assert confirmed(Budget(256, 40, 2000, 100), 40, 64, 0).blocks == 40  # one that was asked for stays
 
 
 def test_a_budget_follows_agreement() -> None:
     budget = Budget(256, None, 512, 1000)
-    for _ in range(25):
-        budget.note_confirmed(16, 2)
-    assert budget.blocks == 128
-    grown = budget.blocks
-    for _ in range(40):
-        budget.note_confirmed(32, 32)
-    assert budget.blocks < grown
-    for _ in range(400):
-        budget.note_confirmed(32, 32)
-    assert budget.blocks == Budget.LEAST
-    for _ in range(400):
-        budget.note_confirmed(32, 0)
-    assert budget.blocks == 256
+    assert confirmed(budget, 25, 16, 2).blocks == 128
+    assert confirmed(budget, 40, 32, 32).blocks < 128
+    assert confirmed(budget, 400, 32, 32).blocks == Budget.LEAST
+    assert confirmed(budget, 400, 32, 0).blocks == 256

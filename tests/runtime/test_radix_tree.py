@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -38,15 +38,6 @@ def insert(tree: RadixTree[Copied], tokens: list[int], owner: str = "") -> Node[
 
 def known(values: list[list[int]], tokens: list[int]) -> int:
     return max((common_length(each, tokens) for each in values), default=0)
-
-
-@cheap
-@given(a=TOKENS, b=TOKENS)
-def test_the_common_length_is_that_of_a_loop(a: list[int], b: list[int]) -> None:
-    expected = 0
-    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
-        expected += 1
-    assert common_length(a, b) == expected
 
 
 class AgainstADictionary(RuleBasedStateMachine):
@@ -139,29 +130,18 @@ def test_the_worked_example_of_splits() -> None:
     tree: RadixTree[Copied] = RadixTree()
     for tokens in ([1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [1, 2, 8, 9, 10]):
         insert(tree, tokens)
-    assert [line.split(" len")[0] for line in tree.dump().splitlines()] == [
-        "ROOT",
-        "  Edge[1,2]",
-        "    Edge[3]",
-        "      Edge[4,5]",
-        "      Edge[6,7]",
-        "    Edge[8,9,10]",
+    edges = [node.tokens for node in tree.walk()]
+    assert sorted(edges) == [[1, 2], [3], [4, 5], [6, 7], [8, 9, 10]]
+    assert [tree.find(tokens).length for tokens in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3], [1, 2, 8, 9, 10, 100])] == [
+        5,
+        3,
+        5,
     ]
-    assert [line.endswith(" *") for line in tree.dump().splitlines()] == [False, False, False, True, True, True]
-    assert tree.find([1, 2, 3, 4, 5, 6, 7]).length == 5
-    assert tree.find([1, 2, 3]).length == 3
-    assert tree.find([1, 2, 8, 9, 10, 100]).length == 5
     stats = tree.stats
     assert (stats.nodes, stats.terminals, stats.tokens, stats.depth) == (5, 3, 10, 3)
-
-
-def test_the_least_recently_used_goes_first() -> None:
-    tree: RadixTree[Copied] = RadixTree()
-    for tokens in ([1, 1, 1], [2, 2, 2], [3, 3, 3]):
-        insert(tree, tokens)
-    tree.touch(tree.find([1, 1, 1]))
-    tree.evict(lambda: tree.tokens <= 3, lambda _: None)
-    assert [node.tokens for node in tree.walk()] == [[1, 1, 1]]
+    tree.touch(tree.find([1, 2, 3, 6, 7]))
+    tree.evict(lambda: tree.tokens <= 5, lambda _: None)  # the least recently used goes first
+    assert [node.tokens for node in tree.walk() if node.terminal] == [[6, 7]]
 
 
 def test_a_lower_part_that_is_let_go_lets_go_of_the_upper_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.plans.errors import PlanError, RequestError
-from outrider.plugins import native
 from outrider.runtime.sampling import likeliest, logprobs
 from tests.properties import cheap
 
@@ -45,11 +43,7 @@ def test_masked_tokens_have_no_probability() -> None:
     result = logprobs(np.array([0, -np.inf, 0], np.float32), 1, 3)
     assert result.logprob == -np.inf
     assert result.top == ((0, pytest.approx(-np.log(2))), (2, pytest.approx(-np.log(2))), (1, -np.inf))
-
-
-def test_extreme_logits_keep_their_digits() -> None:
-    row = np.array([3e38, -3e38, 3e38], np.float32)
-    assert logprobs(row, 0).logprob == pytest.approx(-np.log(2))
+    assert logprobs(np.array([3e38, -3e38, 3e38], np.float32), 0).logprob == pytest.approx(-np.log(2))
 
 
 @pytest.mark.parametrize(("token", "top"), [(-1, 0), (3, 0), (0, -1), (0, 4)])
@@ -73,8 +67,8 @@ print(b"".join(np.float64(logprobs(row, 1).logprob).tobytes() for row in rows).h
 """
 
 
-def test_logprobs_have_the_same_bits_whatever_the_processor_has() -> None:
-    """NumPy's exp has other kernels where it is told to do without vectors; ours must not differ."""
+def test_logprobs_have_the_same_bits_with_and_without_vector_kernels() -> None:
+    """NumPy's exp has other kernels where vectors are disabled; ours must not differ."""
     kernels = np._core._multiarray_umath  # type: ignore[attr-defined]
     off = " ".join(name for name in kernels.__cpu_dispatch__ if kernels.__cpu_features__[name])
     found = [
@@ -84,18 +78,3 @@ def test_logprobs_have_the_same_bits_whatever_the_processor_has() -> None:
         for extra in ({}, {"NPY_DISABLE_CPU_FEATURES": off})
     ]
     assert found[0] == found[1]
-
-
-@cheap
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70))
-def test_the_sum_of_exponentials_is_right_at_any_length(values: list[float]) -> None:
-    row = np.array(values, np.float32)
-    below = row.astype(np.float64) - float(row.max())
-    expected = math.log(math.fsum(math.exp(each) for each in below))
-    assert native.log_sum_exp(row) == pytest.approx(expected, abs=1e-14, rel=1e-14)
-
-
-@pytest.mark.parametrize("row", [[], [np.nan], [-np.inf], [np.inf, 1], [1, np.nan]])
-def test_the_sum_of_exponentials_of_what_is_no_distribution_is_refused(row: list[float]) -> None:
-    with pytest.raises(ValueError, match="log_sum_exp"):
-        native.log_sum_exp(np.array(row, np.float32))

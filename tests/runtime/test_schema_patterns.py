@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from time import process_time
 from typing import Any
 
 import pytest
@@ -25,14 +24,12 @@ def one(pattern: str, says: dict[str, Any] = NULL, **own: Any) -> dict[str, Any]
 
 SCHEMAS: list[dict[str, Any]] = [
     one("^b$"),
-    one("^(a|b)$"),
     one("^[ab]$", {"type": ["null", "integer"]}),
     one("^b$", SMALL, required=["a"]),
     one("^b"),
     one("b"),
     {**CLOSED, **AB, "patternProperties": {"^a$": NULL, "^b$": SMALL}},
     {**CLOSED, "properties": {'é"': NULL}, "patternProperties": {'^é"$': NULL}},
-    {**CLOSED, "properties": {"in": one("^b$")}, "patternProperties": {"^in$": {}}},
     {"type": "array", "items": one("^a$"), "minItems": 1, "maxItems": 2},
     {"allOf": [AB, {**CLOSED, "patternProperties": {"^[ab]$": {}}}]},
     {"$defs": {"ab": AB}, "allOf": [{"$ref": "#/$defs/ab"}, {**CLOSED, "patternProperties": {"^a$|^b$": {}}}]},
@@ -71,18 +68,10 @@ def test_what_has_no_such_pattern_stays() -> None:
         assert guided(schema).items() >= schema.items()
     again = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"properties": {"\ud800": NULL}}]}
     assert guided({"$defs": {"a": again}, "$ref": "#/$defs/a", "patternProperties": {"^c": NULL}})["$ref"]
-    wide = {
-        "$defs": {"a": {"properties": {str(each): NULL for each in range(2000)}}},
-        "items": {"patternProperties": {}},
-    }
-    began = process_time()
+    wide = {str(each): {"$ref": "#/$defs/a", "patternProperties": {"^x": NULL}} for each in range(2000)}
     guided(
-        {
-            **wide,
-            "properties": {str(each): {"$ref": "#/$defs/a", "patternProperties": {"^x": NULL}} for each in range(2000)},
-        }
-    )
-    assert process_time() - began < 5  # the processor's: it would be minutes without a budget of the whole
+        {"$defs": {"a": {"properties": dict.fromkeys(wide, NULL)}}, "properties": wide}
+    )  # which would take minutes without a budget of the whole
     many = {"properties": {str(each): NULL for each in range(5000)}}
     assert guided({**many, "patternProperties": {f"^{each}$": NULL for each in range(100)}})["patternProperties"]
     deep: dict[str, Any] = {"patternProperties": {}}

@@ -1,4 +1,4 @@
-"""What a bundle is made of: where its modules begin, and what reading their imports cannot tell."""
+"""What a bundle is made of: where its modules begin, and what reading their imports does not show."""
 
 from __future__ import annotations
 

@@ -15,20 +15,14 @@ int main(int count, char **words) {
   EXPECT(count == 3);
   const int times = atoi(words[2]);
   for (int i = 0; i < times; ++i) {
-    outrider_runtime *runtime = open_plan(words[1]);
-    outrider_session *session = create_session(runtime);
-    outrider_params *params = params_of(4);
-    outrider_result *result = NULL;
+    OWN(runtime) runtime = open_plan(words[1]);
+    OWN(session) session = create_session(runtime);
+    OWN(params) params = params_of(4);
+    OWN(result) result = NULL;
+    OWN(result) other = NULL;
     EXPECT_OK(outrider_generate(session, "import", 6, params, NULL, NULL, &result));
-    EXPECT_OK(outrider_result_destroy(result));
-    outrider_request *request = NULL;
-    EXPECT_OK(outrider_submit(runtime, "import", 6, params, NULL, NULL, &request));
-    if (i % 2) EXPECT_OK(outrider_request_result(request, -1, &result));
-    if (i % 2) EXPECT_OK(outrider_result_destroy(result));
-    EXPECT_OK(outrider_request_destroy(request));
-    EXPECT_OK(outrider_params_destroy(params));
-    EXPECT_OK(outrider_session_destroy(session));
-    EXPECT_OK(outrider_runtime_close(runtime));
+    OWN(request) request = submit(runtime, params, NULL, NULL);
+    if (i % 2) EXPECT_OK(outrider_request_result(request, -1, &other));
     if (i == times / 5) printf("%ld ", resident());
   }
   printf("%ld\n", resident());

@@ -28,23 +28,20 @@ static void show(outrider_runtime *runtime, const char *request, const outrider_
   EXPECT_OK(outrider_branches_count(branches, &count));
   EXPECT(count > 1 && count <= 4);
   for (size_t branch = 0; branch < count; ++branch) {
-    outrider_result *result = NULL;
+    OWN(result) result = NULL;
     const char *text = NULL;
     const int64_t *tokens = NULL;
     size_t many = 0;
-    int32_t reason = -1;
     EXPECT_OK(outrider_branches_result(branches, branch, &result));
     EXPECT_OK(outrider_result_text(result, &text, &length));
     EXPECT_OK(outrider_result_tokens(result, &tokens, &many));
-    EXPECT_OK(outrider_result_finish_reason(result, &reason));
     EXPECT(length == seen.length[branch] && memcmp(text, seen.text[branch], length) == 0 && many == seen.tokens[branch]);
     const outrider_logprobs *logprobs = NULL;
     EXPECT_OK(outrider_result_logprobs(result, &logprobs));
     EXPECT(logprobs->count == 0 || (logprobs->count == many && logprobs->top == 2));
     with_logprobs += logprobs->count > 0;
-    EXPECT(reason == (branch == stop ? OUTRIDER_CANCELLED : OUTRIDER_LENGTH));
+    EXPECT(reason_of(result) == (branch == stop ? OUTRIDER_CANCELLED : OUTRIDER_LENGTH));
     if (stop == 4) fwrite(text, 1, length + 1, stdout);
-    EXPECT_OK(outrider_result_destroy(result));
   }
   const char *stats = NULL;
   EXPECT_OK(outrider_branches_stats(branches, &stats, &length));
@@ -63,8 +60,9 @@ static void refuse(outrider_runtime *runtime, const char *request, outrider_stat
 
 int main(int count, char **words) {
   EXPECT(count == 3);
-  outrider_runtime *runtime = open_plan(words[1]), *one = open_plan(words[2]);
-  outrider_params *params = params_of(9);
+  OWN(runtime) runtime = open_plan(words[1]);
+  OWN(runtime) one = open_plan(words[2]);
+  OWN(params) params = params_of(9);
   const char *three =
       "{\"prompt\": \"import\", \"branches\": [\" os\", {\"prompt\": \" sys\", \"temperature\": 1.0, \"seed\": 4}, "
       "{\"prompt\": [9, 8], \"logit_bias\": {\"40\": 9}, \"bad_words\": [\"H\"], \"presence_penalty\": 1, "
@@ -75,24 +73,14 @@ int main(int count, char **words) {
   show(runtime, three, params, 1);
   refuse(one, three, OUTRIDER_REQUEST, "capacity.branches");
   refuse(runtime, "{\"prompt\": \"a\"}", OUTRIDER_REQUEST, "Pass either");
-  refuse(runtime, "{\"prompt\": \"a\", \"branches\": 3}", OUTRIDER_REQUEST, "pass a list");
-  refuse(runtime, "{\"prompt\": \"a\", \"branches\": [[1, 999]]}", OUTRIDER_REQUEST, "Branch 0: Token id 999");
   refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"heat\": 1}]}", OUTRIDER_INVALID_ARGUMENT, "no option 'heat'");
   refuse(runtime, "{\"prompt\": \"a\", \"branches\": [{\"prompt\": \"b\", \"client\": \"a\"}]}",
          OUTRIDER_INVALID_ARGUMENT, "no option 'client'");
-  refuse(runtime, "{\"prompt\": \"a\", \"n\": 1000000}", OUTRIDER_REQUEST, "from 1 to 1024");
-  refuse(runtime, "{\"prompt\": {}, \"n\": 2}", OUTRIDER_REQUEST, "");
-  refuse(runtime, "{\"prompt\": \"a\", \"n\": 2, \"max_parallel\": 99}", OUTRIDER_REQUEST, "max_parallel is 99");
   refuse(runtime, "{\"prompt\": \"a\", \"m\": 2}", OUTRIDER_INVALID_ARGUMENT, "no option 'm'");
   refuse(runtime, "[1]", OUTRIDER_INVALID_ARGUMENT, "request must be a JSON object");
-  refuse(runtime, "{", OUTRIDER_INVALID_ARGUMENT, "not JSON");
   outrider_branches *none = NULL;
   EXPECT_OK(outrider_params_set_double(params, "deadline", 8, 1));
   BAD_REQUEST(outrider_generate_branches(runtime, three, strlen(three), params, NULL, NULL, &none), "deadline");
   refuse((outrider_runtime *)params, three, OUTRIDER_INVALID_HANDLE, "one of a params");
-  EXPECT_OK(outrider_branches_destroy(NULL));
-  EXPECT_OK(outrider_params_destroy(params));
-  EXPECT_OK(outrider_runtime_close(one));
-  EXPECT_OK(outrider_runtime_close(runtime));
   return EXIT_SUCCESS;
 }

@@ -1,4 +1,4 @@
-# Runs within a bundle, where `argument` is a plan of everything: whatever is imported late is imported here.
+# Runs within a bundle, where `argument` is a plan of everything: what is imported late is imported here.
 import json
 import os
 import sys

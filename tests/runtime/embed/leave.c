@@ -1,7 +1,6 @@
 /* leave PLAN MILLISECONDS FROM: ends with 3 while requests are served and a session generates: by returning from main, or
  * by exit() from a callback or a function of logits. Prints when, in milliseconds. */
 #include <pthread.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -13,7 +12,7 @@ static void *generate(void *session) {
   return NULL;
 }
 
-static void told(void *user, outrider_request *request) { (void)user, (void)request; }
+static void notified(void *user, outrider_request *request) { (void)user, (void)request; }
 
 static void print_time(void) {
   struct timespec now;
@@ -36,18 +35,15 @@ static int32_t leave_logits(void *user, const int64_t *tokens, size_t count, flo
 
 int main(int count, char **words) {
   EXPECT(count == 4);
-  const long milliseconds = strtol(words[2], NULL, 10);
-  const struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000};
   outrider_runtime *runtime = open_plan(words[1]);
   outrider_params *params = params_of(150);
-  outrider_request *request = NULL;
   pthread_t thread;
-  for (int i = 0; i < 20; ++i) EXPECT_OK(outrider_submit(runtime, "import", 6, params, told, NULL, &request));
+  for (int i = 0; i < 20; ++i) submit(runtime, params, notified, NULL);
   EXPECT_OK(outrider_runtime_close(runtime));
   runtime = open_plan(words[1]);
-  EXPECT_OK(outrider_submit(runtime, "import", 6, params, told, NULL, &request));
+  submit(runtime, params, notified, NULL);
   EXPECT(pthread_create(&thread, NULL, generate, create_session(runtime)) == 0);
-  nanosleep(&time, NULL);
+  pause_for(strtol(words[2], NULL, 10));
   outrider_result *result = NULL;
   if (strcmp(words[3], "callback") == 0) {
     outrider_session *session = create_session(runtime);
@@ -55,8 +51,7 @@ int main(int count, char **words) {
   }
   if (strcmp(words[3], "logits") == 0) {
     EXPECT_OK(outrider_params_add_logits_processor(params, leave_logits, NULL));
-    EXPECT_OK(outrider_submit(runtime, "import", 6, params, told, NULL, &request));
-    EXPECT_OK(outrider_request_result(request, -1, &result));
+    EXPECT_OK(outrider_request_result(submit(runtime, params, notified, NULL), -1, &result));
     pause();
   }
   print_time();

@@ -12,14 +12,7 @@ static outrider_request *places[PLACES];
 static int owners[THREADS]; /* 1 while the thread owns a request: its callbacks may run then */
 static long times, calls[2];
 
-static uint64_t draw(uint64_t *state, uint64_t below) { /* splitmix64 */
-  uint64_t z = (*state += 0x9e3779b97f4a7c15u);
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return (z ^ (z >> 31)) % below;
-}
-
-static void told(void *user, outrider_request *request) {
+static void notified(void *user, outrider_request *request) {
   EXPECT(__atomic_load_n((int *)user, __ATOMIC_ACQUIRE) == 1);
   EXPECT(request != NULL);
   __atomic_add_fetch(&calls[0], 1, __ATOMIC_RELAXED);
@@ -42,7 +35,7 @@ static void own(int which, uint64_t *state) {
   const outrider_span *span = NULL;
   __atomic_store_n(&owners[which], 1, __ATOMIC_RELEASE);
   const outrider_status status =
-      outrider_submit(runtime, "import", 6, draw(state, 2) ? plain : ruled, told, &owners[which], &request);
+      outrider_submit(runtime, "import", 6, draw(state, 2) ? plain : ruled, notified, &owners[which], &request);
   EXPECT(status == OUTRIDER_OK || status == OUTRIDER_FULL);
   if (status == OUTRIDER_OK) {
     for (uint64_t reads = draw(state, 4); reads > 0; --reads) {
@@ -56,9 +49,9 @@ static void own(int which, uint64_t *state) {
 /* Something with a request that any thread may destroy meanwhile. */
 static void shared(uint64_t *state) {
   outrider_request **place = &places[draw(state, PLACES)], *request = __atomic_load_n(place, __ATOMIC_ACQUIRE), *made;
-  outrider_result *result = NULL;
+  OWN(result) result = NULL;
   const outrider_span *span = NULL;
-  outrider_text *text = NULL;
+  OWN(text) text = NULL;
   switch (draw(state, 6)) {
     case 0:
       if (outrider_submit(runtime, "def", 3, draw(state, 2) ? plain : ruled, NULL, NULL, &made) != OUTRIDER_OK) return;
@@ -69,13 +62,8 @@ static void shared(uint64_t *state) {
       return;
     case 2: among(outrider_request_cancel(request), OUTRIDER_OK); return;
     case 3: among(outrider_request_next(request, (int64_t)draw(state, 3), &span), OUTRIDER_TIMEOUT); return;
-    case 4:
-      among(outrider_request_result(request, (int64_t)draw(state, 3), &result), OUTRIDER_TIMEOUT);
-      EXPECT_OK(outrider_result_destroy(result));
-      return;
-    default:
-      EXPECT_OK(outrider_runtime_stats(runtime, &text));
-      EXPECT_OK(outrider_text_destroy(text));
+    case 4: among(outrider_request_result(request, (int64_t)draw(state, 3), &result), OUTRIDER_TIMEOUT); return;
+    default: EXPECT_OK(outrider_runtime_stats(runtime, &text));
   }
 }
 
@@ -88,19 +76,15 @@ static void *work(void *given) {
   const int which = (int)(intptr_t)given;
   uint64_t state = 77 + (uint64_t)which;
   for (long i = 0; i < times || (i < 1000 * times && !called()); ++i) {
-    if (i % 4 == 0) {
-      own(which, &state);
-    } else {
-      shared(&state);
-    }
+    if (i % 4 == 0) own(which, &state);
+    shared(&state);
   }
   return NULL;
 }
 
 int main(int count, char **words) {
   EXPECT(count == 3);
-  static const char options[] = "{\"threads\": 1, \"scheduler\": {\"max_running\": 3, \"max_waiting\": 4}}";
-  EXPECT_OK(outrider_runtime_open(words[1], strlen(words[1]), options, sizeof options - 1, &runtime));
+  runtime = open_with(words[1], "{\"threads\": 1, \"scheduler\": {\"max_running\": 3, \"max_waiting\": 4}}");
   times = strtol(words[2], NULL, 10);
   plain = params_of(10);
   ruled = params_of(10);

@@ -26,7 +26,7 @@ from outrider.plugins.cuda import compile as compiling
 from outrider.plugins.cuda.compile import CUBINS, compile_kernels
 from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS, quant_bytes
 from outrider.plugins.cuda.resources import Resources
-from outrider.runtime.file_lock import locked
+from outrider.runtime.files import locked
 from outrider.tools.lab import kernel_costs
 from outrider.tools.lab.gpu import measure, prepare
 from outrider.tools.lab.gpu.models import model_of

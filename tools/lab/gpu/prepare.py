@@ -33,7 +33,7 @@ from outrider.compiler.recipe import load_recipe
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import files_sha256
 from outrider.plugins.cuda.compile import CUBINS, compile_kernels
-from outrider.runtime.file_lock import locked
+from outrider.runtime.files import locked
 from outrider.tools.lab.gpu.models import SHAPES, model_of
 from outrider.tools.lab.gpu.stages import Row, bits_of, decode
 
