@@ -20,12 +20,8 @@ MODULES = {
         for package in (*OF_SEVERAL, "outrider.tools.verify", "outrider.tools.tune")
     },
     "outrider.runtime.ray_serve.command": "python -m outrider.runtime.ray_serve",
-    **{
-        f"outrider.tools.lab.{name}.__main__": None
-        for name in ("serving", "peers", "faults", "matmul", "context_quality")
-    },
-    **{f"outrider.tools.lab.{name}": None for name in ("modes", "embedded", "bundle", "context")},
-    "outrider.tools.lab.proposals": None,
+    **{f"outrider.tools.lab.{name}.__main__": None for name in ("serving", "peers", "faults")},
+    **{f"outrider.tools.lab.{name}": None for name in ("modes", "bundle", "context")},
     "outrider.tools.lab.synthetic_pair": None,
     "outrider.tools.lab.train_reference": None,
     "outrider.tools.lab.gpu.measure": None,

@@ -72,30 +72,9 @@ def test_load_of_a_plan_that_serves_one_at_a_time(toy_plan: Path, capsys: pytest
     ]
 
 
-def test_soak(branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.tools.lab.serving.soak.SECONDS", 2.0)
-    sizes = ("--minutes", "1", "--clients", "6", "--length", "60", "--new", "12", "--every", "0.2")
-    found = report(capsys, "soak", str(branch_plan), *sizes)
-    assert found["failed"] == found["differing"] == found["references_left"] == 0
-    assert found["finished"] > 0  # type: ignore[operator]
-    assert len(found["memory"]) > 2  # type: ignore[arg-type]
-
-
 def test_what_cannot_be_measured_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert serving.main(["hits", str(toy_plan), "--drafters", "oracle", *PROMPTS]) == 2
     assert "--drafters names 'oracle'" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_batch_on_actors(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray")
-    own = ("batch", str(branch_plan), "--prompts", str(HELD_OUT), "--length", "60", "--new", "20", "--requests", "40")
-    assert serving.main([*own, "--reps", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["same_bytes"]
-    assert [row["way"] for row in found["rows"]] == ["one process", "actors"]
-    assert found["rows"][0]["new_tokens"] == found["rows"][1]["new_tokens"] > 0
-    assert found["ratio"] > 0
 
 
 @pytest.mark.long
