@@ -12,8 +12,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from outrider.tools.lab.reference.acceptance import Acceptance, Continuation, by_depth, mean_by_depth, measure
-from outrider.tools.lab.reference.generate import generate
-from outrider.tools.lab.reference.teacher import Reading, Teacher
+from outrider.tools.lab.reference.teacher import Reading, Teacher, generate
 from tests.tools.lab.drafter_lessons import tiny_target
 
 VOCAB, DEPTHS, PROMPT = 40, 3, 4

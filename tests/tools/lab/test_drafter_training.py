@@ -29,7 +29,7 @@ from outrider.tools.lab.reference.draft_model import ModelGeometry, distillation
 from outrider.tools.lab.reference.drafter import Lessons, prepare
 from outrider.tools.lab.reference.dspark import BlockGeometry, block_drafts, block_loss, train_dspark
 from outrider.tools.lab.reference.eagle3 import HeadGeometry, go_on, head_drafts, train_eagle3, unrolled_loss
-from outrider.tools.lab.reference.export_drafters import check_size, write_block, write_eagle3
+from outrider.tools.lab.reference.export import check_size, write_block, write_eagle3
 from outrider.tools.lab.reference.loop import Batch, Training
 from outrider.tools.lab.reference.target import initialise, matrices
 from tests.compiler.block_heads import load_block

@@ -19,9 +19,7 @@ from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import MarkovKind
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.plans.errors import UsageError
-from outrider.tools.lab.reference.acceptance import Continuation, measure
-from outrider.tools.lab.reference.blocks import run_blocks
-from outrider.tools.lab.reference.confidence import calibrate
+from outrider.tools.lab.reference.acceptance import Continuation, calibrate, measure
 from outrider.tools.lab.reference.dspark import (
     STRIDE,
     BlockGeometry,
@@ -30,6 +28,7 @@ from outrider.tools.lab.reference.dspark import (
     block_loss,
     initialise,
     random_anchors,
+    run_blocks,
     slot_logits,
 )
 from outrider.tools.lab.reference.teacher import Reading, Teacher

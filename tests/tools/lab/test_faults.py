@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.tools.lab.faults import __main__ as faults
-from outrider.tools.lab.faults.answers import Answer
+from outrider.tools.lab.faults.client import Answer
 from outrider.tools.lab.faults.crowd import Ways, judge
 from outrider.tools.lab.faults.figures import Figures
 from outrider.tools.lab.faults.questions import Oracle, Question, make_questions

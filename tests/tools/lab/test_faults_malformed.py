@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.plans.errors import RequestError
-from outrider.tools.lab.faults.answers import Answer
+from outrider.tools.lab.faults.client import Answer
 from outrider.tools.lab.faults.figures import Figures
 from outrider.tools.lab.faults.malformed import Lucky, judge_lucky
 

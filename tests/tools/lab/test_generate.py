@@ -13,8 +13,7 @@ from tokenizers.models import BPE
 
 from outrider.compiler.models.eager import sequence_logits
 from outrider.tools.lab.reference.drafter_text import DrafterText, GeneratedText, frequent_tokens
-from outrider.tools.lab.reference.generate import draw, generate
-from outrider.tools.lab.reference.teacher import Teacher
+from outrider.tools.lab.reference.teacher import Teacher, draw, generate
 from tests.tools.lab.drafter_lessons import tiny_target
 
 VOCAB, WINDOW = 40, 24

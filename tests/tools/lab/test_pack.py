@@ -25,7 +25,7 @@ from outrider.tools.lab.reference import export_drafters, pack
 from outrider.tools.lab.reference.compressed import FLOAT, compress, stored_size
 from outrider.tools.lab.reference.dspark import BlockGeometry
 from outrider.tools.lab.reference.eagle3 import HeadGeometry
-from outrider.tools.lab.reference.export_drafters import check_size, write_block, write_eagle3
+from outrider.tools.lab.reference.export import check_size, write_block, write_eagle3
 from tests.compiler.block_heads import load_block
 from tests.compiler.block_heads import write_block as write_random_block
 from tests.compiler.eagle3_heads import WIDE, load_eagle3, target_config

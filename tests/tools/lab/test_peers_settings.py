@@ -16,8 +16,7 @@ from outrider.compiler import __main__ as compiler
 from outrider.tools.lab import child
 from outrider.tools.lab.peers import __main__ as peers
 from outrider.tools.lab.peers import measure
-from outrider.tools.lab.peers.end_token import choose_end_token
-from outrider.tools.lab.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings
+from outrider.tools.lab.peers.engine import ENGINES, GENAI, OURS, TRANSFORMERS, Settings, choose_end_token
 from outrider.tools.lab.peers.process import Worker, WorkerError
 from tests.conftest import TOY_DRAFTERS
 

@@ -11,8 +11,8 @@ import pytest
 from outrider.tools.lab.peers import measure, process, turns
 from outrider.tools.lab.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Generated
 from outrider.tools.lab.peers.figures import report
+from outrider.tools.lab.peers.measure import Missing, Turns
 from outrider.tools.lab.peers.process import LostEngineError, WorkerError
-from outrider.tools.lab.peers.turns import Missing, Turns
 
 Calls = list[tuple[str, str, int]]
 

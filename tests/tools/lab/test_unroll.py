@@ -12,9 +12,8 @@ from torch.nn.functional import embedding
 from outrider.compiler.models.eager import CausalExecution
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.tools.lab.reference import unroll as unrolling
-from outrider.tools.lab.reference.eagle3 import HeadGeometry, initialise, unrolled_loss
+from outrider.tools.lab.reference.eagle3 import HeadGeometry, initialise, unroll, unrolled_loss
 from outrider.tools.lab.reference.teacher import Reading
-from outrider.tools.lab.reference.unroll import unroll
 from tests.tools.lab.drafter_lessons import tiny_target
 
 VOCAB, BATCH, PAIRS, STEPS = 50, 2, 7, 4

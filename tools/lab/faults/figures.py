@@ -71,8 +71,8 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         """All fields with stable keys, and whether the scenario passed."""
         with self._lock:
-            told = {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
-        return {**told, "passed": self.passed}
+            fields = {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
+        return {**fields, "passed": self.passed}
 
 
 @dataclass(frozen=True)

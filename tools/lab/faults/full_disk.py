@@ -24,14 +24,14 @@ _DISK_BYTES = 2**28  # room for two prefix caches of `setting.serve`, the old fi
 def run(setting: Setting, figures: Figures) -> None:
     folder = setting.file("limited")
     folder.mkdir()
-    setting.tell("files of limited size")
+    setting.show("files of limited size")
     _fill(setting, figures, folder, _limit)
     if setting.short:
         return
     with _small_disk(setting.file("disk")) as disk:
         figures.notes["full file system"] = "yes" if disk else "not tried: this process may mount none"
         if disk is not None:
-            setting.tell("a full file system")
+            setting.show("a full file system")
             _fill(setting, figures, disk, _fill_disk)
 
 
@@ -67,7 +67,7 @@ def _limit(server: Server, _: Path, room: int) -> None:
 
 
 def _fill_disk(_: Server, folder: Path, room: int) -> None:
-    """Write a file until only so many bytes are left."""
+    """Write a file until `room` bytes are left."""
     with (folder / "filler").open("wb") as file:
         file.write(bytes(_DISK_BYTES - room - sum(each.stat().st_size for each in folder.iterdir())))
 

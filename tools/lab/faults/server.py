@@ -42,7 +42,7 @@ class Server:
         log: Path,
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
-        command: Sequence[str] = ("runtime", "serve"),
+        command: Sequence[str] = ("outrider.runtime", "serve"),
     ) -> None:
         self._log = log
         words = [sys.executable, "-m", *command, str(plan), "--port", "0", "--model-name", MODEL, *options]
@@ -96,7 +96,7 @@ class Server:
         return False
 
     def end(self, seconds: float = 60.0) -> int:
-        """Tell it to end; its exit status."""
+        """Ask it to end; its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 

@@ -27,7 +27,7 @@ _SETTLING = 30.0  # seconds until connections that idle have been closed
 @dataclass
 class Setting:
     """`seconds` is how long a scenario puts its fault under load, `clients` how many ask, `scale` a share of what the
-    whole form does, for faults that are counted. `work` is a folder for files, `tell` shows progress."""
+    whole form does, for faults that are counted. `work` is a folder for files, `show` reports progress."""
 
     plan: Path
     questions: list[Question]
@@ -39,7 +39,7 @@ class Setting:
     threads: int = 1
     new: int = 40
     prompts: Path | None = None
-    tell: Callable[[str], None] = lambda _: None
+    show: Callable[[str], None] = lambda _: None
     _made: int = field(default=0, repr=False)
 
     @property
@@ -52,7 +52,7 @@ class Setting:
         return random.Random(f"{self.seed} {name}")
 
     def times(self, whole: int, least: int = 1) -> int:
-        """So many of a count at this scale."""
+        """A count at this scale."""
         return max(least, round(whole * self.scale))
 
     def file(self, name: str) -> Path:

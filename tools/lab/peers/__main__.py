@@ -15,7 +15,7 @@ from outrider.commands.arguments import Parser, at_least_0
 from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
 from outrider.tools.identity import describe_run
-from outrider.tools.lab.peers.precision import PRECISIONS, Precision
+from outrider.tools.lab.peers.engine import PRECISIONS, Precision
 from outrider.tools.measuring import add_arguments, print_report
 
 
@@ -53,7 +53,7 @@ def _parser() -> Parser:
     )
     add_arguments(parser, "prompts task count new reps json", count=12, new=128, reps=3)
     parser.add_argument(
-        "--threads", type=at_least_0, default=0, help="of every engine; 0: as many as there are cores (default)"
+        "--threads", type=at_least_0, default=0, help="of every engine; 0: the number of cores (default)"
     )
     parser.add_argument(
         "--work", type=Path, default=Path("build"), metavar="DIR",
@@ -72,8 +72,8 @@ def _precisions(text: str) -> list[Precision]:
 
 def _run(options: argparse.Namespace) -> int:
     with optional_packages("This comparison", "compiler,dev"):
+        from outrider.tools.lab.peers.figures import print_table
         from outrider.tools.lab.peers.measure import measure
-        from outrider.tools.lab.peers.table import print_table
 
         report = {**describe_run(), **measure(options)}
     return print_report(report, options.json, print_table)

@@ -14,7 +14,7 @@ from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.eager import CausalExecution
 from outrider.tools.lab.reference.acceptance import Drafts, measure
 from outrider.tools.lab.reference.drafter import MUON_LR, Lessons, principal_axes, teach
-from outrider.tools.lab.reference.export_drafters import write_card, write_model
+from outrider.tools.lab.reference.export import write_card, write_model
 from outrider.tools.lab.reference.loop import Run, Training
 from outrider.tools.lab.reference.target import initialise, matrices
 from outrider.tools.lab.reference.teacher import Reading
