@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ PLAN = [
     "drafters=[{name: ngram, kind: ngram, max_draft: 4}, {name: chain, kind: model, checkpoint: drafter, gamma: 3}]",
     "capacity={context: 160, prefill_chunk: 32, branches: 4, batching: true}",
 ]
-SIZES = ("--prefix", "40", "--new", "8", "--reps", "2", "--prompts", str(HELD_OUT), "--threads", "1")
+SIZES = ("--prefix", 40, "--new", 8, "--reps", 2, "--prompts", HELD_OUT, "--threads", 1)
 
 
 @pytest.fixture(scope="module")
@@ -26,50 +28,29 @@ def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_every_mode_is_measured_and_says_the_same(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert modes.main([str(plan), *SIZES, "--branches", "2,4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    rows = report["rows"]
+def test_every_mode_is_measured_with_the_same_tokens(plan: Path, output: Any, report: Callable[..., Any]) -> None:
+    rows = report(modes.main, plan, *SIZES, "--branches", "2,4")["rows"]
     assert [(row["branches"], row["drafter"], row["mode"]) for row in rows] == [
-        (count, drafter, mode)
-        for count in (2, 4)
-        for drafter in ("none", "ngram", "chain")
-        for mode in ("in-one-sequence", "batching", "one by one")
+        *product((2, 4), ("none", "ngram", "chain"), ("in-one-sequence", "batching", "one by one"))
     ]
-    assert all(row["same_tokens"] for row in rows)
+    assert all(row["same_tokens"] and row["ms_per_token"] > 0 for row in rows)
     for row in rows:
-        assert row["ms_per_token"] > 0
         if row["mode"] == "one by one":
             assert (row["speedup"], row["kv_bytes"], row["rounds"]) == (1.0, None, None)
             continue
         assert 0 < row["state_and_mask"] < row["host_share"] < 1
-        copies = row["branches"] - 1 if row["mode"] == "batching" else 0
         if row["drafter"] == "none" and row["branches"] == 2:  # of four, one begins a pass after the others
-            slot = 3 * 2 * 2 * 16 * 4
-            assert row["bytes_copied"] == copies * 40 * slot
-            own = row["branches"] * (12 + 8 - 1)
-            assert row["kv_bytes"] == (40 * (1 + copies) + own) * slot
-            assert row["rounds"] == 8
-
-    assert modes.main([str(plan), *SIZES, "--drafters", "none"]) == 0
-    assert "one by one" in capsys.readouterr().out
+            slot, copies = 3 * 2 * 2 * 16 * 4, int(row["mode"] == "batching")
+            assert (row["bytes_copied"], row["rounds"]) == (copies * 40 * slot, 8)
+            assert row["kv_bytes"] == (40 * (1 + copies) + 2 * (12 + 8 - 1)) * slot
+    assert "one by one" in output(modes.main, plan, *SIZES, "--drafters", "none", "--branches", "2")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--branches", "5"), "--branches is 5; the plan serves at most 4"),
-        (("--drafters", "none,oracle"), "--drafters names 'oracle'; the plan has none, ngram, chain"),
-        (("--prefix", "1000"), "--prefix is 1000; pass 1 to 140"),
-    ],
-)
-def test_what_the_plan_cannot_do_is_refused(
-    plan: Path, arguments: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert modes.main([str(plan), *SIZES, *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_plan_of_one_branch_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert modes.main([str(toy_plan), *SIZES]) == 2
-    assert "capacity.branches" in capsys.readouterr().err
+def test_what_the_plan_cannot_do_is_refused(plan: Path, toy_plan: Path, output: Callable[..., str]) -> None:
+    for option, value, said in (
+        ("--branches", "5", "--branches is 5; the plan serves at most 4"),
+        ("--drafters", "none,oracle", "--drafters names 'oracle'; the plan has none, ngram, chain"),
+        ("--prefix", "1000", "--prefix is 1000; pass 1 to 140"),
+    ):
+        assert said in output(modes.main, plan, *SIZES, option, value, status=2)
+    assert "capacity.branches" in output(modes.main, toy_plan, *SIZES, status=2)
