@@ -21,7 +21,7 @@ MODULES = {
     },
     "outrider.runtime.ray_serve.command": "python -m outrider.runtime.ray_serve",
     **{f"outrider.tools.lab.{name}.__main__": None for name in ("serving", "peers", "faults")},
-    **{f"outrider.tools.lab.{name}": None for name in ("modes", "bundle", "context")},
+    **{f"outrider.tools.lab.{name}": None for name in ("bundle", "context")},
     "outrider.tools.lab.synthetic_pair": None,
     "outrider.tools.lab.train_reference": None,
     "outrider.tools.lab.gpu.measure": None,

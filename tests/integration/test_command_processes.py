@@ -18,7 +18,7 @@ TEXT = "print('café', 'naïve', 'café', 'na"  # what the toy's n-grams repeat
 MODULES = (
     "runtime", "compiler", "tools.bench",
     *(f"tools.lab.{name}" for name in (
-        "serving", "modes", "peers", "synthetic_pair", "train_reference", "gpu.measure", "reference.pack", "bundle",
+        "serving", "peers", "synthetic_pair", "train_reference", "gpu.measure", "reference.pack", "bundle",
         "context", "faults",
     )),
 )  # fmt: skip

@@ -14,8 +14,7 @@ from outrider.compiler.held_out import Prompt, read_tasks
 from outrider.plans.errors import RequestError
 from outrider.plans.tokenizer import Tokenizer
 from outrider.tools.bench import __main__ as bench
-from outrider.tools.bench.edits import CHARACTERS, make_edits
-from outrider.tools.bench.prompts import choose_prompts
+from outrider.tools.bench.prompts import CHARACTERS, choose_prompts, make_edits
 from tests.conftest import HELD_OUT
 
 SOURCE = """\

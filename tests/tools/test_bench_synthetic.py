@@ -17,7 +17,7 @@ from outrider.compiler.recipe import load_recipe
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from outrider.tools.bench import __main__ as bench
-from outrider.tools.bench.synthetic import forced_session
+from outrider.tools.bench.latency import forced_session
 from tests.conftest import TOY_DRAFTERS
 
 SAMPLED = Options(temperature=0.9, top_k=20, top_p=0.9, seed=5)

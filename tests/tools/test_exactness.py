@@ -34,10 +34,9 @@ from outrider.tools.exactness.conditions import (
     processes,
     usable_drafters,
 )
+from outrider.tools.exactness.measure import print_groups, print_table
 from outrider.tools.exactness.requests import Asked, plan_requests
-from outrider.tools.exactness.table import print_groups, print_table
-from outrider.tools.exactness.ways import outcome_of
-from outrider.tools.exactness.worker import environment, run_job, run_process
+from outrider.tools.exactness.worker import environment, outcome_of, run_job, run_process
 from outrider.tools.parting import Logprob, Outcome, compare, divergence
 from tests.conftest import HELD_OUT, REPOSITORY
 from tests.inexact import make_target_inexact

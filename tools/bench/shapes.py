@@ -17,7 +17,7 @@ _OWN = "own"
 _DEEPEST = 64  # what a recipe allows
 
 Shape = Tree | EntropyGamma | int
-"""Of a draft: a tree, a chain as long as its drafter is sure, or, of n-grams, a tree of so many nodes."""
+"""Of a draft: a tree, a chain as long as its drafter is sure, or, of n-grams, a number of nodes."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def own_shape(drafter: Drafter) -> Shape:
 
 
 def within_block(shapes: Sequence[Shape], drafted: int) -> list[Shape]:
-    """Shapes of a drafter whose block drafts so many tokens, each once: what is deeper than that ends there."""
+    """Shapes of a drafter whose block drafts `drafted` tokens, each once: what is deeper than that ends there."""
     return list(
         dict.fromkeys(
             _as_deep(shape, drafted) if isinstance(shape, Tree) and shape.depth >= drafted else shape

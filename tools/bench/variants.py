@@ -115,8 +115,8 @@ def _build(
             name = f"{drafter.name}.{index}"
             origins[name] = drafter.name
             listed.append(reshaped(sections[drafter.name], name, shape))
-    behind = {section["otherwise"] for section in listed if section.get("otherwise") is not None}
-    listed += [sections[str(name)].model_dump(mode="json", exclude_none=True) for name in sorted(map(str, behind))]
+    after = {section["otherwise"] for section in listed if section.get("otherwise") is not None}
+    listed += [sections[str(name)].model_dump(mode="json", exclude_none=True) for name in sorted(map(str, after))]
     overrides = [*options.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"]
     load_recipe(recipe.path, overrides)
     backend = choose_backend(manifest.backends, options.backend).backend

@@ -74,8 +74,8 @@ def usable_drafters(manifest: Manifest) -> tuple[list[str], list[LeftOut]]:
     kept, left_out = list[str](), list[LeftOut]()
     by_name = {drafter.name: drafter for drafter in manifest.drafters}
     for drafter in manifest.drafters:
-        behind = by_name.get(drafter.otherwise or "") if isinstance(drafter, NgramDrafter) else None
-        if rejects([drafter if behind is None else behind]):
+        other = by_name.get(drafter.otherwise or "") if isinstance(drafter, NgramDrafter) else None
+        if rejects([drafter if other is None else other]):
             reason = "accepted by rejection, which keeps the distribution of tokens, not the tokens"
             left_out.append(LeftOut(f"drafter {drafter.name}", reason))
         else:
@@ -123,7 +123,7 @@ def _numpy_features() -> tuple[str, ...]:
 
 
 def _threads() -> list[int]:
-    """Two, and as many as there are cores."""
+    """Two, and one for each core."""
     return sorted({2, max(2, available_cores())})
 
 
@@ -133,7 +133,7 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
     if not drafters:
         return found
     found.append(
-        Condition("drafters", "by turns, put aside while they do not pay", "alone", MIXED, {"auto_disable": True})
+        Condition("drafters", "by turns, disabled while they do not pay", "alone", MIXED, {"auto_disable": True})
     )
     by_name = {drafter.name: drafter for drafter in manifest.drafters}
     for name in drafters[:1] if quick else drafters:
@@ -141,8 +141,8 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
         if not quick:
             limits.append({"draft_tokens": 3, "draft_depth": 2})
             drafter = by_name[name]
-            behind = by_name[drafter.otherwise] if isinstance(drafter, NgramDrafter) and drafter.otherwise else drafter
-            if isinstance(behind, GraphDrafter) and behind.entropy is not None:
+            graph = by_name[drafter.otherwise] if isinstance(drafter, NgramDrafter) and drafter.otherwise else drafter
+            if isinstance(graph, GraphDrafter) and graph.entropy is not None:
                 limits.append({"gamma_min": 1, "gamma_max": 2})
         for options in limits:
             said = ", ".join(f"{key} {value}" for key, value in options.items())
