@@ -15,10 +15,11 @@ from outrider.compiler.block_layouts import DEEPSPEC_CLASS
 from outrider.compiler.draft_vocabulary import D2T, T2D
 from outrider.compiler.eagle3_checkpoint import EMBEDDING, K_PROJ, Q_PROJ
 from outrider.compiler.models.block import BlockHead
-from outrider.compiler.models.block_config import Confidence
+from outrider.compiler.models.block_config import BlockConfig, Confidence
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.eagle3 import Eagle3Head
+from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.families import FAMILIES
 from outrider.compiler.models.quantization import SETTINGS
 from outrider.compiler.slots import slots
@@ -57,25 +58,32 @@ def write_decoder(model: Decoder, folder: Path) -> None:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": c.family,
+        **_sizes(c, c.num_layers),
+        "max_position_embeddings": c.max_positions,
+        "attention_bias": False,
+        "tie_word_embeddings": c.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": list(c.eos_token_ids),
+    }
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"eos_token_id": list(c.eos_token_ids)})
+
+
+def _sizes(c: DecoderConfig | Eagle3Config | BlockConfig, layers: int) -> dict[str, object]:
+    """What the config.json of every model here has."""
+    return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
+        "num_hidden_layers": layers,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
         "rope_theta": c.rope_theta,
-        "max_position_embeddings": c.max_positions,
-        "attention_bias": False,
-        "tie_word_embeddings": c.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": list(c.eos_token_ids),
         "dtype": "bfloat16",
     }
-    write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", {"eos_token_id": list(c.eos_token_ids)})
 
 
 def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
@@ -187,18 +195,9 @@ def write_eagle3(head: Eagle3Head, max_positions: int, folder: Path, bits: int =
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "vocab_size": c.vocab_size,
+        **_sizes(c, layers=1),
         "draft_vocab_size": c.draft_vocab_size,
-        "hidden_size": c.hidden_size,
         "target_hidden_size": c.target_hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
         "max_position_embeddings": max_positions,
         "attention_bias": False,
         "tie_word_embeddings": False,
@@ -207,7 +206,6 @@ def write_eagle3(head: Eagle3Head, max_positions: int, folder: Path, bits: int =
         **({"norm_output": True} if c.norm_output else {}),
         # Layers whose outgoing streams count: one lower than those whose incoming ones do. The first is 1.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in c.aux_layers]},
-        "dtype": "bfloat16",
     }
     _write_head(tensors, config, folder, bits)
 
@@ -228,16 +226,7 @@ def write_block(head: BlockHead, target: DecoderConfig, folder: Path, bits: int 
     config: dict[str, object] = {
         "architectures": [DEEPSPEC_CLASS],
         "model_type": "qwen3",
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
+        **_sizes(c, c.num_layers),
         "max_position_embeddings": target.max_positions,
         "attention_bias": c.attention_bias,
         "tie_word_embeddings": False,
@@ -251,7 +240,6 @@ def write_block(head: BlockHead, target: DecoderConfig, folder: Path, bits: int 
         "markov_head_type": None if c.markov is None else c.markov.kind,
         "enable_confidence_head": c.confidence is not Confidence.NONE,
         "confidence_head_with_markov": c.confidence is Confidence.HIDDEN_AND_MARKOV,
-        "dtype": "bfloat16",
     }
     _write_head(tensors, config, folder, bits)
 
@@ -261,11 +249,6 @@ def _write_head(tensors: dict[str, Tensor], config: dict[str, object], folder: P
     stored = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in made.tensors.items()}
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     write_json(folder / "config.json", config | ({SETTINGS[0]: made.settings} if made.packed else {}))
-
-
-def write_model(model: Decoder, folder: Path) -> None:
-    """A decoder; its tokenizer is the target's, which a recipe has once."""
-    write_decoder(model, folder)
 
 
 def write_card(
