@@ -15,11 +15,10 @@ import pytest
 from outrider.compiler.recipe_drafters import NgramSection, reshaped
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
-from outrider.plans.pass_prices import PASS_PRICES, PassPrices, Price, read_pass_prices, write_pass_prices
+from outrider.plans.pass_prices import PassPrices, Price, read_pass_prices, write_pass_prices
 from outrider.plans.plan import read_manifest
 from outrider.runtime.options.options import Options
 from outrider.tools.bench import __main__ as bench
-from outrider.tools.bench import variants
 from outrider.tools.bench.sampling import GREEDY, name_sampling, read_sampling
 from outrider.tools.bench.shapes import Shape, choose_drafters, choose_shapes, read_depths, read_trees, within_block
 from outrider.tools.bench.variants import plan_to_measure
@@ -147,23 +146,6 @@ def test_a_shape_that_ends_with_the_block_may_be_the_plan_s_own(priced: Path, to
     with plan_to_measure(asked(priced, toy_recipe, "block", "8,own")) as (plan, measured):
         assert plan == priced
         assert [(v.name, v.depth) for v in measured] == [("none", 0), ("block", 5)]
-
-
-def test_prices_of_another_plan_are_not_copied(
-    priced: Path, toy_plan: Path, toy_recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = read_pass_prices(priced)
-    assert own is not None
-    write_pass_prices(own.model_copy(update={"identity": "0" * 64}), priced)
-
-    def copy(command: list[str], _: Any) -> tuple[int, str]:
-        shutil.copytree(toy_plan, command[command.index("--out") + 1])
-        return 0, ""
-
-    monkeypatch.setattr(variants, "_run", copy)
-    with plan_to_measure(asked(priced, toy_recipe, "ngram", "2")) as (plan, _):
-        assert plan != priced
-        assert not (plan / PASS_PRICES).exists()
 
 
 def test_tokens_of_a_block_are_read_without_pytorch(toy_recipe: Path) -> None:

@@ -27,7 +27,7 @@ from outrider.tools.tune import prices
 from outrider.tools.tune import search as tune
 from outrider.tools.tune.replay import tokens_per_verify
 from outrider.tools.tune.search import Search
-from outrider.tools.tune.table import Estimate, Timed, Tuning, draw_tuning, print_tuning
+from outrider.tools.tune.table import Estimate, Timed, Tuning, print_tuning
 
 SMALL = Search(top_ks=(1, 2), depths=(0, 1), nodes=4, finalists=1)
 SHALLOW_RECIPE = """\
@@ -125,6 +125,14 @@ def test_prices_alone_are_measured_written_and_used(
     assert not file.exists()
 
 
+def test_the_table_says_when_nothing_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = table()
+    slow.timed = [Timed(2, 1, 4, True, 0.9, 2.1, 520.0, True)]
+    print_tuning(slow, Console(file=sys.stdout, width=120))
+    assert "No tree of bushy pays here: plain decoding is faster." in capsys.readouterr().out
+    assert slow.to_json()["pays"] is False
+
+
 def test_sizes_are_closer_where_drafts_end_and_depths_end_with_a_block(toy_recipe: Path) -> None:
     assert prices.sizes(1) == [1]
     assert prices.sizes(35) == [*range(1, 16), *range(16, 32, 2), 32, 35]
@@ -200,25 +208,3 @@ def test_what_cannot_be_tuned_is_refused(
     recipe = str(toy_plan.parent / "model.yaml")
     words = (recipe if word == "RECIPE" else word for word in arguments)
     assert said in output(command.main, toy_plan, *words, status=2)
-
-
-def test_the_table_shows_the_choice_and_says_when_nothing_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(file=sys.stdout, width=120)
-    print_tuning(table(), console)
-    text = capsys.readouterr().out
-    for part in ("after 40 tokens", "top_k 2", "75%, 25%", "90%, 10%", "plain decoding 800 tokens/s"):
-        assert part in text
-    assert next(line for line in text.splitlines() if "1.40x" in line).endswith("chosen")
-    assert next(line for line in text.splitlines() if "1.20x" in line).split()[-4:] == ["NO", "the", "plan's", "own"]
-    assert "plain decoding is faster" not in text
-    slow = table()
-    slow.timed = [Timed(2, 1, 4, True, 0.9, 2.1, 520.0, True)]
-    print_tuning(slow, console)
-    assert "No tree of bushy pays here: plain decoding is faster." in capsys.readouterr().out
-    assert slow.to_json()["pays"] is False
-
-
-def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not draw_tuning(table(), tmp_path / "missing.png")
-    assert not list(tmp_path.iterdir())

@@ -164,21 +164,6 @@ def test_written_heads_draft_as_the_trained_ones(folder: Path, lessons: Lessons,
     assert torch.equal(sequence_logits(load_decoder(tmp_path / "model"), ids), sequence_logits(model, ids))
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_trained_head_is_rounded_as_it_is_written(folder: Path, lessons: Lessons, bits: int) -> None:
-    """And measured, its card says, as it was read back."""
-    target, name = lessons.teacher.model.config, f"int{bits}"
-    wide = replace(HEAD, hidden=32, intermediate=64, head_dim=32)
-    train_eagle3(tiny_run(folder, 0.0), lessons, wide, name, steps=3, bits=bits)
-    train_dspark(tiny_run(folder, 0.0), lessons, replace(BLOCK, head_dim=32), f"block-{name}", bits=bits)
-    settings = [json.loads((folder / "out" / n / "config.json").read_text()) for n in (name, f"block-{name}")]
-    cards = [(folder / "out" / n / "README.md").read_text() for n in (name, f"block-{name}")]
-    assert all(("quantization_config" in each) == (bits != 16) for each in settings)
-    assert all((f" in int{bits} (rounded" if bits != 16 else "bf16:") in card for card in cards)
-    assert load_eagle3(folder / "out" / name, target).config.hidden_size == 32
-    assert load_block(folder / "out" / f"block-{name}", target).config.head_dim == 32
-
-
 def test_a_block_head_continues_from_another_of_its_geometry_alone(folder: Path, lessons: Lessons) -> None:
     trained = train_block_head(folder, lessons, 0.5, "first")
     start = folder / "out" / "first"

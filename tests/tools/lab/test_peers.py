@@ -10,17 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import Runtime
 from outrider.compiler import __main__ as compiler
 from outrider.plans.errors import PlanError
 from outrider.plans.plan import read_manifest
-from outrider.tools.lab import child
 from outrider.tools.lab.peers import __main__ as peers
 from outrider.tools.lab.peers import measure, process
 from outrider.tools.lab.peers.conversion import convert
@@ -88,20 +85,6 @@ def test_every_engine_gives_the_same_tokens_and_ignores_end_tokens(
     assert section["idle_share"] < 0.5
     assert section["best_ratio"] == min(best["ratio"] for best in section["best"])
     assert (found["threads"], section["precision"], section["prompts"], found["new_tokens"]) == (1, "fp32", 2, 12)
-
-
-@pytest.mark.long
-def test_every_engine_runs_quantised_weights(workplace: Path, compared: Callable[..., str]) -> None:
-    draft = ("--reps", 2, "--draft", workplace / "drafter", "--precision", "int4,int8")
-    sections = json.loads(compared(*draft, "--json"))["precisions"]
-    assert [section["precision"] for section in sections] == ["int8", "int4"]
-    for section in sections:
-        found = {(row["engine"], row["mode"]) for row in section["rows"]}
-        assert found >= {(engine, mode) for engine in INSTALLED if engine != TRANSFORMERS for mode in PEERS[engine]}
-        assert all(row["same_runs"] == row["runs"] == 4 for row in section["rows"] if row["engine"] == OURS)
-    printed = compared(*draft, "--count", "1")
-    assert printed.index(", int8, greedy") < printed.index(", int4, greedy")
-    assert printed.count("missing: transformers: has no weights in int") == 2
 
 
 def test_random_checkpoints_that_choose_the_last_id_of_the_vocabulary_run_to_the_end(
@@ -255,22 +238,6 @@ def test_a_process_that_cannot_load_or_ends_is_reported(workplace: Path, monkeyp
     monkeypatch.setattr(process.sys, "executable", shutil.which("false"))
     with pytest.raises(LostEngineError, match="the process of outrider ended: exit status 1"):
         Worker(OURS, settings)
-
-
-def test_every_engine_hands_its_threads_to_its_library(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.tools.lab.peers import with_outrider, with_transformers
-
-    settings = Settings(str(workplace / "target"), "plan", None, 3, 8, converted="away")
-    load, set_threads, start = Mock(side_effect=KeyError), Mock(side_effect=KeyError), Mock(side_effect=KeyError)
-    monkeypatch.setattr(with_outrider.Runtime, "load", load)
-    monkeypatch.setattr(torch, "set_num_threads", set_threads)
-    monkeypatch.setattr(child.subprocess, "Popen", start)
-    for make in (with_outrider.Outrider, with_transformers.Transformers, lambda given: Worker(OURS, given)):
-        with pytest.raises(KeyError):
-            make(settings)
-    assert (load.call_args.kwargs["threads"], set_threads.call_args.args) == (3, (3,))
-    environment = start.call_args.kwargs["env"]
-    assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == ("3", "3")
 
 
 def converter(monkeypatch: pytest.MonkeyPatch, status: int = 0) -> list[set[str]]:

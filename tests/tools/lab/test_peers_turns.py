@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from argparse import Namespace
 from collections.abc import Callable
 
 import pytest
 
 from outrider.tools.lab.peers import measure, process
-from outrider.tools.lab.peers.engine import GENAI, LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, Generated
+from outrider.tools.lab.peers.engine import GENAI, OURS, TRANSFORMERS, Generated
 from outrider.tools.lab.peers.figures import report
 from outrider.tools.lab.peers.measure import Missing, Turns
 from outrider.tools.lab.peers.process import LostEngineError, WorkerError
@@ -70,28 +68,6 @@ def test_engines_alternate_and_every_second_repetition_has_the_reverse_order() -
     assert (names, missing) == ([(OURS, "none"), (OURS, "ngram"), (GENAI, "plain")], [])
     assert all([each.prompt for each in mode.runs] == [0, 1, 0, 1] for mode in found.modes)
     assert [each.generated.total_ms for each in found.modes[2].runs] == [5, 8, 11, 14]  # as it was called
-
-
-def test_engines_that_cannot_be_loaded_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(engine: str, *_: object) -> FakeWorker:
-        if engine != TRANSFORMERS:
-            raise WorkerError(f"RuntimeError: no such model for {engine}")
-        return FakeWorker(engine, ["a"], [])
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(measure, "_load", load)
-    monkeypatch.setattr(measure, "_converted", lambda engine, settings, *_: settings)
-    for precision, first in (
-        ("fp32", ("c", "needs a draft model")),
-        ("int8", (None, "has no weights in int8 on a CPU by itself")),
-    ):
-        missing: list[Missing] = []
-        found = measure._peers(None, Namespace(), precision, None, missing)  # type: ignore[arg-type]
-        assert [worker.engine for worker in found] == [TRANSFORMERS] * (precision == "fp32")
-        assert [tuple(absent.values()) for absent in missing] == [
-            (TRANSFORMERS, *first),
-            *((engine, None, f"RuntimeError: no such model for {engine}") for engine in (GENAI, OPENVINO, LLAMA_CPP)),
-        ]
 
 
 def test_a_mode_that_fails_is_listed_and_all_others_continue() -> None:
