@@ -86,7 +86,6 @@ def _measure(
 
 
 def _name_form(form: StructuredOutputs) -> str:
-    """Its kind, and a hash of it."""
     ((kind, value),) = form.items()
     return f"{kind} {sha256(str(value).encode()).hexdigest()[:12]}"
 

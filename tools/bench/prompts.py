@@ -32,7 +32,6 @@ class Prompts:
         return sha256(json.dumps(self.ids, separators=(",", ":")).encode()).hexdigest()
 
     def select(self, task: str) -> Prompts:
-        """Prompts of one task."""
         chosen = [ids for ids, other in zip(self.ids, self.tasks, strict=True) if other == task]
         return Prompts(chosen, [task] * len(chosen))
 

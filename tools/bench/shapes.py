@@ -136,7 +136,6 @@ def takes_trees(drafter: Drafter) -> bool:
 
 
 def own_shape(drafter: Drafter) -> Shape:
-    """Shape that the plan has a drafter draft."""
     if isinstance(drafter, NgramDrafter):
         return drafter.max_draft
     return drafter.tree if drafter.entropy is None else drafter.entropy

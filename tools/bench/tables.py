@@ -30,7 +30,6 @@ def shape(row: Row) -> str:
 
 
 def same(row: Row) -> str:
-    """Whether the tokens were plain decoding's."""
     if row["same_tokens"] is None:
         return "n/a"
     return "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}"

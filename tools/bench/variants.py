@@ -90,7 +90,6 @@ def _all_own(shaped: Sequence[tuple[Drafter, list[Shape]]]) -> bool:
 
 
 def _read_recipe(options: argparse.Namespace, manifest: Manifest) -> Recipe:
-    """The recipe that the plan was built from."""
     if options.recipe is None:
         recipe = source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)
     else:

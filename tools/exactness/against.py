@@ -46,7 +46,6 @@ class Side:
     body: dict[str, Any]
 
     def alone(self, asked: Sequence[Asked], *, stream: bool = False) -> list[Outcome]:
-        """One request after another."""
         return [self.server.ask(each, self.body, stream=stream) for each in asked]
 
     def company(self, asked: Sequence[Asked], at_once: int, order: int = 0) -> list[Outcome]:
@@ -247,7 +246,6 @@ class Server:
 
     @property
     def restarts(self) -> bool:
-        """Whether it can be started again."""
         return self._command is not None
 
     def start(self) -> None:
@@ -281,7 +279,6 @@ class Server:
         self.lists_logprobs = bool(self._ask_plainly({"prompt": "#", "max_tokens": 1, "logprobs": 1}).logprobs)
 
     def restart(self) -> None:
-        """End the process and start another."""
         self.stop()
         self.start()
 

@@ -123,7 +123,6 @@ def _numpy_features() -> tuple[str, ...]:
 
 
 def _threads() -> list[int]:
-    """Two, and one for each core."""
     return sorted({2, max(2, available_cores())})
 
 
@@ -151,7 +150,6 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
 
 
 def _sequences(manifest: Manifest, some: str, quick: bool) -> list[Condition]:
-    """Sessions and branches."""
     found = [Condition("sessions", f"turns and cuts, {some}", "session", some)]
     if not quick and some != NONE:
         found.append(Condition("sessions", "turns and cuts, none", "session"))
@@ -224,6 +222,5 @@ def _on(what: str, group: str, some: str, quick: bool) -> tuple[Condition, ...]:
 
 
 def _modes(manifest: Manifest) -> list[Mode]:
-    """Modes that the plan has."""
     target = manifest.target
     return [mode for mode in MODES if target.branches > 1 and (mode != "batching" or target.rows > 1)]

@@ -30,7 +30,6 @@ _CROWDED = 3  # tokens of a cache that is too small, in prompts
 
 
 def main() -> None:
-    """Do the job that stands on stdin."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is no answer
         job = json.loads(sys.stdin.readline())
@@ -79,7 +78,6 @@ class _Loaded:
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime that was prepared last."""
         assert self._runtime is not None
         return self._runtime
 
@@ -174,7 +172,6 @@ class Witness:
     resumed: int = 0
 
     def see(self, found: Generation) -> None:
-        """Count the figures of a generation."""
         self.tokens += found.stats.new_tokens
         self.accepted += found.stats.accepted
         self.reused += found.stats.reused_tokens
@@ -201,7 +198,6 @@ class Run:
         return own
 
     def outcome(self, found: Generation, asked: Asked) -> Outcome:
-        """Take a generation down, and count it."""
         self.witness.see(found)
         return outcome_of(found, asked)
 
@@ -284,7 +280,6 @@ def branches(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
 
 
 def company(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
-    """All requests submitted, to share passes."""
     before = run.runtime.scheduler_stats.rounds
     _warm(run, asked)
     order, draw = _order(run, len(asked))

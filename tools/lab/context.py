@@ -260,7 +260,6 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement."""
     return run_tool(_parser, arguments, measure_context, print_context)
 
 

@@ -199,7 +199,6 @@ class _Bench:
         return [runtime.tokenizer.encode(text)[-self._longest :] for text in self._texts]
 
     def run(self, session: Session, ids: list[int], drafter: str) -> Generation:
-        """A whole generation, from nothing."""
         session.reset()
         return session.generate(ids, **self.options(drafter, self.new_tokens))
 

@@ -47,7 +47,7 @@ def test_load(branch_plan: Path, toy_plan: Path, output: Callable[..., str], rep
         assert row["same_tokens"]
         assert row["tokens_per_second"] > 0
         assert row["gap_max_ms"] is None or row["gap_max_ms"] >= row["gap_p50_ms"] > 0
-    assert "batching, text first" in output(serving.main, "load", branch_plan, *sizes, *own, "--compare-overlap")
+    assert "against one by one" in output(serving.main, "load", branch_plan, *sizes, *own)
     rows = report(serving.main, "load", toy_plan, *sizes, "--length", 40, "--at-once", "1,3")["rows"]
     assert [(row["at_once"], row["mode"]) for row in rows] == [*product((1, 3), ("one by one", "one at a time"))]
     assert all(row["same_tokens"] for row in rows)

@@ -49,7 +49,6 @@ SCENARIOS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run scenarios."""
     return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 

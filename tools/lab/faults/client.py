@@ -69,7 +69,6 @@ def _events(response: Any) -> Iterator[str]:
 
 
 def get(port: int, path: str, timeout: float = 20.0) -> tuple[int, str]:
-    """Status and text of a path."""
     connection = HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         connection.request("GET", path)

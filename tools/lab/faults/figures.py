@@ -37,12 +37,10 @@ class Figures:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, what: str, number: int = 1) -> None:
-        """Add to a count."""
         with self._lock:
             setattr(self, what, getattr(self, what) + number)
 
     def lose(self, sentence: str) -> None:
-        """Count a lost request, and say why."""
         self.count("lost")
         self.fail(sentence)
 

@@ -145,7 +145,6 @@ def judge_lucky(figures: Figures, oracle: Knows, lucky: Sequence[Lucky]) -> None
 
 
 def _answer(said: bytes) -> Answer:
-    """The answer in a body, whole or of events."""
     answer = Answer(200)
     if not said.startswith(b"data: "):
         answer.take(json.loads(said))

@@ -20,7 +20,6 @@ _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
 MEMORY_MB = 96.0
 _CACHE_BYTES = 2**26  # full after the warm-up, or nearly: else filling it would look like a leak
 THREADS = 6  # workers that a pool makes when more ask at once than in the warm-up, and ends when it likes to
-_SHORT = 0.05  # of the whole form
 _SETTLING = 30.0  # seconds until connections that idle have been closed
 
 
@@ -42,17 +41,10 @@ class Setting:
     show: Callable[[str], None] = lambda _: None
     _made: int = field(default=0, repr=False)
 
-    @property
-    def short(self) -> bool:
-        """Whether of several ways to the same fault the cheapest is enough."""
-        return self.scale < _SHORT
-
     def draw(self, name: str) -> random.Random:
-        """Random numbers of a scenario's own."""
         return random.Random(f"{self.seed} {name}")
 
     def times(self, whole: int, least: int = 1) -> int:
-        """A count at this scale."""
         return max(least, round(whole * self.scale))
 
     def file(self, name: str) -> Path:
@@ -61,7 +53,6 @@ class Setting:
         return self.work / f"{self._made}-{name}"
 
     def serve(self, *options: str, plan: Path | None = None, environment: dict[str, str] | None = None) -> Server:
-        """A server of the plan, or of another."""
         cache = ("--cache-tokens", "8192", "--cache-bytes", str(_CACHE_BYTES))
         own = ("--threads", str(self.threads), "--max-waiting", "4096", *cache, *options)
         return Server(plan or self.plan, self.file("server.log"), own, _ALLOCATOR | (environment or {}))

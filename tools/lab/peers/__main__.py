@@ -15,12 +15,11 @@ from outrider.commands.arguments import Parser, at_least_0
 from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
 from outrider.tools.identity import describe_run
-from outrider.tools.lab.peers.engine import PRECISIONS, Precision
-from outrider.tools.measuring import add_arguments, print_report
+from outrider.tools.lab.peers.engine import PRECISIONS
+from outrider.tools.measuring import add_arguments, names_among, print_report
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison."""
     return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 
@@ -37,7 +36,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="folder of a Hugging Face checkpoint")
     parser.add_argument(
-        "--precision", type=_precisions, metavar="fp32,int8,int4",
+        "--precision", type=names_among(PRECISIONS), metavar="fp32,int8,int4",
         help="of the weights, one or several (default: those of the plans given, or fp32)",
     )  # fmt: skip
     parser.add_argument(
@@ -60,14 +59,6 @@ def _parser() -> Parser:
         help="where checkpoints in other formats, and a plan built here, are kept for the next time (default build)",
     )  # fmt: skip
     return parser
-
-
-def _precisions(text: str) -> list[Precision]:
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if word not in PRECISIONS:
-            raise argparse.ArgumentTypeError(f"is {word!r}; choose from {', '.join(PRECISIONS)}")
-    return [precision for precision in PRECISIONS if precision in words]
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -64,12 +64,10 @@ class Clock:
         self._first, self._ttft_ms, self._started = 0, 0.0, perf_counter()
 
     def count(self, tokens: int) -> None:
-        """Note that `tokens` have come now."""
         if not self._first:
             self._first, self._ttft_ms = tokens, 1000 * (perf_counter() - self._started)
 
     def done(self) -> float:
-        """Milliseconds since the start."""
         return 1000 * (perf_counter() - self._started)
 
     def generated(self, ids: list[int], total_ms: float) -> Generated:

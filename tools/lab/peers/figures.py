@@ -146,7 +146,6 @@ def _decoding(ours: Generation, theirs: Generation) -> float | None:
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
-    """Print a section for each precision."""
     machine = report["machine"]
     for section in report["precisions"]:
         versions = ", ".join(f"{engine} ({version})" for engine, version in section["versions"].items())

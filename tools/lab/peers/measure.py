@@ -79,7 +79,8 @@ def _plans(options: argparse.Namespace) -> dict[Precision, Path]:
         if precision in given:
             raise UsageError(f"--plan names two plans in {precision}, {given[precision]} and {plan}; pass one of them")
         given[precision] = plan
-    asked: list[Precision] = options.precision or [p for p in PRECISIONS if p in given] or ["fp32"]
+    chosen = given if options.precision is None else options.precision
+    asked = [precision for precision in PRECISIONS if precision in (chosen or ("fp32",))]
     for precision, plan in given.items():
         if precision not in asked:
             raise UsageError(f"{plan} is in {precision}, which --precision leaves out; leave out that plan as well")

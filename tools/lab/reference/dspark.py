@@ -188,7 +188,6 @@ def go_on(head: BlockHead, start: Path, target: DecoderConfig) -> None:
 
 
 def matrices(head: BlockHead) -> list[nn.Parameter]:
-    """The parameters that Muon trains."""
     return [head.fc.weight, *(p for p in head.layers.parameters() if p.ndim == 2)]
 
 

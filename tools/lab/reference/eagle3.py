@@ -149,7 +149,6 @@ def go_on(head: Eagle3Head, vocabulary: Tensor, trained: Eagle3Head, target_embe
 
 
 def matrices(head: Eagle3Head) -> list[nn.Parameter]:
-    """The parameters that Muon trains."""
     return [m.weight for m in (head.fc, head.q, head.k, head.v, head.o, head.gate, head.up, head.down)]
 
 

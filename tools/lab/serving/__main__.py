@@ -29,7 +29,6 @@ from outrider.tools.measuring import add_arguments, print_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a measurement."""
     return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 
@@ -76,9 +75,6 @@ def _parser() -> Parser:
     load.add_argument("--length", type=at_least_1, default=200, help="tokens of a prompt (200)")
     load.add_argument("--new", type=at_least_1, default=128, help="tokens of an answer (128)")
     add_arguments(load, "reps", reps=3)
-    load.add_argument(
-        "--compare-overlap", action="store_true", help="also without showing the text of a pass beside the next one"
-    )
     load.set_defaults(measure=measure_load, show=print_load)
     memory = commands.add_parser(
         "memory",

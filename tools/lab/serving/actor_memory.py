@@ -72,7 +72,6 @@ class _Answering:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Bytes by kind of a process."""
     found = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
         name, _, kibibytes = line.partition(":")

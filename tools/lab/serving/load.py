@@ -31,13 +31,9 @@ ALONE = "one by one"
 
 
 def load_runtime(
-    options: argparse.Namespace,
-    mode: str | None = None,
-    cache: PrefixCacheConfig | None = None,
-    *,
-    overlap: bool = True,
+    options: argparse.Namespace, mode: str | None = None, cache: PrefixCacheConfig | None = None
 ) -> Runtime:
-    scheduler = SchedulerConfig(mode=mode, overlap=overlap)  # type: ignore[arg-type]
+    scheduler = SchedulerConfig(mode=mode)  # type: ignore[arg-type]
     return Runtime.load(options.plan, threads=options.threads, prefix_cache=cache, scheduler=scheduler)
 
 
@@ -60,8 +56,6 @@ def measure_load(options: argparse.Namespace) -> dict[str, Any]:
         modes = {"one at a time": None}
     texts = prompts_of(probe, options, options.length)
     runtimes: dict[str, Runtime] = {name: load_runtime(options, mode) for name, mode in modes.items()}
-    if options.compare_overlap:  # where the text of a pass is made out before the next one begins
-        runtimes |= {f"{name}, text first": load_runtime(options, mode, overlap=False) for name, mode in modes.items()}
     cases = [(drafter, count) for drafter in drafters for count in at_once]
     rows = []
     with measuring([1.0] * len(cases) * (1 + len(runtimes)) * (1 + options.reps)) as begin:
