@@ -53,7 +53,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     "measure": {
         "doctor": Command("outrider.tools.doctor", "what is installed here, and which backends can run"),
         "bench": Command("outrider.tools.bench.__main__", "drafters, draft trees and start-up, by the clock"),
-        "exactness": Command("outrider.tools.exactness.__main__", "the same tokens whatever happens around a request"),
+        "exactness": Command(
+            "outrider.tools.exactness.__main__", "the same tokens under every condition around a request"
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

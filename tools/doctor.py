@@ -87,7 +87,6 @@ def _is_installed(package: str) -> bool:
 
 
 def _driver() -> str:
-    """What NVIDIA's driver says of itself."""
     number = ctypes.c_int()
     try:
         cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

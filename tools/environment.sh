@@ -21,7 +21,7 @@ digest=$(cat pyproject.toml tools/constraints.txt plugins/CMakeLists.txt $(find 
     sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$digest" ]; then
     step "installing outrider[$extras] into .venv (the first time takes some minutes)"
-    (   # a shell of its own: whoever sources this keeps its settings
+    (   # a shell of its own: the one that sources this keeps its settings
         set -euo pipefail
         # Tested versions, for the isolated build too (the second name is newer pip's).
         export PIP_CONSTRAINT=$PWD/tools/constraints.txt PIP_BUILD_CONSTRAINT=$PWD/tools/constraints.txt

@@ -47,7 +47,7 @@ class OtherPrograms:
 
     @property
     def share(self) -> float | None:
-        """Of all cores' time so far; None where the system does not tell."""
+        """Of all cores' time so far; None where the system does not say."""
         began, now = self._began, _spent()
         if began is None or now is None or now[0] <= began[0]:
             return None
@@ -139,7 +139,7 @@ _IDENTITY = bytes.fromhex(
 def threads_used(backend: str, asked: int) -> int | None:
     """`asked`, or, where that is 0, what ONNX Runtime chooses here: one thread per physical core. None on a GPU.
 
-    It tells nobody how many it started, and it counts cores that this process may not run on, so the threads of a
+    It does not say how many it started, and it counts cores that this process may not run on, so the threads of a
     session are counted; where the system does not list them, the cores that this process may use.
     """
     if backend != CPU:

@@ -113,7 +113,6 @@ def percentile(ranked: Sequence[float], share: int) -> float | None:
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """The median of those that are not None."""
     found = [value for value in values if value is not None]
     return median(found) if found else None
 
@@ -125,7 +124,6 @@ def spread(name: str, values: Iterable[float | None], shares: Sequence[int] = (1
 
 
 def paired_ratios(above: Iterable[float], below: Iterable[float]) -> list[float]:
-    """Ratios of the values at the same index."""
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
@@ -211,6 +209,18 @@ def add_arguments(parser: argparse.ArgumentParser, names: str, **defaults: int) 
         if name in defaults:
             options = options | {"default": defaults[name], "help": f"{options['help']} (default {defaults[name]})"}
         parser.add_argument(flag, **options)
+
+
+def names_among(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For `add_argument`'s `type`: names with commas between, each of which is `known`."""
+
+    def read(text: str) -> list[str]:
+        names = [word.strip() for word in text.split(",")]
+        if wrong := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"is {wrong[0]!r}; choose from {', '.join(known)}")
+        return names
+
+    return read
 
 
 def drafters_named(asked: str | None, known: Iterable[str]) -> list[str]:

@@ -128,7 +128,6 @@ class Divergence:
 
     @property
     def text(self) -> str:
-        """One line for the reader."""
         where = "" if self.index is None else f" {self.index}"
         unit = {"tokens": "token", "text": "character", "log-probabilities": "log-probability"}.get(
             self.what, self.what

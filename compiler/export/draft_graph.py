@@ -21,8 +21,8 @@ from outrider.compiler.export.ops import draft_sample, tree_expand, tree_rerank
 from outrider.compiler.models.attention import Attention
 from outrider.plans.manifest import Tree
 
-# How often the drafter's race tells nothing of the target's. Near the best of a grid on the reference drafters
-# (`python -m outrider.tools.lab.proposals`).
+# How often the drafter's race says nothing of the target's. Near the best of a grid on the reference drafters
+# (tools/results/races-cpu.txt).
 DOUBT = 0.5
 
 

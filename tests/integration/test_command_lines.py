@@ -23,9 +23,8 @@ MODULES = {
     **{
         f"outrider.tools.lab.{name}": None
         for name in (
-            "serving.__main__", "peers.__main__", "faults.__main__", "matmul.__main__", "context_quality.__main__",
-            "modes", "embedded", "bundle", "context", "proposals", "synthetic_pair", "train_reference", "gpu.measure",
-            "gpu.prepare", "paired", "reference.pack",
+            "serving.__main__", "peers.__main__", "faults.__main__", "bundle", "context", "synthetic_pair",
+            "train_reference", "gpu.measure", "gpu.prepare", "paired", "reference.pack",
         )
     },
 }  # fmt: skip

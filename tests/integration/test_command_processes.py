@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from tests.conftest import HELD_OUT
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 TEXT = "print('café', 'naïve', 'café', 'na"  # what the toy's n-grams repeat
@@ -86,17 +83,3 @@ def test_an_interrupt_while_importing_ends_the_command_quietly(module: str, tmp_
     )
     ended = run([module, "--help"], PYTHONPATH=str(tmp_path))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_soak_ends_quietly(branch_plan: Path) -> None:
-    command = [sys.executable, "-m", "outrider.tools.lab.serving", "soak", str(branch_plan), "--prompts", str(HELD_OUT)]
-    sizes = ["--minutes=5", "--clients=4", "--length=60", "--new=12", "--every=0.2", "--threads=1"]
-    with subprocess.Popen([*command, *sizes], stderr=subprocess.PIPE, text=True) as soak:
-        assert soak.stderr is not None
-        assert "soaking: 0 of" in soak.stderr.readline()  # the clients are at it
-        soak.send_signal(signal.SIGINT)
-        errors = soak.stderr.read()
-        assert soak.wait(timeout=60) == 130
-    assert errors.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in errors

@@ -15,7 +15,7 @@ from outrider.runtime.beam_search import beam_search
 from outrider.runtime.files import MappedFiles
 from outrider.runtime.runtime import Plan
 from outrider.runtime.step_loop_pool import StepLoopPool
-from outrider.tools.lab.faults.successor import copy_plan, write_over, write_successor
+from outrider.tools.lab.faults.replaced_plan import copy_plan, write_over, write_successor
 from tests.integration.served import client_of, get, listening
 
 PROMPT = "import os\n"

@@ -27,7 +27,7 @@ from outrider.runtime.ray_serve.router import KERNELS, Balance, PrefixIndex, _ma
 from outrider.runtime.ray_serve.settings import Settings
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.server.readiness import Readiness
-from outrider.tools.lab.faults.successor import write_over
+from outrider.tools.lab.faults.replaced_plan import write_over
 from tests.properties import cheap
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)

@@ -36,9 +36,7 @@ class Handler(BaseHTTPRequestHandler):
         text = f"{words[:8]} {words[8:12]}" + (" ..." if shared else "")
         choice: dict[str, Any] = {"text": text, "finish_reason": "length", "logprobs": None}
         if asked.get("stream"):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n".encode())
+            self.write(f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n")
         else:
             self.reply({"choices": [choice]})
 
@@ -57,11 +55,13 @@ class Handler(BaseHTTPRequestHandler):
         return joined.is_set()
 
     def reply(self, value: object) -> None:
-        body = json.dumps(value).encode()
+        self.write(json.dumps(value))
+
+    def write(self, body: str) -> None:
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(body.encode())))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body.encode())
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass

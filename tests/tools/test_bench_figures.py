@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from outrider import Generation, Stats
+from outrider import Generation, Runtime, Stats
 from outrider.runtime.generation import FinishReason
 from outrider.runtime.options.options import Options
 from outrider.tools.bench import runs as bench_runs
-from outrider.tools.bench.columns import COLUMNS, flat_rows, to_csv
 from outrider.tools.bench.prompts import Prompts
-from outrider.tools.bench.rows import by_task, speedup, summary, variant_columns
-from outrider.tools.bench.runs import Mode, Run, compare, mode_of
+from outrider.tools.bench.rows import _along_context, by_task, speedup, summary, variant_columns
+from outrider.tools.bench.runs import Mode, Run, compare, divergences, first_tokens, mode_of
 from outrider.tools.bench.shapes import PLAIN_DECODING, Variant
 from outrider.tools.bench.tables import MAIN, same
 
@@ -45,14 +44,12 @@ def test_a_speedup_is_the_time_of_plain_decoding_over_that_of_the_drafter_pair_b
     assert (row["ttft_ms"], row["e2e_ms"]) == (25, 50)
     slower = Mode(DRAFTER, [run(0, 200), run(1, 1250), run(2, 100)])
     assert summary(slower, plain)["speedup"] == 0.5
-    assert summary(Mode(PLAIN_DECODING, plain), plain)["speedup"] == 1
+    assert speedup(run(0, 100, tokens=[5] * 22), run(0, 100)) == 2  # by the token, where texts have other lengths
 
 
 def test_counts_are_those_of_all_runs() -> None:
-    runs = [
-        run(0, 1, rounds=5, drafted=30, left_out=7, accepted=6, plain_rounds=1),
-        run(1, 1, rounds=6, drafted=10, accepted=2),
-    ]
+    counts = {"rounds": 5, "drafted": 30, "left_out": 7, "accepted": 6, "plain_rounds": 1}
+    runs = [run(0, 1, **counts), run(1, 1, rounds=6, drafted=10, accepted=2)]
     row = summary(Mode(DRAFTER, runs), [run(0, 1), run(1, 1)])
     assert (row["drafted"], row["evaluated"], row["accepted"], row["plain_rounds"]) == (47, 40, 8, 1)
     assert (row["acceptance_rate"], row["tokens_per_verify"]) == (0.2, 2)
@@ -76,7 +73,7 @@ def test_repetitions_of_plain_decoding_are_compared_with_each_other() -> None:
     plain = [run(0, 1), run(1, 1), run(0, 1, tokens=other), run(1, 1)]
     assert [summary(Mode(PLAIN_DECODING, plain), plain)[key] for key in ("same_tokens", "same_runs")] == [False, 3]
     drafted = Mode(DRAFTER, [run(0, 1), run(1, 1), run(0, 1), run(1, 1, tokens=other)])
-    assert summary(drafted, plain)["same_runs"] == 3  # as plain decoding was first, whatever it did later
+    assert summary(drafted, plain)["same_runs"] == 3  # as plain decoding was first
 
 
 def test_tokens_by_rejection_at_a_temperature_are_not_expected_to_be_plain_decodings() -> None:
@@ -124,43 +121,33 @@ def test_what_was_forced_is_compared_with_nothing(monkeypatch: pytest.MonkeyPatc
     assert compared == [modes[0].runs, modes[1].runs]
 
 
-def test_generations_of_other_lengths_are_compared_by_the_token() -> None:
-    longer = run(0, 100, tokens=[5] * 22)
-    assert speedup(longer, run(0, 100)) == 2
-    assert speedup(run(0, 50), run(0, 100)) == 2
-
-
-def test_a_line_of_csv_has_the_same_columns_whatever_was_measured() -> None:
-    def report(*variants: Variant, tasks: list[str | None], task: str | None = None) -> dict[str, Any]:
-        runs = [run(index, 100, drafted=4, accepted=1) for index in range(2)]
-        prompts = Prompts([[1], [2]], tasks)
-        shared = {"git_sha": "abc", "task": task, "synthetic_accept": None}
-        rows = [
-            shared | variant_columns(Mode(v, runs)) | summary(Mode(v, runs), runs)
-            | {"by_task": by_task(runs, runs, prompts)}
-            for v in variants
-        ]  # fmt: skip
-        rows[0]["stages"] = {variants[0].drafter: 1.5, "target": 0.25}
-        return {"time": "2026-01-01T00:00:00+00:00", "machine": {"processor": "x", "cores": 2}, "rows": rows}
-
-    some = report(PLAIN_DECODING, DRAFTER, tasks=["short", "long"])
-    other = report(PLAIN_DECODING, tasks=[None, None])
-    one = report(PLAIN_DECODING, tasks=["long", "long"], task="long")
-    headers = {to_csv(r).partition("\n")[0] for r in (some, other, one)}
-    assert headers == {",".join(COLUMNS)}
-    lines = flat_rows(some)
-    assert [(line["drafter"], line["task"]) for line in lines] == [
-        (drafter, task) for drafter in ("none", "ngram") for task in (None, "short", "long")
-    ]
-    assert (lines[0]["stages"], lines[1]["stages"]) == ("none:1.5000 target:0.2500", None)
-    assert (lines[4]["speedup"], lines[4]["runs"], lines[4]["git_sha"], lines[4]["e2e_ms"]) == (1, 1, "abc", None)
-    assert {(line["time"], line["machine_cores"]) for line in lines} == {("2026-01-01T00:00:00+00:00", 2)}
-    assert [(line["task"], line["runs"]) for line in flat_rows(one)] == [("long", 2)]
-
-
 def test_cells_of_figures_that_there_are_not_say_so() -> None:
     mode = Mode(DRAFTER, [run(0, 50, first_span=11)])
     row = {"synthetic_accept": None} | variant_columns(mode) | summary(mode, [run(0, 100)])
     assert tuple(column.cell(row) for column in MAIN) == (
         "ngram", "6 nodes", "100", "-", "2.00x", "2.00-2.00", "-", "1.00", "-", "0%", "25.0/25.0", "-", "yes",
     )  # fmt: skip
+
+
+def test_tokens_that_part_are_shown_with_place_and_margin(toy: Runtime) -> None:
+    ids, options = [5, 6, 7], Options(max_new_tokens=6, ignore_eos=True)
+    session = toy.session()
+    plain = session.generate(ids, drafter="none", **options)
+    wrong = replace(plain, token_ids=[*plain.token_ids[:2], 1 + plain.token_ids[2] % 299, *plain.token_ids[3:]])
+    runs = [Run(g, 1.0, Stats(), (1.0, 3.0, 2.0)) for g in (plain, wrong)]
+    (found,) = divergences(session, [ids], options, first_tokens(runs[:1]), runs[1:])
+    assert (found.prompt, found.prompt_tokens, found.index) == (0, 3, 2)
+    assert found.margin > 0
+    row = summary(Mode(DRAFTER, runs[1:], [found]), runs[:1])
+    parted = [row[f"divergence_{key}"] for key in ("prompt", "prompt_tokens", "margin")]
+    assert (row["first_divergence"], *parted, row["same_tokens"]) == (2, 0, 3, found.margin, False)
+
+
+def test_times_along_the_context_are_medians_of_equal_stretches(toy: Runtime) -> None:
+    plain = toy.session().generate([5, 6, 7], drafter="none", max_new_tokens=4, ignore_eos=True)
+    timed = Run(plain, 1.0, Stats(), tuple(float(ms) for ms in range(64)))
+    assert plain.stats.prompt_tokens + plain.stats.first_span == 4  # where the first token stands that has a time
+    along = _along_context([timed, replace(timed, gaps_ms=(100.0,))])
+    assert [at["tokens"] for at in along] == [4 * stretch + 2 for stretch in range(1, 17)]
+    assert [at["ms"] for at in along] == [2.0, *(4 * stretch + 1.5 for stretch in range(1, 16))]
+    assert _along_context([replace(timed, gaps_ms=())]) == []

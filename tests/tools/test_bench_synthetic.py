@@ -1,27 +1,24 @@
-"""Accept lengths by force: exactly as long as asked for, by stages that all run, and never in another session."""
+"""Accept lengths by force: exactly the length asked for, by stages that all run, and never in another session."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from outrider import Runtime, Session
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
-from outrider.plans.errors import RequestError
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import Round
 from outrider.tools.bench import __main__ as bench
-from outrider.tools.bench.synthetic import forced_session
+from outrider.tools.bench.latency import forced_session
 from tests.conftest import TOY_DRAFTERS
-
-Captured = pytest.CaptureFixture[str]
 
 SAMPLED = Options(temperature=0.9, top_k=20, top_p=0.9, seed=5)
 PROMPT = list(range(40, 70)) * 2  # longer than a chunk, and it repeats itself: n-grams have something to draft
@@ -35,18 +32,16 @@ def rounds(session: Session, drafter: str, options: Options) -> list[Round]:
     return seen
 
 
-@pytest.mark.parametrize("options", [Options(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
-@pytest.mark.parametrize("length", [0, 2, 5])
+@pytest.mark.parametrize(("options", "length"), [(Options(), 0), (SAMPLED, 2), (Options(), 5)])
 def test_every_draft_is_accepted_to_that_length(toy: Runtime, drafter: str, options: Options, length: int) -> None:
     seen = rounds(forced_session(toy, length), drafter, options)
     drafted = [r for r in seen[:-1] if r.nodes]  # the last one is cut at the limit
     assert drafted
     for r in drafted:
-        assert sum(node.accepted for node in r.nodes) == min(length, max(node.depth for node in r.nodes))
-        assert len(r.committed) == 1 + sum(node.accepted for node in r.nodes)
-    for before, after in pairwise(seen):
-        assert after.position == before.position + len(before.committed)
+        accepted = sum(node.accepted for node in r.nodes)
+        assert (accepted, len(r.committed)) == (min(length, max(node.depth for node in r.nodes)), 1 + accepted)
+    assert all(after.position == before.position + len(before.committed) for before, after in pairwise(seen))
 
 
 def test_rejection_is_forced_too(toy_recipe: Path, tmp_path: Path) -> None:
@@ -68,41 +63,19 @@ def test_the_runtime_and_plain_decoding_stay_as_they_are(toy: Runtime) -> None:
     assert toy.session().generate(PROMPT, drafter="bushy", **options).token_ids == expected
 
 
-def test_backends_without_logits_on_the_host_are_refused(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toy, "backend", "tensorrt")
-    with pytest.raises(RequestError, match=r"where tensorrt has none; pass --backend onnxruntime-cpu"):
-        forced_session(toy, 2)
-
-
-def measured(toy_plan: Path, *arguments: str) -> int:
-    prompts = str(toy_plan.parent / "held_out.jsonl")
-    sizes = ("--count", "2", "--new", "25", "--reps", "1", "--drafters", "chain,bushy")
-    return bench.main(["latency", str(toy_plan), "--prompts", prompts, *sizes, *arguments])
-
-
-def test_rows_say_that_they_are_synthetic(toy_plan: Path, capsys: Captured) -> None:
-    assert measured(toy_plan, "--synthetic-accept", "3", "--json") == 0
-    plain, *forced = json.loads(capsys.readouterr().out)["rows"]
+def test_every_form_of_output_says_that_it_is_synthetic(toy_plan: Path, output: Callable[..., str]) -> None:
+    sizes = ("--count", 2, "--new", 25, "--reps", 1, "--drafters", "chain,bushy", "--synthetic-accept", 3)
+    asked = ("latency", toy_plan, "--prompts", toy_plan.parent / "held_out.jsonl", *sizes)
+    plain, *forced = json.loads(output(bench.main, *asked, "--json"))["rows"]
     assert forced[0]["tokens_per_verify"] == 25 / 7  # one for the prompt, and six rounds of 3 and the correction
     assert forced[0]["acceptance_by_depth"] == [1.0, 1.0, 1.0]
-    assert plain["synthetic_accept"] is None
-    assert plain["same_tokens"]
+    assert (plain["synthetic_accept"], plain["same_tokens"]) == (None, True)
     for row in forced:
-        assert row["synthetic_accept"] == 3
-        assert row["same_tokens"] is row["same_runs"] is row["first_divergence"] is row["divergence_margin"] is None
-        assert not row["auto_disable"]
-        assert row["acceptance_by_depth"][0] == 1
+        assert row["same_tokens"] is row["same_runs"] is row["first_divergence"] is None
+        assert (row["synthetic_accept"], row["auto_disable"]) == (3, False)
         assert {"BimMask", "target", "TreeAccept", "KvGather", row["drafter"]} <= set(row["stages"])
-
-
-@pytest.mark.parametrize("form", ["--csv", "--markdown", "--table"])
-def test_every_form_of_output_says_it(toy_plan: Path, capsys: Captured, form: str) -> None:
-    assert measured(toy_plan, "--synthetic-accept", "0", *([] if form == "--table" else [form])) == 0
-    text = capsys.readouterr().out
-    if form == "--csv":
-        rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text)))
-        assert [row["synthetic_accept"] for row in rows] == ["", "0", "0"]
-        assert [row["same_tokens"] for row in rows] == ["True", "", ""]
-    else:
-        assert text.count("synthetic:0") == 2
-        assert "n/a" in text
+    rows = list(csv.DictReader(io.StringIO(output(bench.main, *asked, "--csv"))))
+    assert [(row["synthetic_accept"], row["same_tokens"]) for row in rows] == [("", "True"), ("3", ""), ("3", "")]
+    for form in ((), ("--markdown",)):
+        text = output(bench.main, *asked, *form)
+        assert (text.count("synthetic:3"), "n/a" in text) == (2, True)

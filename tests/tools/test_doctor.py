@@ -11,7 +11,7 @@ import outrider.tools.doctor
 from outrider.tools.doctor import examine, main
 
 
-def test_a_plans_backends_and_the_extras_are_told(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plans_backends_and_the_extras_are_reported(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(toy_plan), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["backend onnxruntime-cpu"] == "runs here"
@@ -23,12 +23,8 @@ def test_a_plans_backends_and_the_extras_are_told(toy_plan: Path, capsys: pytest
 
 
 def test_what_an_extra_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = [
-        "numpy",
-        "nothing-so-named>=2; extra == 'serve'",
-        "numpy>=1; extra == 'serve'",
-        "outrider[serve]; extra == 'x'",
-    ]
+    needed = ["numpy", "nothing-so-named>=2; extra == 'serve'", "numpy>=1; extra == 'serve'"]
+    needed += ["outrider[serve]; extra == 'x'"]
     monkeypatch.setattr(outrider.tools.doctor, "requires", lambda _: needed)
     found = examine(None)
     assert found["extra serve"] == "lacks nothing-so-named"

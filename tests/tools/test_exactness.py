@@ -1,22 +1,25 @@
-"""The table of divergences: there are none of ours, and those that are planted are found."""
+"""The table of divergences: there are none of ours, and planted ones are found."""
 
 from __future__ import annotations
 
 import gc
+import io
 import json
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from outrider import PrefixCacheConfig, Runtime
 from outrider.plans.plan import open_plan
@@ -31,10 +34,9 @@ from outrider.tools.exactness.conditions import (
     processes,
     usable_drafters,
 )
+from outrider.tools.exactness.measure import print_groups, print_table
 from outrider.tools.exactness.requests import Asked, plan_requests
-from outrider.tools.exactness.server import Server
-from outrider.tools.exactness.ways import outcome_of
-from outrider.tools.exactness.worker import environment, run_job, run_process
+from outrider.tools.exactness.worker import environment, outcome_of, run_job, run_process
 from outrider.tools.parting import Logprob, Outcome, compare, divergence
 from tests.conftest import HELD_OUT, REPOSITORY
 from tests.inexact import make_target_inexact
@@ -44,25 +46,24 @@ PROMPTS = ("--prompts", str(HELD_OUT))
 FAKE = Path(__file__).with_name("fake_server.py")
 
 
-def report(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> dict[str, Any]:
-    assert exactness.main([*arguments, "--json"]) == status
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def free_port() -> int:
+@pytest.fixture
+def port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+        return int(free.getsockname()[1])
 
 
-# Our engine.
+@pytest.fixture
+def divergences(output: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+    """The report of `outrider exactness`, whose status is 1 where our engine diverges."""
+    return lambda *arguments, status=0: json.loads(
+        output(exactness.main, *PROMPTS, *arguments, "--json", status=status)
+    )
 
 
 @pytest.mark.long
-def test_our_engine_has_no_divergence(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, 0, str(branch_plan), "--quick", "--new", "12", "--length", "10", *PROMPTS)
+def test_our_engine_has_no_divergence(branch_plan: Path, divergences: Callable[..., Any]) -> None:
+    found = divergences(branch_plan, "--quick", "--new", 12, "--length", 10)
     assert found["diverged"] == 0
     rows = {row["condition"]: row for row in found["rows"]}
     assert {row["requests"] for row in rows.values()} == {8}
@@ -99,8 +100,8 @@ def test_every_condition_of_a_plan_without_branches_and_of_one_with_everything(
 
 
 @pytest.mark.long
-def test_no_divergence_in_any_condition(everything_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, 0, str(everything_plan), "--requests", "16", "--new", "40", *PROMPTS)
+def test_no_divergence_in_any_condition(everything_plan: Path, divergences: Callable[..., Any]) -> None:
+    found = divergences(everything_plan, "--requests", 16, "--new", 40)
     assert found["diverged"] == 0
     assert "partial KV" in {row["group"] for row in found["rows"]}
 
@@ -122,55 +123,41 @@ def in_this_process(
 
 
 def test_another_seed_is_found_where_it_was_planted(
-    branch_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    branch_plan: Path, monkeypatch: pytest.MonkeyPatch, divergences: Callable[..., Any]
 ) -> None:
     conditions = (Condition("drafters", "ngram", "alone", "ngram"), Condition("company", "all", "company", "mixed"))
     in_this_process(monkeypatch, conditions, {"all": {"seed": 1}})
-    measured, measure_once = list[dict[str, Any]](), exactness.measure
-
-    def kept(options: Any) -> dict[str, Any]:  # what is printed in three ways is measured once
-        measured.extend([] if measured else [measure_once(options)])
-        return measured[0]
-
-    monkeypatch.setattr(exactness, "measure", kept)
-    arguments = (str(branch_plan), "--quick", "--new", "10", "--drafters", "ngram,head", *PROMPTS)
-    ngram, company = report(capsys, 1, *arguments)["rows"]
+    report = divergences(branch_plan, "--quick", "--new", 10, "--drafters", "ngram,head", status=1)
+    ngram, company = report["rows"]
     assert (ngram["diverged"], ngram["logprobs_diverged"], ngram["first"]) == (0, 0, None)
     assert 0 < company["diverged"] < 8  # greedy requests draw nothing
     first = company["first"]
-    assert first["request"] == "prompt 0, temperature 0.7"
-    assert first["what"] == "tokens"
+    assert (first["request"], first["what"]) == ("prompt 0, temperature 0.7", "tokens")
     assert first["expected"] != first["found"]
     assert not [name for name in company["names"] if "greedy" in name or name.endswith("penalties")]
-    assert exactness.main(list(arguments)) == 1
-    printed = capsys.readouterr().out
-    assert f"company, all: first with other tokens: {first['text']}" in printed
-    assert "1 of 2 conditions diverge" in printed
-    assert exactness.main([*arguments, "--groups"]) == 1
-    assert re.search(rf"company +1 +8 +{company['diverged']} ", capsys.readouterr().out)
+    screen = Console(file=io.StringIO(), width=120)
+    print_table(report, screen)
+    print_groups(report, screen)
+    printed = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count(f"company, all: first with other tokens: {first['text']}") == 2
+    assert printed.count("1 of 2 conditions diverge") == 2
+    assert re.search(rf"company +1 +8 +{company['diverged']} ", printed)
 
 
 def test_an_engine_whose_rows_depend_on_each_other_is_found(
-    branch_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    branch_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divergences: Callable[..., Any]
 ) -> None:
     """A real fault: one scale for all rows of a product."""
     plan = shutil.copytree(branch_plan, tmp_path / "plan")
     make_target_inexact(plan)
-    conditions = (
-        Condition("drafters", "none", "alone"),
-        Condition("drafters", "chain", "alone", "chain"),
-        Condition("company", "all", "company"),
-    )
-    in_this_process(monkeypatch, conditions)
-    arguments = (str(plan), "--quick", "--new", "10", "--exactness", "unchecked", *PROMPTS)
-    plain, drafted, company = report(capsys, 1, *arguments)["rows"]
-    assert (plain["diverged"], plain["logprobs_diverged"]) == (0, 0)
-    assert drafted["diverged"] + drafted["logprobs_diverged"] > 0
-    assert company["diverged"] + company["logprobs_diverged"] > 0
+    ways = (("none", "alone", "none"), ("chain", "alone", "chain"), ("all", "company", "none"))
+    in_this_process(monkeypatch, tuple(Condition("drafters", *way) for way in ways))
+    rows = divergences(plan, "--quick", "--new", 10, "--exactness", "unchecked", status=1)["rows"]
+    assert [row["diverged"] + row["logprobs_diverged"] > 0 for row in rows] == [False, True, True]
 
 
 def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_out(
-    toy_plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    toy_plan: Path, monkeypatch: pytest.MonkeyPatch, divergences: Callable[..., Any]
 ) -> None:
     two = (Condition("threads", "one", "alone"), Condition("threads", "other", "alone"))
 
@@ -188,28 +175,24 @@ def test_a_process_that_ends_is_a_divergence_and_missing_instructions_are_left_o
     lacking = "avx2" if platform.machine() in ("aarch64", "arm64") else "neon"
     todo = [Process(two, isa="gone"), Process(two, isa="died"), Process(two, isa=lacking)]
     monkeypatch.setattr(measure, "processes", lambda *_, **__: todo)
-    found = report(capsys, 1, str(toy_plan), "--requests", "2", "--new", "4", *PROMPTS)
+    found = divergences(toy_plan, "--requests", 2, "--new", 4, status=1)
     assert [row["diverged"] for row in found["rows"]] == [2] * 4  # the second condition of each was never run
-    for row in found["rows"][:2]:
-        assert "nowhere" in row["first"]["found"]
-    for row in found["rows"][2:]:
-        assert "its process ended: KeyError: 'asked'" in row["first"]["found"]
+    for row, words in zip(found["rows"], ["nowhere"] * 2 + ["its process ended: KeyError: 'asked'"] * 2, strict=True):
+        assert words in row["first"]["found"]
     assert [each["what"] for each in found["left_out"]] == [f"OUTRIDER_ISA={lacking}"]
 
 
 def test_every_sampling_meets_both_choices_of_logprobs_every_drafter_and_both_cuts(toy_plan: Path) -> None:
     tokenizer = Tokenizer.load(toy_plan / "tokenizer", open_plan(toy_plan).manifest.text.special_tokens)
     asked = plan_requests(["import os\n", "def main():\n", "return 1\n", "class A:\n"], tokenizer, 160, 32, 8, 8)
-    chosen = ["logprobs" in each.options for each in measure._half_with_logprobs(asked)]
-    assert {(each.sampling, told) for each, told in zip(asked, chosen, strict=True)} == set(
-        product(range(8), (False, True))
-    )
-    assert {(each.sampling, each.in_half(4)) for each in asked} == set(product(range(8), (False, True)))
+    halves = ["logprobs" in each.options for each in measure._half_with_logprobs(asked)]
+    both = (False, True)
+    assert {*zip((each.sampling for each in asked), halves, strict=True)} == {*product(range(8), both)}
+    assert {(each.sampling, each.in_half(4)) for each in asked} == {*product(range(8), both)}
     for count in (2, 3, 4):
-        met = {(each.sampling, each.turn % count) for each in asked}
-        assert met == set(product(range(8), range(count)))
-        told_by = {(each.turn % count, told) for each, told in zip(asked, chosen, strict=True)}
-        assert told_by == set(product(range(count), (False, True)))
+        turns = [each.turn % count for each in asked]
+        assert {*zip((each.sampling for each in asked), turns, strict=True)} == {*product(range(8), range(count))}
+        assert {*zip(turns, halves, strict=True)} == {*product(range(count), both)}
 
 
 def test_log_probabilities_that_an_engine_loses_are_missed(toy: Runtime) -> None:
@@ -242,37 +225,39 @@ def test_the_instruction_sets_are_those_of_the_kernels() -> None:
     assert tuple(re.findall(r'"(\w+)"', listed[1])) == INSTRUCTION_SETS
 
 
-# Comparing.
+LOGPROBS = (Logprob(5, -0.5, ((5, -0.5), (6, -1.0))), Logprob(7, -0.25, ((7, -0.25), (8, -0.375))))
+WHOLE = Outcome((5, 7), "ab", "length", LOGPROBS)
+NEAR = (LOGPROBS[0], Logprob(7, -0.25, ((7, -0.25), (8, -0.3750001))))
 
 
-def test_outcomes_part_in_tokens_then_texts_then_reasons_then_logprobs() -> None:
-    logprobs = (Logprob(5, -0.5, ((5, -0.5), (6, -1.0))), Logprob(7, -0.25, ((7, -0.25), (8, -0.375))))
-    whole = Outcome((5, 7), "ab", "length", logprobs)
-    assert divergence("r", whole, whole) is None
-    assert divergence("r", whole, Outcome((5, 7), "ab", "length")) is None  # not asked for log-probabilities
-    for told, place in (((), 0), (logprobs[1:], 0)):  # asked for, and lost: all, or the first
-        lost = divergence("r", whole, Outcome((5, 7), "ab", "length", told))
-        assert lost is not None
-        assert (lost.what, lost.index) == ("log-probabilities", place)
-    assert divergence("r", whole, Outcome((5, 7), "ab", "length", logprobs[1:], 1)) is None  # continued after one token
-    parted = divergence("r", whole, Outcome((5, 8), "ac", "length", logprobs))
-    assert parted is not None
-    assert (parted.what, parted.index, parted.margin) == ("tokens", 1, 0.125)
-    assert parted.text == "r, token 1: 8 in place of 7 (+0.12 nats)"
-    shorter = divergence("r", whole, Outcome((5,), "a", "stop"))
-    assert shorter is not None
-    assert shorter.text == "r, token 1: the end in place of 7"
-    texts = divergence("r", Outcome((), "abc", "length"), Outcome((), "abd", "length"))
-    assert texts is not None
-    assert texts.text == "r, character 2: 'd' in place of 'c'"
-    reasons = divergence("r", whole, Outcome((5, 7), "ab", "stop", logprobs))
-    assert reasons is not None
-    assert reasons.what == "finish reason"
-    near = (logprobs[0], Logprob(7, -0.25, ((7, -0.25), (8, -0.3750001))))
-    last = divergence("r", whole, Outcome((5, 7), "ab", "length", near))
-    assert last is not None
-    assert (last.what, last.index) == ("log-probabilities", 1)
-    failed = compare(["r", "s"], [whole, whole], [Outcome(error="status 500"), whole])
+@pytest.mark.parametrize(
+    ("found", "what", "place"),
+    [
+        (WHOLE, None, None),
+        (Outcome((5, 7), "ab", "length"), None, None),  # not asked for log-probabilities
+        (Outcome((5, 7), "ab", "length", LOGPROBS[1:], 1), None, None),  # continued after one token
+        (Outcome((5, 7), "ab", "length", ()), "log-probabilities", 0),  # asked for, and lost: all, or the first
+        (Outcome((5, 7), "ab", "length", LOGPROBS[1:]), "log-probabilities", 0),
+        (Outcome((5, 7), "ab", "length", NEAR), "log-probabilities", 1),
+        (Outcome((5, 7), "ab", "stop", LOGPROBS), "finish reason", None),
+        (Outcome((), "aX", "length"), "text", 1),
+        (Outcome((5, 8), "ac", "stop", LOGPROBS), "tokens", 1),
+        (Outcome((5,), "a", "stop"), "tokens", 1),
+        (Outcome(error="status 500"), "error", None),
+    ],
+)
+def test_outcomes_part_in_tokens_then_texts_then_reasons_then_logprobs(
+    found: Outcome, what: str | None, place: int | None
+) -> None:
+    parted = divergence("r", WHOLE, found)
+    assert (parted and parted.what, parted and parted.index) == (what, place)
+
+
+def test_a_divergence_is_a_sentence_with_the_margin_and_counted_by_kind() -> None:
+    other = Outcome((5, 8), "ac", "length", LOGPROBS)
+    (parted,) = filter(None, [divergence("r", WHOLE, other)])
+    assert (parted.margin, parted.text) == (0.125, "r, token 1: 8 in place of 7 (+0.12 nats)")
+    failed = compare(["r", "s"], [WHOLE, WHOLE], [Outcome(error="status 500"), WHOLE])
     assert (failed.diverged, failed.logprobs_diverged, failed.by_what) == (1, 0, {"error": 1})
 
 
@@ -281,15 +266,12 @@ def test_outcomes_keep_every_bit_as_json() -> None:
     assert Outcome.from_json(json.loads(json.dumps(asdict(whole)))) == whole
 
 
-# Servers.
-
-
-def test_our_server_has_no_divergence(branch_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_server_has_no_divergence(branch_plan: Path, divergences: Callable[..., Any]) -> None:
     runtime = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=4096))
     with listening(runtime) as address:
         bodies = ("--body", '{"drafter": "none"}', "--drafting-body", '{"drafter": "head"}')
-        sizes = ("--requests", "6", "--new", "8", "--characters", "60", "--at-once", "4")
-        found = report(capsys, 0, *PROMPTS, "--against", address, *bodies, *sizes)
+        sizes = ("--requests", 6, "--new", 8, "--characters", 60, "--at-once", 4)
+        found = divergences("--against", address, *bodies, *sizes)
     assert found["ours"]
     assert found["diverged"] == found["failed_at_first"] == 0
     rows = {(row["group"], row["condition"]): row["witness"] for row in found["rows"]}
@@ -303,19 +285,25 @@ def test_our_server_has_no_divergence(branch_plan: Path, capsys: pytest.CaptureF
     assert [each["what"] for each in found["left_out"]] == ["rows of a restart"]
 
 
+def against(port: int, *options: str) -> tuple[str, ...]:
+    """Arguments that compare a fake server, which the tool starts."""
+    return (
+        "--against",
+        f"http://127.0.0.1:{port}",
+        "--start",
+        shlex.join([sys.executable, str(FAKE), str(port), *options]),
+    )
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_server_that_answers_otherwise_in_company_is_found_and_no_fault_of_ours(
-    changes: bool, capsys: pytest.CaptureFixture[str]
+    changes: bool, port: int, divergences: Callable[..., Any]
 ) -> None:
-    port = free_port()
-    start = f"{sys.executable} {FAKE} {port} {'--company' if changes else ''}"
-    sizes = ("--requests", "5", "--new", "8", "--at-once", "5")
-    address = f"http://127.0.0.1:{port}"
-    found = report(capsys, 0, *PROMPTS, "--against", f"{address}/v1", "--start", start, *sizes)
+    company = ["--company"] if changes else []
+    found = divergences(*against(port, *company), "--requests", 5, "--new", 8, "--at-once", 5)
     assert not found["ours"]
     for row in found["rows"]:
-        shares = "at once" in row["condition"]
-        assert bool(row["diverged"]) == (shares and changes), row
+        assert bool(row["diverged"]) == ("at once" in row["condition"] and changes), row
         if row["diverged"]:
             assert row["first"]["what"] == "text"
             assert row["first"]["text"].endswith(": ' ...' in place of ''")
@@ -325,49 +313,24 @@ def test_a_server_that_answers_otherwise_in_company_is_found_and_no_fault_of_our
         assert gone.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_server_that_answers_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    start = f"{sys.executable} {FAKE} {port} --fails"
-    assert exactness.main([*PROMPTS, "--against", address, "--start", start, "--requests", "2"]) == 2
-    assert f"{address}/v1 answers no request: status 500" in capsys.readouterr().err
-
-
-def test_a_server_of_ours_that_refuses_some_requests_is_at_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    start = f"{sys.executable} {FAKE} {port} --ours --refuses-penalties"
-    arguments = (*PROMPTS, "--against", f"http://127.0.0.1:{port}", "--start", start, "--requests", "5", "--quick")
-    assert exactness.main(list(arguments)) == 1
-    assert "of the first answers, 1 of 5 were errors" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_a_drafting_body_is_in_addition_to_the_body(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_server_of_ours_that_refuses_requests_is_at_fault_and_one_that_answers_nothing_is_refused(
+    port: int, output: Callable[..., str]
 ) -> None:
-    sent, ask = list[dict[str, Any]](), Server.ask
-
-    def noting(self: Server, asked: Asked, more: dict[str, Any], *, stream: bool = False) -> Outcome:
-        sent.append(more)
-        return ask(self, asked, more, stream=stream)
-
-    monkeypatch.setattr(Server, "ask", noting)
-    port = free_port()
-    start = f"{sys.executable} {FAKE} {port}"
-    bodies = ("--body", '{"user": "x"}', "--drafting-body", '{"drafter": "d"}')
-    sizes = ("--requests", "1", "--quick")
-    report(capsys, 0, *PROMPTS, "--against", f"http://127.0.0.1:{port}", "--start", start, *bodies, *sizes)
-    assert {"user": "x", "drafter": "d"} in sent
-    assert all(more["user"] == "x" for more in sent)
+    said = output(exactness.main, *PROMPTS, *against(port, "--fails"), "--requests", 2, status=2)
+    assert f":{port}/v1 answers no request: status 500" in said
+    ours = against(port, "--ours", "--refuses-penalties")
+    printed = output(exactness.main, *PROMPTS, *ours, "--requests", 5, "--quick", status=1)
+    assert "of the first answers, 1 of 5 were errors" in printed.splitlines()[-1]
 
 
-def test_what_cannot_be_compared_is_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    nowhere = f"http://127.0.0.1:{free_port()}"
+def test_what_cannot_be_compared_is_refused(toy_plan: Path, port: int, output: Callable[..., str]) -> None:
+    nowhere = f"http://127.0.0.1:{port}"
     for arguments, words in (
         ((), "pass a PLAN, or --against URL"),
-        ((str(toy_plan), "--start", "x"), "--start is about a server; pass --against URL too"),
-        ((str(toy_plan), "--drafters", "oracle", *PROMPTS), "--drafters names 'oracle'"),
-        ((str(toy_plan), "--new", "160", *PROMPTS), "--new is 160, which leaves no room"),
-        ((str(toy_plan), "--body", "[1]"), "--body is '[1]'; pass a JSON object"),
+        ((toy_plan, "--start", "x"), "--start is about a server; pass --against URL too"),
+        ((toy_plan, "--drafters", "oracle", *PROMPTS), "--drafters names 'oracle'"),
+        ((toy_plan, "--new", "160", *PROMPTS), "--new is 160, which leaves no room"),
+        ((toy_plan, "--body", "[1]"), "--body is '[1]'; pass a JSON object"),
         (("--against", nowhere), "pass a PLAN, whose recipe names some, or --prompts FILE"),
         ((*PROMPTS, "--against", nowhere), f"No server answers at {nowhere}/v1"),
         ((*PROMPTS, "--against", nowhere, "--start", f"{sys.executable} -c 1"), "ended: it said nothing"),
@@ -375,5 +338,4 @@ def test_what_cannot_be_compared_is_refused(toy_plan: Path, capsys: pytest.Captu
         ((*PROMPTS, "--against", "here"), "'here' is no address of a server"),
         ((*PROMPTS, "--against", nowhere, "--requests", "1000"), "there are 88 different prompts; lower it"),
     ):
-        assert exactness.main(list(arguments)) == 2, arguments
-        assert words in capsys.readouterr().err
+        assert words in output(exactness.main, *arguments, status=2)

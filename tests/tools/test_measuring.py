@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,26 +58,13 @@ def test_a_case_that_fails_leaves_and_what_it_names_with_it() -> None:
 
 
 def test_the_time_left_is_by_the_costs_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Bar:
-        def __init__(self, title: str) -> None:
-            self.title = title
-
-        def __enter__(self) -> Any:
-            return lambda *update: shown.append(update)
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
     shown: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(harness, "progress_bar", Bar)
+    monkeypatch.setattr(harness, "progress_bar", lambda _: nullcontext(lambda *update: shown.append(update)))
     now = [0.0]
     with measuring([10.0, 30.0, 60.0], clock=lambda: now[0]) as begin:
-        begin("short")
-        now[0] = 1.0
-        begin("long")
-        now[0] = 8.0
-        begin("longest")
-        begin("more than planned")
+        for seconds, text in ((0.0, "short"), (1.0, "long"), (8.0, "longest"), (8.0, "more than planned")):
+            now[0] = seconds
+            begin(text)
     assert shown == [
         (0, 3, "short", None),
         (1, 3, "long", 9.0),

@@ -48,7 +48,7 @@ def _parser(called: str) -> Parser:
         help="plain decoding against the plan's drafters",
         description="Run plain decoding and drafters alternately on held-out prompts in one process, by wall clock: "
         "tokens/s, paired speedup, tokens per verify, how long a user waits for the first token (ttft) and between two "
-        "pieces of text (gap: a round's time, whatever tokens it brings), and whether the tokens are the same; with "
+        "pieces of text (gap: a round's time), and whether the tokens are the same; with "
         "--stages also milliseconds a round by stage, and what of a round no engine accounts for (host gap). --json "
         "has every sample too. With --tree or --depth, drafters run once for "
         "each shape of draft, in a temporary plan built for it.",
@@ -139,7 +139,7 @@ def _add_measuring(command: argparse.ArgumentParser, count: int) -> None:
     add_form(command)
     command.add_argument(
         "--synthetic-accept", type=_length_of_path, metavar="LEN",
-        help="for studies of cost: accept LEN tokens of every draft, or as far as it reaches, whatever the target says "
+        help="for studies of cost: accept LEN tokens of every draft, or as far as it reaches, for any target "
         "(0: none). All stages run; the tokens are not the target's, and every row with them says synthetic. Drafters "
         "always draft; only on onnxruntime-cpu. Overwriting the logits costs about 1 %% of a round, which stays in the "
         "figures",

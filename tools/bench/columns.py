@@ -63,7 +63,7 @@ _FIGURES = {
     "baseline_tokens_per_second": "plain decoding's",
     "drafted": "tokens that drafters handed to the target, all runs: of a tree its nodes after the tip, after the "
     "best were chosen; what a drafter grew and left out is counted nowhere",
-    "evaluated": "drafted tokens that the target verified: all of them, or as many as were worth their price",
+    "evaluated": "drafted tokens that the target verified: all of them, or those worth their price",
     "accepted": "of those, accepted",
     "rounds": "target passes that committed tokens, all runs",
     "plain_rounds": "rounds that did not draft because it did not pay. What the session learns of that it keeps from "
@@ -72,8 +72,7 @@ _FIGURES = {
     "ttft_ms_p10": "",
     "ttft_ms_p90": "",
     "ttft_ms_p99": "",
-    "itl_ms_p50": "milliseconds between two pieces of text, as a user waits for them: of a round whatever it brings, "
-    "of all rounds after the first",
+    "itl_ms_p50": "milliseconds between two pieces of text, as a user waits for them: of all rounds after the first",
     "itl_ms_p90": "",
     "itl_ms_p99": "",
     "tpot_ms_p50": "milliseconds of a token after the first ones, a round's shared by its tokens: of all tokens",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import keyword
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,7 +17,6 @@ from outrider.compiler.held_out import Prompt, read_tasks
 from outrider.compiler.recipe import source_recipe
 from outrider.plans.errors import RequestError
 from outrider.plans.tokenizer import Tokenizer
-from outrider.tools.bench.edits import EDIT, SOURCE, make_edits
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,6 @@ class Prompts:
         return sha256(json.dumps(self.ids, separators=(",", ":")).encode()).hexdigest()
 
     def select(self, task: str) -> Prompts:
-        """Prompts of one task."""
         chosen = [ids for ids, other in zip(self.ids, self.tasks, strict=True) if other == task]
         return Prompts(chosen, [task] * len(chosen))
 
@@ -71,7 +73,7 @@ def choose_prompts(plan: Path, path: Path | None, task: str | None = None) -> li
 
 def encode_prompts(chosen: Sequence[Prompt], tokenizer: Tokenizer, context: int, new: int) -> Prompts:
     """Their token ids. Raises `RequestError` unless each leaves room for `new` tokens in a plan's `context`, and has a
-    token: whatever is measured after them is then as long as it was asked to be."""
+    token: every measurement after them is then of the length asked for."""
     most = room_for_prompts(context, new)
     for index, prompt in enumerate(chosen):
         if (least := tokenizer.least_tokens(prompt.text)) > most:  # encoding it would take seconds, and gigabytes
@@ -116,3 +118,50 @@ def cut_prompts(prompts: Sequence[list[int]], length: int, most: int) -> list[li
                 break
         found.append(tokens[-length:])
     return found
+
+
+EDIT, SOURCE = "edit", "long"
+CHARACTERS = 2200  # of a file: about 600 tokens of the reference target
+LEAST_LINES, MOST_SHARE = 5, 1 / 2  # of the changed file that a prompt begins with
+_NAME, _WORD = r"[^\W\d]\w{2,}", r"\b[^\W\d]\w{4,}\b"
+_DEFINED = re.compile(rf"\b(?:def|class)\s+({_NAME})|^[ \t]*({_NAME})[ \t]*=[^=]", re.MULTILINE)
+_COMMON = {*keyword.kwlist, *dir(builtins), "self", "cls"}  # what no edit of one file renames
+
+
+def make_edits(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """A prompt of the task `edit` for each of `prompts`, in their order.
+
+    Raises `RequestError` for one that has no two lines, or no name.
+    """
+    return [Prompt(_edit(prompt.text, place), EDIT) for place, prompt in enumerate(prompts)]
+
+
+def _edit(text: str, place: int) -> str:
+    file = text[: text.rfind("\n", 0, CHARACTERS) + 1]
+    name = _name(file)
+    if name is None or file.count("\n") < 2:
+        raise RequestError(
+            f"Prompt {place} of the task {SOURCE}, counted from 0, has no name to change in its first {CHARACTERS} "
+            f"characters, or no two lines; {EDIT} needs code or prose of several lines. Pass other --prompts."
+        )
+    new = f"new_{name}"
+    while new in file:
+        new = f"new_{new}"
+    lines = re.sub(rf"\b{name}\b", new, file).splitlines(keepends=True)
+    shown = 1 + next(index for index, line in enumerate(lines) if new in line)
+    most = max(1, int(MOST_SHARE * len(lines)))
+    beginning = "".join(lines[: min(max(shown, LEAST_LINES), most)])
+    return f"{file}\n\n# The same file, with {name} renamed to {new}:\n\n{beginning}"
+
+
+def _name(file: str) -> str | None:
+    """The function, class or variable of the file that stands in it most often, the first of several; of a text that
+    defines none, the word, of five letters or more. None where there is neither."""
+    defined = [name for pair in _DEFINED.findall(file) for name in pair if _renamable(name)]
+    named = defined or [word for word in re.findall(_WORD, file) if _renamable(word)]
+    counts = Counter(re.findall(rf"\b{_NAME}\b", file))
+    return max(named, key=lambda name: counts[name], default=None)
+
+
+def _renamable(name: str) -> bool:
+    return bool(name) and name not in _COMMON and not name.startswith("__")

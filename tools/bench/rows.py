@@ -16,7 +16,7 @@ from outrider.tools.bench.prompts import Prompts
 from outrider.tools.bench.runs import Mode, Run, compare, first_tokens
 from outrider.tools.measuring import middle, percentile, spread
 
-_BINS = 16  # stretches of the context, at most, whose tokens' times are told apart
+_BINS = 16  # stretches of the context, at most, whose tokens' times are kept apart
 
 
 def rows_of(
@@ -148,7 +148,7 @@ def _by_depth(stats: Iterable[Stats]) -> list[float]:
 
 
 def _per_round(runs: Sequence[Run], ms: Sequence[float]) -> float | None:
-    """Median over runs of what a round took; None where all were too short to tell."""
+    """Median over runs of what a round took; None where all were too short."""
     return middle(spent / run.rounds for run, spent in zip(runs, ms, strict=True))
 
 

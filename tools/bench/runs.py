@@ -37,7 +37,6 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """Rounds after the opening."""
         return max(self.stats.rounds - OPENING, 0)
 
     @property

@@ -17,7 +17,7 @@ _OWN = "own"
 _DEEPEST = 64  # what a recipe allows
 
 Shape = Tree | EntropyGamma | int
-"""Of a draft: a tree, a chain as long as its drafter is sure, or, of n-grams, a tree of so many nodes."""
+"""Of a draft: a tree, a chain as long as its drafter is sure, or, of n-grams, a number of nodes."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,13 @@ def takes_trees(drafter: Drafter) -> bool:
 
 
 def own_shape(drafter: Drafter) -> Shape:
-    """Shape that the plan has a drafter draft."""
     if isinstance(drafter, NgramDrafter):
         return drafter.max_draft
     return drafter.tree if drafter.entropy is None else drafter.entropy
 
 
 def within_block(shapes: Sequence[Shape], drafted: int) -> list[Shape]:
-    """Shapes of a drafter whose block drafts so many tokens, each once: what is deeper than that ends there."""
+    """Shapes of a drafter whose block drafts `drafted` tokens, each once: what is deeper than that ends there."""
     return list(
         dict.fromkeys(
             _as_deep(shape, drafted) if isinstance(shape, Tree) and shape.depth >= drafted else shape

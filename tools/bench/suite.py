@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A row for plain decoding and for every variant, with the figures of every category, as `latency` has them of
     tasks.
 
-    Whatever can be refused is refused before a plan is built, and that before anything is measured.
+    All that can be refused is refused before a plan is built, and that before anything is measured.
     """
     check_threads(options.threads)
     manifest = read_manifest(options.plan)

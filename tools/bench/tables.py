@@ -25,12 +25,11 @@ def shape(row: Row) -> str:
     """The tree as `--tree` has it, else the most nodes of a draft of n-grams; empty for plain decoding."""
     if row["drafter"] == PLAIN:
         return ""
-    behind = "" if row["otherwise"] is None else f" or {row['otherwise']}"
-    return (row["tree"] or f"{row['depth']} nodes") + behind
+    after = "" if row["otherwise"] is None else f" or {row['otherwise']}"
+    return (row["tree"] or f"{row['depth']} nodes") + after
 
 
 def same(row: Row) -> str:
-    """Whether the tokens were plain decoding's."""
     if row["same_tokens"] is None:
         return "n/a"
     return "yes" if row["same_tokens"] else f"{row['same_runs']} of {row['runs']}"

@@ -90,7 +90,6 @@ def _all_own(shaped: Sequence[tuple[Drafter, list[Shape]]]) -> bool:
 
 
 def _read_recipe(options: argparse.Namespace, manifest: Manifest) -> Recipe:
-    """The recipe that the plan was built from."""
     if options.recipe is None:
         recipe = source_recipe(options.plan, option="--recipe FILE", overrides=options.overrides)
     else:
@@ -115,8 +114,8 @@ def _build(
             name = f"{drafter.name}.{index}"
             origins[name] = drafter.name
             listed.append(reshaped(sections[drafter.name], name, shape))
-    behind = {section["otherwise"] for section in listed if section.get("otherwise") is not None}
-    listed += [sections[str(name)].model_dump(mode="json", exclude_none=True) for name in sorted(map(str, behind))]
+    after = {section["otherwise"] for section in listed if section.get("otherwise") is not None}
+    listed += [sections[str(name)].model_dump(mode="json", exclude_none=True) for name in sorted(map(str, after))]
     overrides = [*options.overrides, f"drafters={json.dumps(listed, ensure_ascii=False)}"]
     load_recipe(recipe.path, overrides)
     backend = choose_backend(manifest.backends, options.backend).backend

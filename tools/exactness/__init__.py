@@ -1,1 +1,1 @@
-"""`outrider exactness`: whether the same requests give the same tokens, whatever happens around them."""
+"""`outrider exactness`: whether the same requests give the same tokens under every condition around them."""

@@ -30,8 +30,7 @@ from outrider.commands.console import guarded
 from outrider.plans.errors import RequestError
 from outrider.runtime.exactness import Exactness
 from outrider.tools.exactness.against import measure_server
-from outrider.tools.exactness.measure import measure
-from outrider.tools.exactness.table import print_groups, print_table
+from outrider.tools.exactness.measure import measure, print_groups, print_table
 from outrider.tools.identity import describe_run
 from outrider.tools.measuring import add_arguments, print_report
 
@@ -105,7 +104,7 @@ def _parser(called: str) -> Parser:
     ours.add_argument("--drafters", metavar="NAME,...", help="of the plan (default: all)")
     ours.add_argument(
         "--length", type=at_least_1, metavar="N",
-        help="most tokens of a prompt (256, or as many as let all branches of the plan share a sequence)",
+        help="most tokens of a prompt (256, or fewer, so that all branches of the plan fit into a sequence)",
     )  # fmt: skip
     ours.add_argument("--backend", help="backend (default: the best this machine drives)")
     ours.add_argument(

@@ -74,8 +74,8 @@ def usable_drafters(manifest: Manifest) -> tuple[list[str], list[LeftOut]]:
     kept, left_out = list[str](), list[LeftOut]()
     by_name = {drafter.name: drafter for drafter in manifest.drafters}
     for drafter in manifest.drafters:
-        behind = by_name.get(drafter.otherwise or "") if isinstance(drafter, NgramDrafter) else None
-        if rejects([drafter if behind is None else behind]):
+        other = by_name.get(drafter.otherwise or "") if isinstance(drafter, NgramDrafter) else None
+        if rejects([drafter if other is None else other]):
             reason = "accepted by rejection, which keeps the distribution of tokens, not the tokens"
             left_out.append(LeftOut(f"drafter {drafter.name}", reason))
         else:
@@ -123,7 +123,6 @@ def _numpy_features() -> tuple[str, ...]:
 
 
 def _threads() -> list[int]:
-    """Two, and as many as there are cores."""
     return sorted({2, max(2, available_cores())})
 
 
@@ -133,7 +132,7 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
     if not drafters:
         return found
     found.append(
-        Condition("drafters", "by turns, put aside while they do not pay", "alone", MIXED, {"auto_disable": True})
+        Condition("drafters", "by turns, disabled while they do not pay", "alone", MIXED, {"auto_disable": True})
     )
     by_name = {drafter.name: drafter for drafter in manifest.drafters}
     for name in drafters[:1] if quick else drafters:
@@ -141,8 +140,8 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
         if not quick:
             limits.append({"draft_tokens": 3, "draft_depth": 2})
             drafter = by_name[name]
-            behind = by_name[drafter.otherwise] if isinstance(drafter, NgramDrafter) and drafter.otherwise else drafter
-            if isinstance(behind, GraphDrafter) and behind.entropy is not None:
+            graph = by_name[drafter.otherwise] if isinstance(drafter, NgramDrafter) and drafter.otherwise else drafter
+            if isinstance(graph, GraphDrafter) and graph.entropy is not None:
                 limits.append({"gamma_min": 1, "gamma_max": 2})
         for options in limits:
             said = ", ".join(f"{key} {value}" for key, value in options.items())
@@ -151,7 +150,6 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
 
 
 def _sequences(manifest: Manifest, some: str, quick: bool) -> list[Condition]:
-    """Sessions and branches."""
     found = [Condition("sessions", f"turns and cuts, {some}", "session", some)]
     if not quick and some != NONE:
         found.append(Condition("sessions", "turns and cuts, none", "session"))
@@ -224,6 +222,5 @@ def _on(what: str, group: str, some: str, quick: bool) -> tuple[Condition, ...]:
 
 
 def _modes(manifest: Manifest) -> list[Mode]:
-    """Modes that the plan has."""
     target = manifest.target
     return [mode for mode in MODES if target.branches > 1 and (mode != "batching" or target.rows > 1)]

@@ -98,7 +98,6 @@ def _compile(bundle: Path, folder: Path) -> Path:
 
 
 def _run(program: Path, plan: Path, cache: Path, names: Path) -> dict[str, list[float]]:
-    """The columns of each stage."""
     ended = subprocess.run(
         [program, plan, PROMPT, names], env={"XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True, check=False
     )
@@ -151,7 +150,6 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement."""
     return run_tool(_parser, arguments, measure, print_table)
 
 

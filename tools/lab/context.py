@@ -69,21 +69,18 @@ class RandomRows(TokenKv):
 def measure_context(options: argparse.Namespace) -> dict[str, Any]:
     """A row for every length, drafter, mode and budget. Raises `RequestError` for what the plan cannot do."""
     manifest = read_manifest(options.plan)
-    if manifest.partial_kv is None:
+    partial = manifest.partial_kv
+    if partial is None:
         raise RequestError(
             "The plan has no partial KV cache; build it with partial_kv.enabled, as reference-long.yaml."
         )
     modes = options.modes or list(PARTIAL_MODES)
     if wrong := [mode for mode in modes if mode not in PARTIAL_MODES]:
         raise RequestError(f"--modes names {wrong[0]!r}; the modes are {', '.join(PARTIAL_MODES)}.")
-    most = manifest.partial_kv.n_retrieval_blocks
-    if large := [budget for budget in options.budgets or [] if budget != "auto" and budget > most]:
-        raise RequestError(f"--budgets has {large[0]}; the plan has room for {most} blocks.")
-    window = manifest.target.widest_window
-    least = manifest.partial_kv.least_budget(window)
-    if small := [budget for budget in options.budgets or [] if budget != "auto" and budget < least]:
+    least, most = partial.least_budget(manifest.target.widest_window), partial.n_retrieval_blocks
+    if wrong := [budget for budget in options.budgets or [] if budget != "auto" and not least <= budget <= most]:
         raise RequestError(
-            f"--budgets has {small[0]}; layers of the target see the last {window} tokens, which {least} blocks reach."
+            f"--budgets has {wrong[0]}; the plan has room for {most} blocks, and its layers see {least} or more."
         )
     known = [drafter.name for drafter in manifest.drafters]
     drafters = known if options.drafters is None else drafters_named(options.drafters, known)
@@ -145,7 +142,7 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
         rows.append({"context": length, "drafter": drafter, "mode": mode, "budget": budget, **row})
     return {
         **identity_columns(runtime, options),
-        "partial_kv": manifest.partial_kv.model_dump(),
+        "partial_kv": partial.model_dump(),
         "new": options.new,
         "verified": len(_chain(runtime, prompts[0])[1]),
         "prompts": len(prompts),
@@ -263,7 +260,6 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement."""
     return run_tool(_parser, arguments, measure_context, print_context)
 
 

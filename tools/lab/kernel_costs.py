@@ -21,12 +21,11 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import json
 import sys
-from argparse import Namespace
 from collections import Counter
 from itertools import product
 from typing import Any
 
-from outrider.commands.arguments import Parser
+from outrider.commands.arguments import Parser, counts, whole_number
 from outrider.commands.console import guarded, stdout
 from outrider.plans.kernel_costs import LaunchCost, launch_costs
 from outrider.plugins.cuda.compile import compile_kernels
@@ -34,7 +33,7 @@ from outrider.plugins.cuda.launches import THREADS
 from outrider.plugins.cuda.resources import MULTIPROCESSORS, kernel_resources
 from outrider.tools.lab.gpu.models import CAPACITY, SHAPES, TYPES, model_of
 from outrider.tools.markdown import markdown_table
-from outrider.tools.measuring import figure
+from outrider.tools.measuring import figure, names_among
 
 Row = dict[str, Any]
 
@@ -78,7 +77,6 @@ def _estimate(cost: LaunchCost) -> float:
 
 
 def steps(shapes: list[str], kinds: list[str], keys: int, rows: list[int]) -> list[tuple[Row, list[LaunchCost]]]:
-    """Return what each step is, and its launches."""
     found = []
     for name, kind in product(shapes, kinds):
         model = model_of(SHAPES[name], kind)
@@ -132,17 +130,17 @@ def _run(given: list[str]) -> int:
         epilog="example: %(prog)s --shapes 8b --weights int4 --tokens 1,8,32",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shapes", default="1b,8b", help=f"of {', '.join(SHAPES)}, with commas")
-    parser.add_argument("--weights", default="bfloat16,int4", help=f"of {', '.join(TYPES)}, with commas")
-    parser.add_argument("--tokens", default="1", help="new tokens of a step, with commas (default 1)")
-    parser.add_argument("--keys", type=int, default=512, help=f"keys in view, up to {CAPACITY} (default 512)")
+    parser.add_argument("--shapes", type=names_among(SHAPES), default=["1b", "8b"], help="of models (1b,8b)")
+    parser.add_argument("--weights", type=names_among(TYPES), default=["bfloat16", "int4"], help="(bfloat16,int4)")
+    parser.add_argument("--tokens", type=counts, default=[1], metavar="N,...", help="new tokens of a step (1)")
+    keys = f"keys in view, up to {CAPACITY} (default 512)"
+    parser.add_argument("--keys", type=whole_number(1, CAPACITY), default=512, help=keys)
     parser.add_argument(
         "--architecture", choices=MULTIPROCESSORS, help="also: what the kernels take of a multiprocessor of this kind"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(given)
-    shapes, kinds, rows = _lists(parser, arguments)
-    measured = steps(shapes, kinds, arguments.keys, rows)
+    measured = steps(arguments.shapes, arguments.weights, arguments.keys, arguments.tokens)
     found = [step | figures(costs, step["tokens"]) for step, costs in measured]
     taken: list[Row] = []
     if arguments.architecture is not None:
@@ -155,22 +153,6 @@ def _run(given: list[str]) -> int:
         lines += ["", *markdown_table(list(taken[0]), [list(row.values()) for row in taken])]
     stdout.print("\n".join(lines), markup=False, soft_wrap=True)
     return 0
-
-
-def _lists(parser: Parser, arguments: Namespace) -> tuple[list[str], list[str], list[int]]:
-    shapes, kinds = arguments.shapes.split(","), arguments.weights.split(",")
-    for given, known, option in ((shapes, SHAPES, "--shapes"), (kinds, TYPES, "--weights")):
-        if unknown := [name for name in given if name not in known]:
-            parser.error(f"argument {option}: there is no {', '.join(unknown)}; choose of {', '.join(known)}")
-    if not 1 <= arguments.keys <= CAPACITY:
-        parser.error(f"argument --keys: must be 1 to {CAPACITY}")
-    try:
-        rows = [int(text) for text in arguments.tokens.split(",")]
-    except ValueError:
-        parser.error(f"argument --tokens: {arguments.tokens!r} are no numbers with commas")
-    if not all(1 <= row <= 600 for row in rows):
-        parser.error("argument --tokens: must be 1 to 600 each")
-    return shapes, kinds, rows
 
 
 if __name__ == "__main__":

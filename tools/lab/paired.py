@@ -196,7 +196,6 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement."""
     return run_tool(_parser, arguments, measure, print_table)
 
 

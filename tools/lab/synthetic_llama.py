@@ -53,7 +53,6 @@ class LlamaShape:
         }
 
     def config(self, context: int) -> dict[str, object]:
-        """Return the `config.json` of such a model."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

@@ -77,22 +77,6 @@ class Shape:
         return cls(layers, hidden, intermediate)
 
 
-@dataclass(frozen=True)
-class Quality:
-    """What was measured on greedy texts of the target.
-
-    `agreement`: share of its tokens that the draft model would have chosen. `tokens_per_verify`: with chains of 4.
-    `repeated`: share of 4-grams that stand earlier in the same text. `looping`: texts that end in a circle.
-    """
-
-    agreement: float
-    tokens_per_verify: float
-    repeated: float
-    looping: int
-    texts: int
-    tokens: int
-
-
 def write_pair(
     parameters: int,
     out: Path,
@@ -123,14 +107,13 @@ def write_pair(
         middle = math.sqrt(low * high)
         scale_layers(target, draft_layers, middle / share)
         share = middle
-        low, high = (middle, high) if measure(target, draft, ids, _SHORT).agreement > agreement else (low, middle)
+        low, high = (middle, high) if measure(target, draft, ids, _SHORT)["agreement"] > agreement else (low, middle)
     progress(steps - 2, steps, "measuring")
     quality = measure(target, draft, ids, _LONG)
     progress(steps - 1, steps, "writing")
     for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(out / name)
         _write_tokenizer(tokenizer, out / name)
-    _write_prompts(prompts, out)
     made = {
         "parameters": sum(p.numel() for p in target.parameters()),
         "draft_parameters": sum(p.numel() for p in draft.parameters()),
@@ -138,10 +121,9 @@ def write_pair(
         "draft_layers": draft_layers,
         "seed": seed,
         "contribution": share,
-        **asdict(quality),
+        **quality,
     }
-    (out / "model.yaml").write_text(_recipe(made), encoding="utf-8")
-    return {"recipe": str(out / "model.yaml"), **made}
+    return {"recipe": _write_recipe(out, _recipe(made), prompts), **made}
 
 
 def write_alone(
@@ -153,9 +135,8 @@ def write_alone(
     write_llama(shape, out / "target", CONTEXT, seed, progress)
     tokenizer, prompts = read_text()
     _write_tokenizer(tokenizer, out / "target")
-    _write_prompts(prompts, out)
-    (out / "model.yaml").write_text(_recipe_alone(like), encoding="utf-8")
-    return {"recipe": str(out / "model.yaml"), "parameters": shape.parameters, **asdict(shape), "seed": seed}
+    recipe = _write_recipe(out, _recipe_alone(like), prompts)
+    return {"recipe": recipe, "parameters": shape.parameters, **asdict(shape), "seed": seed}
 
 
 def _check_empty(out: Path) -> None:
@@ -168,9 +149,11 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}) + "\n", encoding="utf-8")
 
 
-def _write_prompts(prompts: list[str], out: Path) -> None:
+def _write_recipe(out: Path, recipe: str, prompts: list[str]) -> str:
     rows = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     (out / "held_out.jsonl").write_text("".join(rows), encoding="utf-8")
+    (out / "model.yaml").write_text(recipe, encoding="utf-8")
+    return str(out / "model.yaml")
 
 
 def draw_target(shape: Shape, seed: int) -> Qwen3ForCausalLM:
@@ -230,8 +213,12 @@ def first_layers(target: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
     return draft
 
 
-def measure(target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompts: torch.Tensor, tokens: int) -> Quality:
-    """Decode `tokens` greedy tokens after each prompt `[texts, length]`, and ask the draft model along the way."""
+def measure(target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompts: torch.Tensor, tokens: int) -> dict[str, float]:
+    """Decode `tokens` greedy tokens after each prompt `[texts, length]`, and ask the draft model along the way.
+
+    `agreement`: share of the tokens that the draft model would have chosen. `tokens_per_verify`: with chains of 4.
+    `repeated`: share of 4-grams that stand earlier in the same text. `looping`: texts that end in a circle.
+    """
     import torch
 
     with torch.inference_mode():
@@ -246,14 +233,14 @@ def measure(target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompts: torch.Te
     texts = text[:, prompts.shape[1] :].tolist()
     right = (proposed == text[:, prompts.shape[1] :]).tolist()
     verified = [count for row in right for count in commits(row, GAMMA)]
-    return Quality(
-        agreement=sum(map(sum, right)) / (len(texts) * tokens),
-        tokens_per_verify=sum(verified) / len(verified),
-        repeated=sum(map(repeated, texts)) / len(texts),
-        looping=sum(map(loops, texts)),
-        texts=len(texts),
-        tokens=tokens,
-    )
+    return {
+        "agreement": sum(map(sum, right)) / (len(texts) * tokens),
+        "tokens_per_verify": sum(verified) / len(verified),
+        "repeated": sum(map(repeated, texts)) / len(texts),
+        "looping": sum(map(loops, texts)),
+        "texts": len(texts),
+        "tokens": tokens,
+    }
 
 
 def commits(right: list[bool], gamma: int) -> list[int]:
@@ -377,40 +364,23 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     pair = {name: getattr(options, name) for name in ("layers", "draft_layers", "agreement")}
     given = {name: value for name, value in pair.items() if value is not None}
-    if options.like is not None:
-        if given:
-            raise UsageError(f"--{next(iter(given)).replace('_', '-')} is of a pair; leave it out, or pass --params")
-        return _run_alone(options)
-    with optional_packages("A synthetic pair", "compiler,dev"), progress_bar("synthetic pair") as progress:
-        made = write_pair(
-            options.params,
-            options.out,
-            seed=options.seed,
-            progress=progress,
-            **given,
-        )
-    if options.json:
-        print_json(made)
-        return 0
-    stdout.print(
-        f"{made['recipe']}: {made['parameters']:,} parameters in {made['layers']} layers, draft model of "
-        f"{made['draft_layers']} with {made['draft_parameters']:,}"
-    )
-    stdout.print(
-        f"on {made['texts']} greedy texts of {made['tokens']} tokens: right {made['agreement']:.0%}, "
-        f"{made['tokens_per_verify']:.2f} tokens per verify with chains of {GAMMA}, "
-        f"{made['repeated']:.1%} repeated 4-grams, {made['looping']} looping"
-    )
-    return 0
-
-
-def _run_alone(options: argparse.Namespace) -> int:
+    if options.like is not None and given:
+        raise UsageError(f"--{next(iter(given)).replace('_', '-')} is of a pair; leave it out, or pass --params")
     with optional_packages("A synthetic model", "compiler,dev"), progress_bar("synthetic model") as progress:
-        made = write_alone(options.like, options.out, seed=options.seed, progress=progress)
+        if options.like is not None:
+            made = write_alone(options.like, options.out, seed=options.seed, progress=progress)
+        else:
+            made = write_pair(options.params, options.out, seed=options.seed, progress=progress, **given)
     if options.json:
         print_json(made)
         return 0
     stdout.print(f"{made['recipe']}: {made['parameters']:,} parameters in {made['layers']} layers")
+    if options.like is None:
+        stdout.print(
+            f"a draft model of {made['draft_layers']} with {made['draft_parameters']:,}; on {made['texts']} greedy "
+            f"texts of {made['tokens']} tokens right {made['agreement']:.0%}, {made['tokens_per_verify']:.2f} tokens "
+            f"per verify with chains of {GAMMA}, {made['repeated']:.1%} repeated 4-grams, {made['looping']} looping"
+        )
     return 0
 
 

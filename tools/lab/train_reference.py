@@ -42,8 +42,7 @@ from outrider.tools.lab.reference.draft_model import ModelGeometry, train_model
 from outrider.tools.lab.reference.drafter import prepare
 from outrider.tools.lab.reference.dspark import BlockGeometry, train_dspark
 from outrider.tools.lab.reference.eagle3 import UNROLLED, HeadGeometry, train_eagle3
-from outrider.tools.lab.reference.export import write_lists
-from outrider.tools.lab.reference.export_drafters import check_size
+from outrider.tools.lab.reference.export import check_size, write_lists
 from outrider.tools.lab.reference.loop import Run
 from outrider.tools.lab.reference.target import train_target
 
@@ -79,9 +78,9 @@ def train(arguments: argparse.Namespace) -> None:
         return
     geometries = {part: _geometry(GEOMETRIES[part], arguments) for part in runs}
     names, bits = {part: arguments.name or part for part in runs}, int(arguments.bits or USUAL)
-    if (run.out / TARGET).exists():  # else `prepare` tells
+    if (run.out / TARGET).exists():  # else `prepare` refuses
         target = read_config(run.out / TARGET)
-        for part, name in names.items():  # what does not fit is told before the target writes text
+        for part, name in names.items():  # what does not fit is refused before the target writes text
             check_size(_without_weights(geometries[part], target), run.out / name, FLOAT if part == MODEL else bits)
     drafting = replace(run, minutes=sum(r.minutes for r in runs.values()))
     lessons = prepare(drafting, files, arguments.step_tokens)

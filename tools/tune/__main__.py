@@ -65,7 +65,7 @@ def _parser(called: str) -> Parser:
         "--threads",
         type=at_least_0,
         default=0,
-        help="that passes are priced with: as many as generations will have (default 0: the backend chooses)",
+        help="that passes are priced with, the number that generations will have (default 0: the backend chooses)",
     )
     parser.add_argument("--drafter", metavar="NAME", help="the drafter to tune (default: the plan's first with a tree)")
     add_arguments(parser, "prompts count json", count=8)

@@ -39,21 +39,21 @@ def price_plan(
     """
     opened = open_plan(plan, verify=False)
     geometry = opened.manifest.target
-    behind = min(CONTEXT, geometry.context // 2) if context is None else context
+    after = min(CONTEXT, geometry.context // 2) if context is None else context
     if not opened.manifest.drafters:
         raise RequestError(f"{plan} has no drafter, so that its passes verify nothing; tune a plan that has one.")
-    if not 1 <= behind <= geometry.context - 2:
+    if not 1 <= after <= geometry.context - 2:
         raise RequestError(
-            f"context is {behind}; pass 1 to {geometry.context - 2} tokens: the plan's context is {geometry.context}."
+            f"context is {after}; pass 1 to {geometry.context - 2} tokens: the plan's context is {geometry.context}."
         )
     total = 2 + _LEAST
     progress(0, total, "loading the plan")
     runtime = Runtime.load(plan, threads=threads, verify=False)
     with runtime.session() as session:
-        progress(1, total, f"computing {behind} tokens")
-        prompt = [1 + (7 * place) % (geometry.vocab_size - 1) for place in range(behind)]
+        progress(1, total, f"computing {after} tokens")
+        prompt = [1 + (7 * place) % (geometry.vocab_size - 1) for place in range(after)]
         session.generate(prompt, drafter="none", max_new_tokens=1, ignore_eos=True, partial_kv="off")
-        room = min(geometry.context, session.limits[names.VIEW]) - behind - 1
+        room = min(geometry.context, session.limits[names.VIEW]) - after - 1
         most = 1 + min(session.limits[names.LOGITS] - 1, room)
         spent: dict[int, list[float]] = {rows: [] for rows in sizes(most)}
         began, runs = perf_counter(), 0
@@ -64,7 +64,7 @@ def price_plan(
             runs += 1
     table = PassPrices(
         **asdict(conditions_here(opened, runtime.backend, threads)),
-        context=behind,
+        context=after,
         prices=tuple(Price(rows=rows, ms=median(found[1:])) for rows, found in spent.items()),  # the first warmed up
     )
     return table, write_pass_prices(table, opened.root)

@@ -3,7 +3,7 @@
 Everything is measured on plans that are built for the purpose, from the recipe of the plan that is tuned:
 
 1. One plan that holds the drafter several times, with trees of several `top_k` and depths. Its rounds on held-out
-   prompts tell what a draft costs; between measured depths that is interpolated, since every level does the same
+   prompts show what a draft costs; between measured depths that is interpolated, since every level does the same
    work. The deepest tree of each `top_k` keeps many nodes and is recorded: `replay` says what smaller ones would
    have had accepted.
 2. On the same plan, the cost of verifying 1, 2, 3 ... nodes: the target's part of a speculative round, on chains.
@@ -199,7 +199,6 @@ class _Bench:
         return [runtime.tokenizer.encode(text)[-self._longest :] for text in self._texts]
 
     def run(self, session: Session, ids: list[int], drafter: str) -> Generation:
-        """A whole generation, from nothing."""
         session.reset()
         return session.generate(ids, **self.options(drafter, self.new_tokens))
 
@@ -240,9 +239,9 @@ def _estimate(found: Tuning, bench: _Bench, search: Search) -> None:
         plain = [bench.rounds(session, ids, _PLAIN).stats for ids in prompts[:_COST_PROMPTS]]
         found.plain_round_ms = median(stats.total_ms / stats.rounds for stats in plain)
         bench.begin("timing the target by nodes")
-        behind = sorted(prompts, key=len)[len(prompts) // 2]
-        found.context = len(behind) + bench.new_tokens // 2
-        found.plain_ms, found.verify_ms = _verify_costs(bench, session, behind, search.nodes)
+        middle = sorted(prompts, key=len)[len(prompts) // 2]
+        found.context = len(middle) + bench.new_tokens // 2
+        found.plain_ms, found.verify_ms = _verify_costs(bench, session, middle, search.nodes)
     found.host_ms = median(gaps)
     for k in search.top_ks:
         known = {tree.depth: ms for tree, ms in costs.items() if k == tree.top_k or not tree.depth}

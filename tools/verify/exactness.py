@@ -24,7 +24,7 @@ from outrider.runtime.backends.onnxruntime_cpu import session_options
 from outrider.runtime.exactness import EVERY, ROWS, differing
 
 THREADS = (0, 1, 2, 3)
-"""Numbers of threads that ops are probed on; 0: as many as the backend takes by itself."""
+"""Numbers of threads that ops are probed on; 0: the backend's own choice."""
 
 _WEIGHTS = 2**25
 """Weights, about, of the ops that are in memory at once."""
@@ -32,7 +32,7 @@ _WEIGHTS = 2**25
 
 @dataclass(frozen=True)
 class InexactOp:
-    """An op of which a row has other bits among `rows` rows than among 32, on so many threads.
+    """An op of which a row has other bits among `rows` rows than among 32, on `threads` threads.
 
     It `decides` where tokens depend on it: in the target, and in drafters that are accepted by rejection.
     """

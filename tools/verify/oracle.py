@@ -82,7 +82,7 @@ class _Transformers:
                 self._model = transformers.AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **given
                 ).eval()
-            except Exception as error:  # whatever its loaders raise
+            except Exception as error:  # any error of its loaders
                 raise CheckpointError(
                     f"{path} cannot be loaded by {self.name} ({type(error).__name__}: {error}); --oracle decoder "
                     "compares with our own decoder instead"
@@ -98,7 +98,7 @@ class _Transformers:
 
 
 def _is_mxfp4(path: Path) -> bool:
-    """Return whether experts are stored in MXFP4, which transformers turns into floats where it is told to."""
+    """Return whether experts are stored in MXFP4, which transformers turns into floats where it is configured to."""
     settings = read_json(path / "config.json").get("quantization_config") if path.is_dir() else None
     return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 

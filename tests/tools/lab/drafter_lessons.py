@@ -1,4 +1,4 @@
-"""A tiny target on disk with a handful of source files, as the drafters' trainings want them."""
+"""A tiny target on disk with a handful of source files, for the drafters' trainings."""
 
 from __future__ import annotations
 
@@ -17,39 +17,18 @@ from outrider.tools.lab.reference.export import write_decoder, write_json, write
 from outrider.tools.lab.reference.loop import Run
 
 NAMES = (
-    "bisect.py",
-    "heapq.py",
-    "keyword.py",
-    "linecache.py",
-    "netrc.py",
-    "queue.py",
-    "sched.py",
-    "shlex.py",
-)
+    "bisect.py", "heapq.py", "keyword.py", "linecache.py", "netrc.py", "queue.py", "sched.py", "shlex.py",
+)  # fmt: skip
 
 
 def tiny_target(vocab: int, seed: int = 0) -> Decoder:
     """Eight layers, for three distinct taps; weights large enough that its choices vary."""
     config = DecoderConfig(
-        family="qwen3",
-        vocab_size=vocab,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=1000.0,
-        rope_scaling=RopeScaling(),
-        max_positions=2048,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm="head",
-        tie_embeddings=True,
+        family="qwen3", vocab_size=vocab, hidden_size=16, intermediate_size=24, num_layers=8, num_heads=4,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=1000.0, rope_scaling=RopeScaling(),
+        max_positions=2048, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm="head", tie_embeddings=True,
         eos_token_ids=(0,),
-    )
+    )  # fmt: skip
     model = Decoder(config)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

@@ -12,8 +12,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from outrider.tools.lab.reference.acceptance import Acceptance, Continuation, by_depth, mean_by_depth, measure
-from outrider.tools.lab.reference.generate import generate
-from outrider.tools.lab.reference.teacher import Reading, Teacher
+from outrider.tools.lab.reference.teacher import Reading, Teacher, generate
 from tests.tools.lab.drafter_lessons import tiny_target
 
 VOCAB, DEPTHS, PROMPT = 40, 3, 4
@@ -23,12 +22,7 @@ def test_a_depth_counts_the_chains_that_got_to_it() -> None:
     hits = np.array([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]], bool)
     assert by_depth(hits) == [3 / 4, 2 / 3, 1 / 2]
     assert by_depth(np.zeros((2, 2), bool)) == [0.0, 0.0]
-
-
-def test_overlap_weighs_chains_by_what_a_drafter_would_have_kept_of_them() -> None:
-    overlap = np.array([[0.5, 0.9], [0.5, 0.1]])
-    kept = np.array([[1.0, 1.0], [0.25, 1.0]])
-    assert mean_by_depth(overlap, kept) == pytest.approx([0.5, (0.9 + 0.25 * 0.1) / 1.25])
+    assert Acceptance([0.5, 0.4, 0.1], [], [], []).tokens_per_verify(2) == pytest.approx(1 + 0.5 + 0.2)
 
 
 def test_overlap_of_two_steps_equals_the_whole_tree_of_chains() -> None:
@@ -42,11 +36,6 @@ def test_overlap_of_two_steps_equals_the_whole_tree_of_chains() -> None:
     overlap = np.stack([np.full(len(drawn), first), np.minimum(p2, q2).sum(axis=1)[drawn]], axis=1)
     kept = np.stack([np.minimum(1, q1 / p1)[drawn], np.ones(len(drawn))], axis=1)
     assert mean_by_depth(overlap, kept) == pytest.approx([first, both / first], abs=3e-3)
-
-
-def test_tokens_per_verify_sums_the_chain() -> None:
-    acceptance = Acceptance([0.5, 0.4, 0.1], [], [], [])
-    assert acceptance.tokens_per_verify(2) == pytest.approx(1 + 0.5 + 0.2)
 
 
 def test_a_drafter_that_is_the_target_is_always_right_and_one_that_errs_at_depth_two_is_not() -> None:

@@ -22,14 +22,14 @@ from outrider.compiler.models.eager import sequence_logits
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.plans.errors import CheckpointError
 from outrider.tools.lab import train_reference
-from outrider.tools.lab.reference import drafter, drafter_text, export_drafters
+from outrider.tools.lab.reference import drafter, drafter_text, export
 from outrider.tools.lab.reference.acceptance import continue_prompts
 from outrider.tools.lab.reference.corpus import write_text
 from outrider.tools.lab.reference.draft_model import ModelGeometry, distillation_loss, train_model
 from outrider.tools.lab.reference.drafter import Lessons, prepare
 from outrider.tools.lab.reference.dspark import BlockGeometry, block_drafts, block_loss, train_dspark
-from outrider.tools.lab.reference.eagle3 import HeadGeometry, go_on, head_drafts, train_eagle3, unrolled_loss
-from outrider.tools.lab.reference.export_drafters import check_size, write_block, write_eagle3
+from outrider.tools.lab.reference.eagle3 import HeadGeometry, head_drafts, train_eagle3, unrolled_loss
+from outrider.tools.lab.reference.export import write_block, write_decoder, write_eagle3
 from outrider.tools.lab.reference.loop import Batch, Training
 from outrider.tools.lab.reference.target import initialise, matrices
 from tests.compiler.block_heads import load_block
@@ -40,28 +40,6 @@ HEAD = HeadGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8,
 BLOCK = BlockGeometry(layers=1, intermediate=20, heads=2, kv_heads=1, head_dim=8, markov_rank=4, block_size=3)
 MODEL = ModelGeometry(hidden=12, intermediate=20, heads=3, kv_heads=1, head_dim=8)
 SECOND = 1 / 60
-
-
-def test_a_head_goes_on_with_more_tokens_than_it_could_draft(lessons: Lessons) -> None:
-    target = lessons.teacher.model.config
-    torch.manual_seed(3)
-    embedding = lessons.teacher.model.embedding
-    trained = Eagle3Head(replace(HEAD, norm_output=True).config(target))
-    for parameter in trained.parameters():
-        nn.init.normal_(parameter)
-    known = torch.arange(target.vocab_size)[::2][:100]
-    trained.target_ids.copy_(known)
-    fitting = torch.randn(embedding.shape[1], 12)
-    trained.lm_head.weight.data.copy_((embedding[known] @ fitting).T)
-    head = Eagle3Head(replace(HEAD, norm_output=True, draft_vocab=target.vocab_size).config(target))
-    vocabulary = torch.arange(target.vocab_size)
-    go_on(head, vocabulary, trained, embedding)
-    hidden = torch.randn(1, 7, 12)
-    assert torch.equal(head.target_ids, vocabulary)
-    torch.testing.assert_close(head.logits(hidden)[..., known], trained.logits(hidden))
-    assert torch.equal(head.fc.weight, trained.fc.weight)
-    found, expected = head.lm_head.weight.T.detach(), embedding @ fitting
-    assert torch.nn.functional.cosine_similarity(found, expected).mean() > 0.9
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +113,7 @@ def train_draft_model(folder: Path, lessons: Lessons, seconds: float, name: str)
     "train",
     [train_head, *(pytest.param(each, marks=pytest.mark.long) for each in (train_block_head, train_draft_model))],
 )
-def test_a_drafter_lowers_its_loss_and_goes_on_from_its_checkpoint(
+def test_a_drafter_lowers_its_loss_and_continues_from_its_checkpoint(
     folder: Path, lessons: Lessons, train: Callable[..., nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = train.__name__
@@ -155,56 +133,38 @@ def test_a_drafter_lowers_its_loss_and_goes_on_from_its_checkpoint(
         train(folder, replace(lessons, teacher=replace(lessons.teacher, sha256="0")), 1.5, name)
 
 
-def test_a_written_head_drafts_as_the_trained_one(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
-    head = train_head(folder, lessons, 0.0, "written")  # of bf16 values, which a second writing keeps
-    write_eagle3(head, 2048, tmp_path / "again")
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config["rope_theta"] == lessons.teacher.model.config.rope_theta
-    again = load_eagle3(tmp_path / "again", lessons.teacher.model.config)
-    assert again.config == head.config
-    assert again.config.aux_layers == (2, 4, 5)
-    continuation, embedding = lessons.continuations[0], lessons.teacher.model.embedding
+def test_written_heads_draft_as_the_trained_ones(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
+    """Trained ones are of bf16 values, which a second writing keeps."""
+    target, continuation = lessons.teacher.model.config, lessons.continuations[0]
+    embedding = lessons.teacher.model.embedding
+    head = train_head(folder, lessons, 0.0, "written")
+    write_eagle3(head, 2048, tmp_path / "head")
+    again = load_eagle3(tmp_path / "head", target)
+    assert (again.config, again.config.aux_layers) == (head.config, (2, 4, 5))
     reading = lessons.teacher.read(continuation.ids[None], head.config.aux_layers, exact=True)
     drafts = [head_drafts(h, embedding)(continuation.ids, reading, 4) for h in (head, again)]
     assert torch.equal(*drafts)
     assert torch.isfinite(drafts[0]).sum(dim=-1).unique().tolist() == [100]
-
-
-def test_a_written_block_head_drafts_as_the_trained_one(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
-    head = train_block_head(folder, lessons, 0.5, "written-block")  # of bf16 values, which a second writing keeps
-    target = lessons.teacher.model.config
-    write_block(head, target, tmp_path / "again")
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config["rope_theta"] == target.rope_theta
-    assert config["target_layer_ids"] == [1, 3, 4]
-    names = ("embed_tokens.weight", "lm_head.weight")
-    assert not set(names) & load_file(tmp_path / "again" / "model.safetensors").keys()
-    again = load_block(tmp_path / "again", target)
-    assert again.config == head.config
-    assert again.config.mask_token_id == lessons.teacher.tokenizer.token_to_id("ÿ")
-    assert all(torch.equal(*pair) for pair in zip(head.parameters(), again.parameters(), strict=True))
-    continuation = lessons.continuations[0]
-    reading = lessons.teacher.read(continuation.ids[None], head.config.aux_layers, exact=True)
-    drafts = [block_drafts(of(h, lessons))(continuation.ids, reading, 3) for h in (head, again)]
+    block = train_block_head(folder, lessons, 0.5, "written-block")
+    write_block(block, target, tmp_path / "block")
+    of_block = load_block(tmp_path / "block", target)
+    assert of_block.config == block.config
+    assert block.config.mask_token_id == lessons.teacher.tokenizer.token_to_id("ÿ")
+    assert all(torch.equal(*pair) for pair in zip(block.parameters(), of_block.parameters(), strict=True))
+    drafts = [block_drafts(of(h, lessons))(continuation.ids, reading, 3) for h in (block, of_block)]
     assert torch.equal(*drafts)
+    for name, layers in (("head", None), ("block", [1, 3, 4])):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert (config["rope_theta"], config.get("target_layer_ids")) == (target.rope_theta, layers)
+    names = load_file(tmp_path / "block" / "model.safetensors").keys()
+    assert not {"embed_tokens.weight", "lm_head.weight"} & names
+    model = train_draft_model(folder, lessons, 0.0, "written-model")
+    write_decoder(model, tmp_path / "model")
+    ids = continuation.ids.tolist()
+    assert torch.equal(sequence_logits(load_decoder(tmp_path / "model"), ids), sequence_logits(model, ids))
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_trained_head_is_rounded_as_it_is_written(folder: Path, lessons: Lessons, bits: int) -> None:
-    """And measured, its card says, as it was read back."""
-    target, name = lessons.teacher.model.config, f"int{bits}"
-    wide = replace(HEAD, hidden=32, intermediate=64, head_dim=32)
-    train_eagle3(tiny_run(folder, 0.0), lessons, wide, name, steps=3, bits=bits)
-    train_dspark(tiny_run(folder, 0.0), lessons, replace(BLOCK, head_dim=32), f"block-{name}", bits=bits)
-    settings = [json.loads((folder / "out" / n / "config.json").read_text()) for n in (name, f"block-{name}")]
-    cards = [(folder / "out" / n / "README.md").read_text() for n in (name, f"block-{name}")]
-    assert all(("quantization_config" in each) == (bits != 16) for each in settings)
-    assert all((f" in int{bits} (rounded" if bits != 16 else "bf16:") in card for card in cards)
-    assert load_eagle3(folder / "out" / name, target).config.hidden_size == 32
-    assert load_block(folder / "out" / f"block-{name}", target).config.head_dim == 32
-
-
-def test_a_block_head_goes_on_from_another_of_its_geometry_alone(folder: Path, lessons: Lessons) -> None:
+def test_a_block_head_continues_from_another_of_its_geometry_alone(folder: Path, lessons: Lessons) -> None:
     trained = train_block_head(folder, lessons, 0.5, "first")
     start = folder / "out" / "first"
     train_dspark(tiny_run(folder, 0.0), lessons, BLOCK, "second", start)
@@ -214,13 +174,6 @@ def test_a_block_head_goes_on_from_another_of_its_geometry_alone(folder: Path, l
     for other, key in ((replace(BLOCK, markov_rank=5), "markov"), (replace(BLOCK, taps=(2, 4)), "taps")):
         with pytest.raises(CheckpointError, match=rf"another geometry \({key}\)"):
             train_dspark(tiny_run(folder, 0.0), lessons, other, "third", start)
-
-
-def test_a_written_draft_model_is_the_trained_one(folder: Path, lessons: Lessons, tmp_path: Path) -> None:
-    model = train_draft_model(folder, lessons, 0.0, "written-model")
-    export_drafters.write_model(model, tmp_path / "again")
-    ids = lessons.continuations[0].ids.tolist()
-    assert torch.equal(sequence_logits(load_decoder(tmp_path / "again"), ids), sequence_logits(model, ids))
 
 
 def test_a_training_continues_where_its_checkpoint_was(tmp_path: Path) -> None:
@@ -248,64 +201,35 @@ def test_a_training_continues_where_its_checkpoint_was(tmp_path: Path) -> None:
             found.run(tiny_run(tmp_path, 1.0), take, lambda: None)
         ends.append([p.detach() for p in found.model.parameters()])
         assert (found.step, found.tokens) == (2, 62)
-    assert set(torch.load(tmp_path / "whole.pt", weights_only=True)) == {
-        "model",
-        "optimizers",
-        "step",
-        "used",
-        "tokens",
-    }
     for apart, whole in zip(*ends, strict=True):
         torch.testing.assert_close(apart, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_above_the_limit_are_refused_before_the_training(
-    folder: Path, lessons: Lessons, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export_drafters, "SIZE_LIMIT", 50_000)
-    with pytest.raises(CheckpointError, match=r"all reference weights together may take .* smaller geometry"):
-        check_size(Eagle3Head(HEAD.config(lessons.teacher.model.config)), folder / "out" / "eagle3")
-
-
 @pytest.mark.parametrize("part", ["eagle3", "dspark", "model"])
-def test_what_does_not_fit_is_told_before_the_target_writes_text(
-    folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_does_not_fit_is_refused_before_the_target_writes_text(
+    folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr(export_drafters, "SIZE_LIMIT", 50_000)
+    monkeypatch.setattr(export, "SIZE_LIMIT", 50_000)
     monkeypatch.setattr(train_reference, "prepare", lambda *given: pytest.fail("the text is written already"))
-    assert train_reference.main([part, "--work", str(folder), "--out", str(folder / "out")]) == 2
-    assert "choose a smaller geometry" in capsys.readouterr().err
-
-
-def test_a_drafter_without_a_target_is_refused_with_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train_reference.main(["eagle3", "--work", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "train the target" in capsys.readouterr().err
-
-
-def test_sizes_of_drafters_are_refused_for_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_reference.main(["--draft-vocab", "100"]) == 2
-    assert "--draft-vocab is a drafter's" in capsys.readouterr().err
+    said = output(train_reference.main, part, "--work", folder, "--out", folder / "out", status=2)
+    assert "all reference weights together may take" in said
+    assert "choose a smaller geometry" in said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["eagle3", "--work", "FOLDER", "--out", "FOLDER"], "train the target"),
+        (["--draft-vocab", "100"], "--draft-vocab is a drafter's"),
         (["dspark", "--hidden", "64"], "--hidden does not go with dspark"),
-        (["dspark", "--unroll", "3"], "--unroll does not go with dspark"),
         (["eagle3", "--block-size", "7"], "--block-size goes with dspark alone"),
-        (["--taps", "1", "2"], "--taps is a drafter's"),
         (["all", "--name", "other"], "--name goes with eagle3, dspark or model"),
         (["dspark", "--heads", "4", "--kv-heads", "3"], "multiple of --kv-heads"),
-        (["dspark", "--taps", "one"], "--taps"),
-        (["--bits", "4"], "--bits is a drafter's"),
         (["model", "--bits", "8"], "--bits goes with eagle3 and dspark: a draft model is written in floats"),
-        (["dspark", "--bits", "5"], "--bits is '5'; choose from 4, 8, 16"),
     ],
 )
-def test_options_that_a_part_has_not_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_options_that_a_part_does_not_have_are_refused(
+    words: list[str], said: str, tmp_path: Path, output: Callable[..., str]
 ) -> None:
-    assert train_reference.main(words) == 2
-    assert said in capsys.readouterr().err
+    given = (tmp_path if word == "FOLDER" else word for word in words)
+    assert said in output(train_reference.main, *given, status=2)

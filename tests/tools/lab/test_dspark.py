@@ -19,17 +19,15 @@ from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import MarkovKind
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.plans.errors import UsageError
-from outrider.tools.lab.reference.acceptance import Continuation, measure
-from outrider.tools.lab.reference.blocks import run_blocks
-from outrider.tools.lab.reference.confidence import calibrate
+from outrider.tools.lab.reference.acceptance import Continuation, calibrate, measure
 from outrider.tools.lab.reference.dspark import (
-    STRIDE,
     BlockGeometry,
     block_confidences,
     block_drafts,
     block_loss,
     initialise,
     random_anchors,
+    run_blocks,
     slot_logits,
 )
 from outrider.tools.lab.reference.teacher import Reading, Teacher
@@ -66,16 +64,15 @@ def one_block(draft: BlockDraft, features: Tensor, tip: int) -> Tensor:
     return execution.block(draft.embed(masks))
 
 
-GEOMETRIES = [
-    SIZES,
-    replace(SIZES, kv_heads=1, layers=3, block_size=5),
-    replace(SIZES, kv_heads=4, taps=(0, 7)),
-    replace(SIZES, block_size=1),
-]
-
-
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("anchors", [[1, 5, 9], list(range(1, 13)), [12]])
+@pytest.mark.parametrize(
+    ("geometry", "anchors"),
+    [
+        (SIZES, list(range(1, 13))),
+        (replace(SIZES, kv_heads=1, layers=3, block_size=5), [1, 5, 9]),
+        (replace(SIZES, kv_heads=4, taps=(0, 7)), [12]),
+        (replace(SIZES, block_size=1), [1, 5, 9]),
+    ],
+)
 def test_blocks_at_once_equal_drafting_block_by_block(geometry: BlockGeometry, anchors: list[int]) -> None:
     draft = random_draft(geometry)
     ids, reading = inputs(draft)
@@ -87,17 +84,7 @@ def test_blocks_at_once_equal_drafting_block_by_block(geometry: BlockGeometry, a
             torch.testing.assert_close(found[row, block], expected, rtol=0, atol=1e-5)
 
 
-def test_anchors_have_context_and_a_distribution_for_every_slot() -> None:
-    firsts = set()
-    for _ in range(100):
-        anchors = random_anchors(LENGTH, 3)
-        firsts.add(int(anchors[0]))
-        assert anchors.diff().unique().tolist() == [STRIDE]
-        assert LENGTH - 3 - STRIDE < anchors[-1] <= LENGTH - 3
-    assert firsts == set(range(1, STRIDE + 1))
-
-
-def test_the_loss_of_a_slot_is_the_target_s_distribution_behind_the_text_so_far() -> None:
+def test_the_loss_of_a_slot_is_the_target_s_distribution_after_the_text_so_far() -> None:
     """Written out slot by slot, with Python's own numbers and drafting's hidden states."""
     draft = random_draft()
     head = draft.head
@@ -125,9 +112,14 @@ def test_the_loss_of_a_slot_is_the_target_s_distribution_behind_the_text_so_far(
     assert float(block_loss(draft, ids, reading, anchors)) == pytest.approx(total / weights, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_the_loss_reaches_every_parameter_and_the_target_s_none(kind: MarkovKind) -> None:
+@pytest.mark.parametrize(("kind", "reaches"), [("vanilla", [0]), ("gated", [0]), ("rnn", [0, 1, 2])])
+def test_the_loss_reaches_every_parameter_and_a_token_its_slot_or_all_slots_from_it_on(
+    kind: MarkovKind, reaches: list[int]
+) -> None:
     draft = random_draft(replace(SIZES, markov=kind))
+    hidden = torch.randn(3, 16)
+    logits, other = (slot_logits(draft, hidden, torch.tensor([first, 7, 9])) for first in (4, 5))
+    assert [slot for slot in range(3) if not torch.equal(logits[slot], other[slot])] == reaches
     draft.head.requires_grad_(True)
     ids, reading = inputs(draft)
     block_loss(draft, ids, reading, random_anchors(LENGTH, 3)).backward()  # type: ignore[no-untyped-call]
@@ -135,15 +127,7 @@ def test_the_loss_reaches_every_parameter_and_the_target_s_none(kind: MarkovKind
     assert draft.embedding.grad is None
 
 
-@pytest.mark.parametrize(("kind", "reaches"), [("vanilla", [0]), ("gated", [0]), ("rnn", [0, 1, 2])])
-def test_a_token_is_seen_by_its_slot_or_by_all_slots_from_it_on(kind: MarkovKind, reaches: list[int]) -> None:
-    draft = random_draft(replace(SIZES, markov=kind))
-    hidden, previous = torch.randn(3, 16), torch.tensor([4, 7, 9])
-    logits, other = slot_logits(draft, hidden, previous), slot_logits(draft, hidden, torch.tensor([5, 7, 9]))
-    assert [slot for slot in range(3) if not torch.equal(logits[slot], other[slot])] == reaches
-
-
-def test_a_chain_s_drafts_are_the_block_s_behind_its_tip() -> None:
+def test_a_chain_s_drafts_are_those_of_its_block() -> None:
     """Row i is the chain whose tip is token i+1: it knows the features up to token i."""
     draft, depths = random_draft(), 2
     ids, reading = inputs(draft)
@@ -194,7 +178,6 @@ def test_a_confidence_that_says_the_overlap_is_calibrated() -> None:
         ({"block_size": 300}, "--block-size is 300; choose at most 256"),
         ({"taps": (4, 2)}, "--taps is 4 2"),
         ({"taps": (2, 8)}, "from 0 to 7"),
-        ({"taps": (-1, 2)}, "from 0 to 7"),
         ({"taps": (2, 2)}, "each once"),
     ],
 )

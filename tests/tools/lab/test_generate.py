@@ -13,8 +13,7 @@ from tokenizers.models import BPE
 
 from outrider.compiler.models.eager import sequence_logits
 from outrider.tools.lab.reference.drafter_text import DrafterText, GeneratedText, frequent_tokens
-from outrider.tools.lab.reference.generate import draw, generate
-from outrider.tools.lab.reference.teacher import Teacher
+from outrider.tools.lab.reference.teacher import Teacher, draw, generate
 from tests.tools.lab.drafter_lessons import tiny_target
 
 VOCAB, WINDOW = 40, 24
@@ -49,32 +48,25 @@ def test_greedy_rows_are_the_argmax_of_the_whole_sequence() -> None:
 def test_draws_follow_the_distribution_at_each_row_s_temperature() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     for temperature in (0.7, 1.0):
-        draws = draw(
-            logits.expand(20_000, 4), torch.full((20_000,), temperature), torch.Generator().manual_seed(1)
-        ).bincount(minlength=4)
+        temperatures = torch.full((20_000,), temperature)
+        draws = draw(logits.expand(20_000, 4), temperatures, torch.Generator().manual_seed(1)).bincount(minlength=4)
         torch.testing.assert_close(draws / 20_000, (logits / temperature).softmax(0), rtol=0, atol=0.015)
 
 
-def test_generated_text_is_kept_and_grows_only_for_more_time(tmp_path: Path) -> None:
-    text = GeneratedText(tmp_path, teacher(), WINDOW)
+def test_generated_text_is_kept_grows_only_for_more_time_and_loses_a_row_that_was_cut_off(tmp_path: Path) -> None:
+    text, file = GeneratedText(tmp_path, teacher(), WINDOW), tmp_path / "generated.bin"
     text.grow(0.0, Counting(), rows=3)
     assert text.rows.shape == (3, WINDOW)
-    assert (tmp_path / "generated.bin").stat().st_size == 3 * WINDOW * 2
+    assert file.stat().st_size == 3 * WINDOW * 2
     again = GeneratedText(tmp_path, teacher(), WINDOW)
     again.grow(text.seconds, Counting(), rows=3)
     assert np.array_equal(again.rows, text.rows)
     again.grow(text.seconds + 1e-6, Counting(), rows=3)
     assert len(again.rows) == 6
-    assert GeneratedText(tmp_path, teacher("second"), WINDOW).rows.size == 0
-
-
-def test_a_row_that_was_cut_off_is_removed(tmp_path: Path) -> None:
-    text = GeneratedText(tmp_path, teacher(), WINDOW)
-    text.grow(0.0, Counting(), rows=2)
-    file = tmp_path / "generated.bin"
     file.write_bytes(file.read_bytes()[:-5])
-    assert np.array_equal(GeneratedText(tmp_path, teacher(), WINDOW).rows, text.rows[:1])
-    assert file.stat().st_size == WINDOW * 2
+    assert np.array_equal(GeneratedText(tmp_path, teacher(), WINDOW).rows, again.rows[:5])
+    assert file.stat().st_size == 5 * WINDOW * 2
+    assert GeneratedText(tmp_path, teacher("second"), WINDOW).rows.size == 0
 
 
 def test_batches_mix_training_windows_with_generated_rows() -> None:

@@ -19,15 +19,13 @@ from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import Markov
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.slots import slots
-from outrider.plans.errors import CheckpointError
 from outrider.plugins.quant_layout import fits_half
-from outrider.tools.lab.reference import export_drafters, pack
-from outrider.tools.lab.reference.compressed import FLOAT, compress, stored_size
+from outrider.tools.lab.reference import export, pack
+from outrider.tools.lab.reference.compressed import FLOAT, compress
 from outrider.tools.lab.reference.dspark import BlockGeometry
 from outrider.tools.lab.reference.eagle3 import HeadGeometry
-from outrider.tools.lab.reference.export_drafters import check_size, write_block, write_eagle3
+from outrider.tools.lab.reference.export import check_size, write_block, write_eagle3
 from tests.compiler.block_heads import load_block
-from tests.compiler.block_heads import write_block as write_random_block
 from tests.compiler.eagle3_heads import WIDE, load_eagle3, target_config
 from tests.compiler.eagle3_heads import write_eagle3 as write_random_eagle3
 
@@ -82,9 +80,7 @@ def test_a_written_head_is_read_as_its_format_says_and_rounded_to_the_nearest_st
     if kind == "eagle3":
         head = random_eagle3()
         write_eagle3(head, 256, tmp_path, bits)
-        names = {
-            slot.parameter: name for name, slot in slots(head, lambda p: export_drafters._HEAD_NAMES.get(p, p)).items()
-        }
+        names = {slot.parameter: name for name, slot in slots(head, lambda p: export._HEAD_NAMES.get(p, p)).items()}
         again: Eagle3Head | BlockHead = load_eagle3(tmp_path, TARGET)
     else:
         head = random_block()
@@ -108,43 +104,21 @@ def test_a_written_head_is_read_as_its_format_says_and_rounded_to_the_nearest_st
         share = 0.505 / 127 if bits == 8 else 1.05 / 8
         assert (off.abs() <= share * groups.abs().amax(2, keepdim=True)).all(), name
     assert packed == (9 if kind == "eagle3" else 1 + 2 * 7 + 2) + (bits == 8)
+    if isinstance(again, Eagle3Head):  # which is written again as it was
+        write_eagle3(again, 256, tmp_path / "again", bits)
+        assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     text = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert (text["quant_method"], text["format"], text["ignore"]) == ("compressed-tensors", "pack-quantized", [])
     assert text["config_groups"]["group_0"]["targets"] == ["Linear", "Embedding"][: 1 + (bits == 8)]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_writing_again_what_was_rounded_changes_nothing(bits: int, tmp_path: Path) -> None:
-    write_eagle3(random_eagle3(), 256, tmp_path / "once", bits)
-    write_eagle3(load_eagle3(tmp_path / "once", TARGET), 256, tmp_path / "twice", bits)
-    assert (tmp_path / "once/model.safetensors").read_bytes() == (tmp_path / "twice/model.safetensors").read_bytes()
-
-
-def test_float16_holds_every_scale(tmp_path: Path) -> None:
-    """So that a plan keeps two bytes for each: also of numbers so small that bfloat16 has more exponents for them."""
+def test_float16_holds_every_scale() -> None:
+    """Also of numbers so small that bfloat16 has more exponents for them: a plan keeps two bytes for each."""
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     made = compress({"fc.weight": weight * torch.logspace(-9, 3, 40)[:, None]}, 8)
     scales = made.tensors["fc.weight_scale"].float().numpy()
     assert fits_half(scales)
     assert (scales == 0).any()
-
-
-def test_projections_of_odd_width_stay_floats_and_are_listed(tmp_path: Path) -> None:
-    head = random_block(rank=6)
-    write_block(head, TARGET, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert sorted(settings["ignore"]) == ["confidence_head.proj", "markov_head.markov_w1", "markov_head.markov_w2"]
-    assert all(tensors[f"{name}.weight"].dtype == torch.bfloat16 for name in settings["ignore"])
-    again = load_block(tmp_path, TARGET)
-    assert replace(again.config, taps=head.config.taps) == head.config
-    assert again.markov is not None
-
-
-def test_a_head_of_16_bits_says_nothing_of_integers(tmp_path: Path) -> None:
-    write_eagle3(random_eagle3(), 256, tmp_path, FLOAT)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if "packed" in name]
 
 
 @pytest.mark.parametrize("bits", [4, 8, FLOAT])
@@ -158,10 +132,9 @@ def test_the_size_that_is_foretold_is_that_of_the_tensors(bits: int, tmp_path: P
         size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
         check_size(head, folder, bits)
         assert f"head: {size / 1e6:.2f} MB of weights" in capsys.readouterr().out
-    assert stored_size("norm.weight", (64,), bits) == 128
-
-
-# The command.
+        packed = [name for name in load_file(folder / "model.safetensors") if "packed" in name]
+        settings = json.loads((folder / "config.json").read_text()).keys()
+        assert bool(packed) == ("quantization_config" in settings) == (bits != FLOAT)
 
 
 def test_a_head_in_floats_is_packed_where_it_lies(tmp_path: Path, capsys: Captured) -> None:
@@ -182,29 +155,6 @@ def test_a_head_in_floats_is_packed_where_it_lies(tmp_path: Path, capsys: Captur
     assert not list(tmp_path.glob("*.part"))
     assert pack.main([str(tmp_path)]) == 2
     assert "has quantization_config: the head is packed already" in " ".join(capsys.readouterr().err.split())
-
-
-def test_heads_of_other_projects_are_packed_to_another_folder(tmp_path: Path) -> None:
-    """A pickle of SafeAILab's layout, and speculators' with what it trains against, which stays."""
-    write_random_eagle3(tmp_path / "pickled", **WIDE, layout="safeailab")
-    with pytest.raises(CheckpointError, match=r"holds pytorch_model\.bin, beside which .* belongs; name an --out"):
-        pack.pack(tmp_path / "pickled", 4, tmp_path / "pickled")
-    assert pack.main([str(tmp_path / "pickled"), "--bits", "4", "--out", str(tmp_path / "eagle3")]) == 0
-    assert load_eagle3(tmp_path / "eagle3", TARGET).config == load_eagle3(tmp_path / "pickled", TARGET).config
-    markov = {"layout": "speculators-dspark", "markov": ("rnn", 32), "confidence": "markov", "draft_vocab": 25}
-    folder = tmp_path / "speculators"
-    tensors = write_random_block(folder, hidden=32, intermediate=64, **markov)  # type: ignore[arg-type]
-    of_training = {"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.zeros(25, 32)}
-    save_file(tensors | of_training, folder / "model.safetensors")
-    made = pack.pack(folder, 8, tmp_path / "block")
-    assert len(made.packed) == 1 + 2 * 7 + 1 + 3 + 2
-    floats, packed = (load_block(place, TARGET) for place in (folder, tmp_path / "block"))
-    assert packed.config == floats.config
-    assert floats.markov is not None
-    assert packed.markov is not None
-    assert 0 < (packed.markov.embedding - floats.markov.embedding).abs().max() < 0.02
-    for ours, theirs in zip(packed.parameters(), floats.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0)
 
 
 def test_what_is_no_head_in_floats_is_refused(tmp_path: Path, capsys: Captured) -> None:

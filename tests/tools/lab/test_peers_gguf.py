@@ -11,23 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from outrider.plans.errors import OutriderError
-
 gguf = pytest.importorskip("gguf")
 
 from outrider.tools.lab.peers.gguf_file import write_gguf  # noqa: E402  (imports gguf)
 
 SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "eos_token_id": 0,
-    "bos_token_id": None,
-}
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 0, "bos_token_id": None,
+}  # fmt: skip
 
 
 def write_checkpoint(folder: Path, config: LlamaConfig | Qwen2Config | Qwen3Config) -> torch.nn.Module:
@@ -84,14 +75,3 @@ def test_matrices_are_quantised_and_the_outer_ones_have_8_bits(tmp_path: Path) -
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
     original = weights["model.layers.0.self_attn.q_proj.weight"].numpy()
     assert 0 < np.abs(stored - original).max() < np.abs(original).max() / 7
-
-
-def test_what_is_not_written_is_said(tmp_path: Path) -> None:
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    write_checkpoint(tmp_path / "scaled", LlamaConfig(**SIZES, rope_scaling=scaling))
-    with pytest.raises(OutriderError, match=r"scaled scales its rotation \(linear\)"):
-        write_gguf(tmp_path / "scaled", tmp_path / "model.gguf", "F32")
-    write_checkpoint(tmp_path / "other", LlamaConfig(**SIZES))
-    (tmp_path / "other" / "tokenizer.json").write_text('{"model": {"type": "Unigram"}}')
-    with pytest.raises(OutriderError, match="is no byte-level BPE"):
-        write_gguf(tmp_path / "other", tmp_path / "model.gguf", "F32")

@@ -12,8 +12,8 @@ import sysconfig
 import textwrap
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoConfig, AutoTokenizer
 
@@ -42,6 +42,10 @@ def write(path, rows):
 '''
 
 
+def rows_of(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in read_text(REFERENCE / file).splitlines()]
+
+
 def test_the_target_has_the_promised_size_and_family() -> None:
     config = AutoConfig.from_pretrained(REFERENCE / "target")
     parameters = sum(p.numel() for p in load_decoder(REFERENCE / "target").parameters())
@@ -60,19 +64,12 @@ def test_the_tokenizer_stays_as_short_as_an_export_writes_it(tmp_path: Path) -> 
     assert LibraryTokenizer.from_file(str(tmp_path / "again.json")).to_str() == tokenizer.to_str()
 
 
-def test_the_model_card_names_data_steps_bits_per_byte_and_licence() -> None:
-    card = (REFERENCE / "target" / "README.md").read_text(encoding="utf-8")
-    for word in ("standard library", "steps", "bits per byte", "Licence"):
-        assert word in card
-
-
 def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Runtime) -> None:
     theirs = AutoTokenizer.from_pretrained(REFERENCE / "target")
-    for line in read_text(REFERENCE / "held_out.jsonl.gz").splitlines():
-        text = json.loads(line)["prompt"]
-        ids = reference.tokenizer.encode(text)
-        assert theirs(text)["input_ids"] == ids
-        assert reference.tokenizer.decode(ids) == text
+    for row in rows_of("held_out.jsonl.gz"):
+        ids = reference.tokenizer.encode(row["prompt"])
+        assert theirs(row["prompt"])["input_ids"] == ids
+        assert reference.tokenizer.decode(ids) == row["prompt"]
     messages = [{"role": "user", "content": "Base64"}]
     assert reference.tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
@@ -82,9 +79,9 @@ def test_transformers_tokenizes_held_out_text_as_the_runtime_does(reference: Run
 def test_no_held_out_prompt_comes_from_a_training_file_and_calibration_text_does() -> None:
     held_out = {file.name: file.held_out for file in read_file_list(REFERENCE / "corpus.txt.gz")}
     for file, expected in (("held_out.jsonl.gz", True), ("calibration.jsonl.gz", False)):
-        rows = [json.loads(line) for line in read_text(REFERENCE / file).splitlines()]
-        assert {held_out[row["file"]] for row in rows} == {expected}
+        assert {held_out[row["file"]] for row in rows_of(file)} == {expected}
     assert len(held_out) > 21 * sum(held_out.values())
+    assert all(SourceFile(name, "other text", "0").held_out == is_held_out for name, is_held_out in held_out.items())
 
 
 def test_lists_only_writes_the_hash_of_every_file_and_the_prompts(tmp_path: Path) -> None:
@@ -109,7 +106,7 @@ def test_lists_only_writes_the_hash_of_every_file_and_the_prompts(tmp_path: Path
 
 def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(reference: Runtime) -> None:
     """`outrider verify` and `tune` take the first few, whose figures the repository keeps."""
-    rows = [json.loads(line) for line in read_text(REFERENCE / "held_out.jsonl.gz").splitlines()]
+    rows = rows_of("held_out.jsonl.gz")
     assert (REFERENCE / "held_out.jsonl.gz").stat().st_size < 300_000
     assert [row["task"] for row in rows] == sorted(row["task"] for row in rows)  # completion, docstring, long
     tokens = {task: [len(reference.tokenizer.encode(r["prompt"])) for r in rows if r["task"] == task] for task in TASKS}
@@ -122,29 +119,6 @@ def test_prompts_have_the_form_of_their_task_and_the_first_are_completions(refer
         assert ast.get_docstring(function)
         assert len(function.body) == 1
     assert len(read_completions(REFERENCE / "held_out.jsonl.gz")) == 60
-
-
-def test_prompts_are_what_their_files_hold() -> None:
-    """Where the running interpreter has the very files that the reference was trained on."""
-    files = {file.name: file for file in read_standard_library()}
-    same = {
-        listed.name
-        for listed in read_file_list(REFERENCE / "corpus.txt.gz")
-        if listed.name in files and files[listed.name].sha256 == listed.sha256
-    }
-    rows = [json.loads(line) for line in read_text(REFERENCE / "held_out.jsonl.gz").splitlines()]
-    rows = [row for row in rows if row["file"] in same]
-    if not rows:
-        pytest.skip("this interpreter's standard library is another")
-    for row in rows:
-        rest = files[row["file"]].text.split("\n")[row["line"] - 1 :]
-        assert ("\n".join(rest) + "\n").startswith(row["prompt"])
-
-
-def test_the_split_depends_on_the_path_alone() -> None:
-    files = read_standard_library()
-    assert len(files) > 300
-    assert all(SourceFile(f.name, "other text", "0").held_out == f.held_out for f in files)
 
 
 def test_an_outline_is_a_plan_and_one_branch_per_point() -> None:

@@ -15,8 +15,10 @@ if __name__ == "__main__":  # before the imports, which take a second
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -24,18 +26,29 @@ from rich.console import Console
 from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
 from outrider.commands.console import guarded, progress_bar
 from outrider.commands.packages import optional_packages
-from outrider.plans.errors import RequestError
+from outrider.plans.errors import OutriderError, RequestError
 from outrider.plans.plan import open_plan
 from outrider.tools.bench.prompts import prompts_file
 from outrider.tools.identity import describe_run, git_sha
-from outrider.tools.lab.faults.scenarios import SCENARIOS
+from outrider.tools.lab.faults.figures import Figures
 from outrider.tools.measuring import Column, add_arguments, make_table, print_report
 
 _WHOLE = 60.0  # minutes of the whole form, which are shared out among the scenarios
+SCENARIOS = {
+    "killed": ("replicas:kill", "replicas on Ray Serve are killed under load"),
+    "starved-replica": ("replicas:starve", "a replica on Ray Serve may take no more memory"),
+    "disconnects": ("slow_clients:disconnect", "clients leave at random moments, deadlines are milliseconds"),
+    "malformed": ("malformed:run", "10,000 bodies that are wrong, and requests that are none"),
+    "slow-clients": ("slow_clients:run", "clients send and read a byte a second"),
+    "clock": ("clock:run", "the wall clock jumps by an hour and a day, there and back"),
+    "full-disk": ("full_disk:run", "no room to save the prefix cache"),
+    "out-of-memory": ("out_of_memory:run", "the server may take no more memory"),
+    "replaced-plan": ("replaced_plan:run", "the plan is replaced, moved, built over, written over"),
+}
+"""By name, in the order in which they run: module and function, and what is done to the server."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run scenarios."""
     return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 
@@ -73,11 +86,24 @@ def _run(options: argparse.Namespace) -> int:
                 threads=options.threads,
                 new=options.new,
                 prompts=prompts,  # of copies of the plan too, which find no recipe
-                tell=lambda what, place=place, name=name: progress(place, len(names), f"{name}: {what}"),  # type: ignore[misc]
+                show=lambda what, place=place, name=name: progress(place, len(names), f"{name}: {what}"),  # type: ignore[misc]
             )
-            report["rows"].append(SCENARIOS[name].run(name, setting).to_json())
+            report["rows"].append(_figures(name, setting).to_json())
     print_report(report, options.json, _print)
     return 0 if all(row["passed"] for row in report["rows"]) else 1
+
+
+def _figures(name: str, setting: Any) -> Figures:
+    """A scenario's figures; an error that ends it is one of the things that are wrong."""
+    module, _, function = SCENARIOS[name][0].partition(":")
+    run: Callable[[Any, Figures], None] = getattr(import_module(f"outrider.tools.lab.faults.{module}"), function)
+    figures, began = Figures(name), monotonic()
+    try:
+        run(setting, figures)
+    except (OutriderError, OSError) as error:
+        figures.fail(f"The scenario ended with {type(error).__name__}: {error}")
+    figures.seconds = round(monotonic() - began, 1)
+    return figures
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
@@ -107,11 +133,11 @@ _COLUMNS = (
 
 
 def _parser() -> Parser:
-    told = "; ".join(f"{name}: {scenario.what}" for name, scenario in SCENARIOS.items())
+    scenarios = "; ".join(f"{name}: {what}" for name, (_, what) in SCENARIOS.items())
     parser = Parser(
         prog="python -m outrider.tools.lab.faults",
         description=__doc__.partition("\n\n")[2],
-        epilog=f"example: %(prog)s build/branches --only malformed,disconnects --minutes 10; scenarios: {told}",
+        epilog=f"example: %(prog)s build/branches --only malformed,disconnects --minutes 10; scenarios: {scenarios}",
     )
     parser.add_argument("plan", type=Path, help="folder of a plan")
     parser.add_argument("--only", metavar="NAME,...", help="scenarios to run (default: all)")

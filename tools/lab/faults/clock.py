@@ -1,6 +1,6 @@
 """The wall clock jumps by an hour and a day, there and back, while requests, deadlines and idle connections run.
 
-The server runs over a library (`clock.c`) that moves the clock of its whole process, whatever language asks for it.
+The server runs over a library (`clock.c`) that moves the clock of its whole process, in any of its languages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.tools.lab.faults.setting import Setting
 
 _HOUR, _DAY = 3600, 86400
 _JUMPS = (_HOUR, -_HOUR, 0, _DAY, -_DAY, 0)
-_FAR = 3000.0  # seconds of a deadline that no request comes to, unless a jump counts
+_FAR = 3000.0  # seconds of a deadline that no request reaches, unless a jump counts
 _DRAIN = 30.0
 
 
@@ -36,7 +36,7 @@ def run(setting: Setting, figures: Figures) -> None:
         with setting.watched(server, figures):
             with Crowd(server.port, setting.questions, figures, setting.clients // 2, setting.seed, ways) as crowd:
                 for jump in _JUMPS:
-                    setting.tell(f"{jump / _HOUR:+.0f} h")
+                    setting.show(f"{jump / _HOUR:+.0f} h")
                     figures.count("faults")
                     with plain(server.port) as idle:
                         idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -70,13 +70,13 @@ def _set(clock: Path, seconds: int) -> None:
 
 
 def _check_created(server: Server, figures: Figures, jump: int) -> None:
-    """That the clock has moved at all is told by `created`, which alone depends on it."""
+    """`created`, which alone depends on the clock, shows that it has moved."""
     created = Client(server.port).ask({"model": MODEL, "prompt": [1], "max_tokens": 1}).created or 0
     figures.check(abs(created - time() - jump) < _HOUR / 4, f"created is off by {created - time():.0f} s at {jump} s.")
 
 
 def _check_idle(server: Server, figures: Figures, clock: Path, jump: int) -> None:
-    """A connection may idle for its seconds from the last answer, whatever the clock says."""
+    """A connection may idle for its seconds from the last answer, by any clock."""
     with plain(server.port) as idle:
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         idle.recv(4096)
@@ -88,7 +88,7 @@ def _check_idle(server: Server, figures: Figures, clock: Path, jump: int) -> Non
 
 
 def _drain(server: Server, setting: Setting, figures: Figures, clock: Path) -> None:
-    """The server is told to end, and the clock jumps while the last requests run."""
+    """The server is asked to end, and the clock jumps while the last requests run."""
     asking = threading.Thread(target=ask_all, args=(server.port, setting.questions, figures, 16), daemon=True)
     asking.start()
     while not server.metrics()["outrider_requests_running"] and asking.is_alive():

@@ -10,8 +10,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, Self
 
-from outrider.tools.lab.faults.answers import Answer
-from outrider.tools.lab.faults.client import FAILURES, PATIENCE, Client
+from outrider.tools.lab.faults.client import FAILURES, PATIENCE, Answer, Client
 from outrider.tools.lab.faults.figures import Figures
 from outrider.tools.lab.faults.questions import Question
 

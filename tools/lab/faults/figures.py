@@ -37,12 +37,10 @@ class Figures:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, what: str, number: int = 1) -> None:
-        """Add to a count."""
         with self._lock:
             setattr(self, what, getattr(self, what) + number)
 
     def lose(self, sentence: str) -> None:
-        """Count a lost request, and say why."""
         self.count("lost")
         self.fail(sentence)
 
@@ -71,8 +69,8 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         """All fields with stable keys, and whether the scenario passed."""
         with self._lock:
-            told = {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
-        return {**told, "passed": self.passed}
+            fields = {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
+        return {**fields, "passed": self.passed}
 
 
 @dataclass(frozen=True)

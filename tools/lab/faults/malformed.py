@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from outrider.plans.errors import OutriderError
 from outrider.runtime.server.errors import ApiError
-from outrider.tools.lab.faults.answers import Answer
-from outrider.tools.lab.faults.client import FAILURES, plain, read_all
+from outrider.tools.lab.faults.client import FAILURES, Answer, plain, read_all
 from outrider.tools.lab.faults.crowd import Crowd, Ways
 from outrider.tools.lab.faults.figures import Figures
 from outrider.tools.lab.faults.mutations import malformed, rubbish
@@ -27,7 +26,7 @@ from outrider.tools.lab.faults.server import Server
 from outrider.tools.lab.faults.setting import Setting
 
 BODIES = 10_000
-_MOST_BYTES = 2**18  # of a body: as many as the server is told to take
+_MOST_BYTES = 2**18  # of a body: the server's limit
 _HANGING = 60.0  # seconds after which an answer counts as none
 _SENDERS = 3
 
@@ -67,7 +66,7 @@ def run(setting: Setting, figures: Figures) -> None:
                 began = monotonic()
                 _send_one(setting, server, figures, place, lucky)
                 waits.append(monotonic() - began)
-                setting.tell(f"{figures.faults} of {total} malformed requests")
+                setting.show(f"{figures.faults} of {total} malformed requests")
 
         senders = [threading.Thread(target=send, daemon=True) for _ in range(_SENDERS)]
         for thread in senders:
@@ -146,7 +145,6 @@ def judge_lucky(figures: Figures, oracle: Knows, lucky: Sequence[Lucky]) -> None
 
 
 def _answer(said: bytes) -> Answer:
-    """The answer in a body, whole or of events."""
     answer = Answer(200)
     if not said.startswith(b"data: "):
         answer.take(json.loads(said))

@@ -8,7 +8,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from time import sleep
 
-from outrider.tools.lab.faults.answers import Answer
+from outrider.tools.lab.faults.client import Answer
 from outrider.tools.lab.faults.crowd import Crowd, Ways, ask_all
 from outrider.tools.lab.faults.figures import Figures
 from outrider.tools.lab.faults.server import Server
@@ -26,7 +26,7 @@ def run(setting: Setting, figures: Figures) -> None:
     ways = Ways(excuses=_is_error, breaks=True)
     died = list[int]()
     for room in _ROOMS:
-        setting.tell(f"{room >> 10} KB more")
+        setting.show(f"{room >> 10} KB more")
         with setting.serve() as server:
             ask_all(server.port, setting.questions, figures)
             with Crowd(server.port, setting.questions, figures, setting.clients // 2, setting.seed, ways):
@@ -52,7 +52,7 @@ def _await_end(server: Server, seconds: float) -> None:
 
 
 def limit_memory(pid: int, room: int | None) -> None:
-    """Let a process take `room` bytes more of addresses than it has; without, as many as it likes."""
+    """Let a process take `room` bytes more of addresses than it has; without, any number."""
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     with suppress(OSError):  # it has ended
         if room is None:
@@ -63,5 +63,5 @@ def limit_memory(pid: int, room: int | None) -> None:
 
 
 def _is_error(answer: Answer) -> bool:
-    """Whether it is the error of a server, told in the shape of all."""
+    """Whether it is the error of a server, in its usual shape."""
     return (answer.status >= 500 or answer.status == 200) and bool((answer.error or {}).get("message"))

@@ -23,7 +23,7 @@ from outrider.runtime.server.answers import Answer as Written
 from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.submitting import Submitter
 from outrider.tools.bench.prompts import choose_prompts
-from outrider.tools.lab.faults.answers import Answer
+from outrider.tools.lab.faults.client import Answer
 from outrider.tools.lab.faults.server import MODEL
 
 _TOOL = {

@@ -1,4 +1,4 @@
-"""A plan that is replaced, moved, removed or written over while it is served.
+"""A plan that is replaced, moved, removed or written over while it is served, by one with other weights.
 
 Replaced by a rename, as the compiler does it, moved or removed: the server continues with the plan that it has loaded,
 and a new one serves what is in the folder then, or says that nothing is. Written over in place: answers stop, with an
@@ -7,6 +7,10 @@ error that says so, and none has other tokens.
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
+from hashlib import sha256
 from pathlib import Path
 from time import sleep
 
@@ -14,14 +18,13 @@ from outrider.compiler.build import build
 from outrider.compiler.place import Place
 from outrider.compiler.recipe import source_recipe
 from outrider.plans.errors import OutriderError
-from outrider.plans.plan import read_manifest
+from outrider.plans.plan import MANIFEST, file_sha256, manifest_json, read_manifest
 from outrider.tools.lab.faults.client import Client
 from outrider.tools.lab.faults.crowd import Crowd, Ways, ask_all
 from outrider.tools.lab.faults.figures import Figures
 from outrider.tools.lab.faults.questions import Question, make_questions
 from outrider.tools.lab.faults.server import MODEL, Server
 from outrider.tools.lab.faults.setting import Setting
-from outrider.tools.lab.faults.successor import copy_plan, write_over, write_successor
 
 _WRITTEN = "was written to while the plan is in use"
 _SHORT = 8  # questions to a new server
@@ -39,7 +42,7 @@ def run(setting: Setting, figures: Figures) -> None:
                 ("built over", lambda: _build_over(setting, plan), setting.questions[:_SHORT]),
                 ("moved away", lambda: plan.rename(setting.file("moved")), None),
             ):
-                setting.tell(name)
+                setting.show(name)
                 sleep(setting.seconds / 10)
                 replace()
                 figures.count("faults")
@@ -50,9 +53,9 @@ def run(setting: Setting, figures: Figures) -> None:
         ask_all(server.port, setting.questions, figures)
         figures.check(_identity(server) == _name(setting.plan), "The old server serves another plan.")
         server.end()
-    setting.tell("a prefix cache of the old plan")
+    setting.show("a prefix cache of the old plan")
     _take_old_cache(setting, figures, other, others, kept)
-    setting.tell("written over")
+    setting.show("written over")
     _write_over(setting, figures, other)
 
 
@@ -100,9 +103,50 @@ def _write_over(setting: Setting, figures: Figures, other: Path) -> None:
 
 
 def _take_old_cache(setting: Setting, figures: Figures, other: Path, others: list[Question], kept: Path) -> None:
-    """A prefix cache that the old plan has saved is told of, and not used."""
+    """A prefix cache that the old plan has saved is reported, and not used."""
     figures.check(kept.exists(), "No prefix cache was saved.")
     with setting.serve("--cache-file", str(kept), plan=other) as server:
         ask_all(server.port, others, figures)
         figures.check("another plan" in server.said, f"Nothing is said of an old prefix cache: {server.said}")
         figures.check("tokens of earlier" not in server.said, "A prefix cache of another plan is used.")
+
+
+_BLOCK = 16  # bytes: the size of a tensor's largest number, so that swapped blocks hold numbers of its kind
+
+
+def copy_plan(plan: Path, out: Path) -> Path:
+    """A copy, so that the plan itself stays as it is."""
+    return Path(shutil.copytree(plan, out))
+
+
+def write_successor(plan: Path, out: Path, seed: int) -> Path:
+    """A plan whose weights are those of `plan` in disorder: half of the pairs of neighbouring blocks are swapped."""
+    copy_plan(plan, out)
+    manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+    draw = random.Random(seed)
+    for file in manifest["files"]:
+        path = out / file["path"]
+        if path.suffix == ".bin":
+            path.write_bytes(_disordered(path.read_bytes(), draw))
+            file["sha256"] = file_sha256(path)
+    manifest["identity"] = sha256(f"{manifest['identity']} {seed}".encode()).hexdigest()
+    (out / MANIFEST).write_text(manifest_json(manifest), encoding="utf-8")
+    return out
+
+
+def _disordered(data: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(data)
+    for place in range(0, len(data) - 2 * _BLOCK, 2 * _BLOCK):
+        if draw.random() < 0.5:
+            one, two = slice(place, place + _BLOCK), slice(place + _BLOCK, place + 2 * _BLOCK)
+            changed[one], changed[two] = data[two], data[one]
+    return bytes(changed)
+
+
+def write_over(plan: Path, other: Path) -> None:
+    """What `dd conv=notrunc` or a careless program does: every file of `other` into the file of that name, in place,
+    without making it shorter first."""
+    for path in sorted(other.rglob("*")):
+        if path.is_file():
+            with (plan / path.relative_to(other)).open("r+b") as file:
+                file.write(path.read_bytes())

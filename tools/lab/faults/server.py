@@ -23,7 +23,6 @@ _PAGE = 4096
 
 
 def held_by(pid: int) -> Held:
-    """What a process holds now."""
     place = Path(f"/proc/{pid}")
     resident = int((place / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
     return Held(len(os.listdir(place / "fd")), len(os.listdir(place / "task")), resident / 1e6)
@@ -42,7 +41,7 @@ class Server:
         log: Path,
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
-        command: Sequence[str] = ("runtime", "serve"),
+        command: Sequence[str] = ("outrider.runtime", "serve"),
     ) -> None:
         self._log = log
         words = [sys.executable, "-m", *command, str(plan), "--port", "0", "--model-name", MODEL, *options]
@@ -69,15 +68,12 @@ class Server:
 
     @property
     def said(self) -> str:
-        """All that it has printed."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def held(self) -> Held:
-        """What it holds now."""
         return held_by(self.process.pid)
 
     def metrics(self) -> dict[str, float]:
-        """Its figures, by name."""
         text = get(self.port, "/metrics")[1]
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in lines}
@@ -96,7 +92,6 @@ class Server:
         return False
 
     def end(self, seconds: float = 60.0) -> int:
-        """Tell it to end; its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 

@@ -20,14 +20,13 @@ _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072"}
 MEMORY_MB = 96.0
 _CACHE_BYTES = 2**26  # full after the warm-up, or nearly: else filling it would look like a leak
 THREADS = 6  # workers that a pool makes when more ask at once than in the warm-up, and ends when it likes to
-_SHORT = 0.05  # of the whole form
 _SETTLING = 30.0  # seconds until connections that idle have been closed
 
 
 @dataclass
 class Setting:
     """`seconds` is how long a scenario puts its fault under load, `clients` how many ask, `scale` a share of what the
-    whole form does, for faults that are counted. `work` is a folder for files, `tell` shows progress."""
+    whole form does, for faults that are counted. `work` is a folder for files, `show` reports progress."""
 
     plan: Path
     questions: list[Question]
@@ -39,20 +38,13 @@ class Setting:
     threads: int = 1
     new: int = 40
     prompts: Path | None = None
-    tell: Callable[[str], None] = lambda _: None
+    show: Callable[[str], None] = lambda _: None
     _made: int = field(default=0, repr=False)
 
-    @property
-    def short(self) -> bool:
-        """Whether of several ways to the same fault the cheapest is enough."""
-        return self.scale < _SHORT
-
     def draw(self, name: str) -> random.Random:
-        """Random numbers of a scenario's own."""
         return random.Random(f"{self.seed} {name}")
 
     def times(self, whole: int, least: int = 1) -> int:
-        """So many of a count at this scale."""
         return max(least, round(whole * self.scale))
 
     def file(self, name: str) -> Path:
@@ -61,7 +53,6 @@ class Setting:
         return self.work / f"{self._made}-{name}"
 
     def serve(self, *options: str, plan: Path | None = None, environment: dict[str, str] | None = None) -> Server:
-        """A server of the plan, or of another."""
         cache = ("--cache-tokens", "8192", "--cache-bytes", str(_CACHE_BYTES))
         own = ("--threads", str(self.threads), "--max-waiting", "4096", *cache, *options)
         return Server(plan or self.plan, self.file("server.log"), own, _ALLOCATOR | (environment or {}))

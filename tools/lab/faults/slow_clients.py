@@ -1,4 +1,4 @@
-"""Clients that send or read a byte a second: others do not wait for them, and each is closed as its limit says."""
+"""Clients that leave at random moments, or send or read a byte a second: nothing stays, and others do not wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LATE = 15.0  # seconds beyond which a limit was not kept, on a machine that doe
 _RECEIVE = 2048  # bytes that the system keeps of what a slow reader has not read
 _HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _READERS = 6  # of streams that do not fit into what the system keeps: each makes the server compute thousands of tokens
-_MOST_MB = 256.0  # more than before, while spans of so many wait
+_MOST_MB = 256.0  # more than before, while spans of all readers wait
 _ESTABLISHED = "01"
 _WAITING = 5.0  # seconds that others may wait longer for their answers
 
@@ -41,7 +41,7 @@ def run(setting: Setting, figures: Figures) -> None:
         with Crowd(server.port, setting.questions, figures, 4, setting.seed, Ways(pause=0.05)) as crowd:
             while any(thread.is_alive() for thread in slow):
                 most = max(most, server.held().megabytes)
-                setting.tell(f"{sum(thread.is_alive() for thread in slow)} slow clients, {len(crowd.waits)} answers")
+                setting.show(f"{sum(thread.is_alive() for thread in slow)} slow clients, {len(crowd.waits)} answers")
                 sleep(0.2)
         waits += crowd.waits
         figures.notes |= {
@@ -52,6 +52,17 @@ def run(setting: Setting, figures: Figures) -> None:
         }
         figures.check(most <= before + _MOST_MB, f"{most:.0f} MB are held for slow clients, and {before:.0f} before.")
         figures.check(_middle(waits) <= _middle(quiet) + _WAITING, "Others wait for slow clients.")
+
+
+def disconnect(setting: Setting, figures: Figures) -> None:
+    """Half of the clients' requests are left, a fifth of the others have milliseconds."""
+    ways = Ways(streams=0.6, leaves=0.5, deadlines=0.2)
+    with setting.serve() as server, setting.watched(server, figures):
+        with Crowd(server.port, setting.questions, figures, setting.clients, setting.seed, ways):
+            for spent in setting.until():
+                setting.show(f"{figures.cut} of {figures.sent} cut off after {spent:.0f} s")
+        figures.faults = figures.cut
+        figures.check(figures.cut, "No request was cut off.")
 
 
 def _others(setting: Setting, server: Server, figures: Figures, seconds: float) -> list[float]:
@@ -110,7 +121,7 @@ def _dribble(made: socket.socket, data: bytes, words: bytes) -> str | None:
                 return "It is still open."
     made.settimeout(patience)
     said += read_all(made)
-    return None if said.startswith(b"HTTP/1.1 408 ") and words in said else f"It was told {said[:200]!r}."
+    return None if said.startswith(b"HTTP/1.1 408 ") and words in said else f"It received {said[:200]!r}."
 
 
 def _in_reading(made: socket.socket) -> str | None:

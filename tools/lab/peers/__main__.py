@@ -15,12 +15,11 @@ from outrider.commands.arguments import Parser, at_least_0
 from outrider.commands.console import guarded
 from outrider.commands.packages import optional_packages
 from outrider.tools.identity import describe_run
-from outrider.tools.lab.peers.precision import PRECISIONS, Precision
-from outrider.tools.measuring import add_arguments, print_report
+from outrider.tools.lab.peers.engine import PRECISIONS
+from outrider.tools.measuring import add_arguments, names_among, print_report
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison."""
     return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 
@@ -37,7 +36,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="folder of a Hugging Face checkpoint")
     parser.add_argument(
-        "--precision", type=_precisions, metavar="fp32,int8,int4",
+        "--precision", type=names_among(PRECISIONS), metavar="fp32,int8,int4",
         help="of the weights, one or several (default: those of the plans given, or fp32)",
     )  # fmt: skip
     parser.add_argument(
@@ -53,7 +52,7 @@ def _parser() -> Parser:
     )
     add_arguments(parser, "prompts task count new reps json", count=12, new=128, reps=3)
     parser.add_argument(
-        "--threads", type=at_least_0, default=0, help="of every engine; 0: as many as there are cores (default)"
+        "--threads", type=at_least_0, default=0, help="of every engine; 0: the number of cores (default)"
     )
     parser.add_argument(
         "--work", type=Path, default=Path("build"), metavar="DIR",
@@ -62,18 +61,10 @@ def _parser() -> Parser:
     return parser
 
 
-def _precisions(text: str) -> list[Precision]:
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if word not in PRECISIONS:
-            raise argparse.ArgumentTypeError(f"is {word!r}; choose from {', '.join(PRECISIONS)}")
-    return [precision for precision in PRECISIONS if precision in words]
-
-
 def _run(options: argparse.Namespace) -> int:
     with optional_packages("This comparison", "compiler,dev"):
+        from outrider.tools.lab.peers.figures import print_table
         from outrider.tools.lab.peers.measure import measure
-        from outrider.tools.lab.peers.table import print_table
 
         report = {**describe_run(), **measure(options)}
     return print_report(report, options.json, print_table)

@@ -14,8 +14,7 @@ from outrider.commands.console import stderr
 from outrider.compiler.checkpoint import checkpoint_hashes
 from outrider.compiler.identity import digest
 from outrider.plans.errors import OutriderError
-from outrider.tools.lab.peers.engine import GENAI, LLAMA_CPP, OPENVINO
-from outrider.tools.lab.peers.precision import Precision
+from outrider.tools.lab.peers.engine import GENAI, LLAMA_CPP, OPENVINO, Precision
 
 _LLAMA_CPP_TYPES: dict[Precision, str] = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 _OPENVINO_TYPES = _LLAMA_CPP_TYPES | {"fp32": "F16"}  # it reads no F32; at load it makes float32 of F16
@@ -62,7 +61,7 @@ def _whole(checkpoint: Path, tokenizer_of: Path | None) -> Iterator[Path]:
 def _for_genai(checkpoint: Path, folder: Path, precision: Precision) -> None:
     """Blocks of 32 and accuracy level 4 are the builder's own choice for quantised weights on the CPU."""
     options = ["-i", str(checkpoint), "-o", str(folder), "-p", precision, "-e", "cpu"]
-    _run("onnxruntime-genai's builder", checkpoint, ["onnxruntime_genai.models.builder", *options])
+    _run("onnxruntime-genai's builder", checkpoint, ["-m", "onnxruntime_genai.models.builder", *options])
 
 
 def _for_llama_cpp(checkpoint: Path, folder: Path, precision: Precision) -> None:
@@ -72,7 +71,8 @@ def _for_llama_cpp(checkpoint: Path, folder: Path, precision: Precision) -> None
 def _for_openvino(checkpoint: Path, folder: Path, precision: Precision) -> None:
     """A draft model must be in OpenVINO's format, so that the target is in it too."""
     _write_gguf(checkpoint, folder, _OPENVINO_TYPES[precision])
-    _run("OpenVINO GenAI", checkpoint, ["outrider.tools.lab.peers.gguf_to_openvino", str(folder / _MODEL)])
+    code = "import sys, openvino_genai as g; g.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
+    _run("OpenVINO GenAI", checkpoint, ["-c", code, str(folder / _MODEL)])
     (folder / _MODEL).unlink()
 
 
@@ -92,10 +92,9 @@ def _write_gguf(checkpoint: Path, folder: Path, kind: str) -> None:
     write_gguf(checkpoint, folder / _MODEL, kind)
 
 
-def _run(who: str, checkpoint: Path, module: Sequence[str]) -> None:
-    """Run a module in a process of its own: what it imports and prints stays there."""
-    command = [sys.executable, "-P", "-m", *module]
-    ended = subprocess.run(command, capture_output=True, text=True, errors="replace")
+def _run(who: str, checkpoint: Path, arguments: Sequence[str]) -> None:
+    """Run Python in a process of its own: what it imports and prints stays there."""
+    ended = subprocess.run([sys.executable, "-P", *arguments], capture_output=True, text=True, errors="replace")
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or ["it said nothing"]
         raise OutriderError(f"{who} cannot convert {checkpoint} ({said[-1].strip()})")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Literal, Protocol, get_args
 
 OURS, TRANSFORMERS, GENAI, OPENVINO, LLAMA_CPP = ENGINES = (
     "outrider", "transformers", "onnxruntime-genai", "openvino-genai", "llama-cpp-python"
@@ -63,13 +64,35 @@ class Clock:
         self._first, self._ttft_ms, self._started = 0, 0.0, perf_counter()
 
     def count(self, tokens: int) -> None:
-        """So many tokens have come now."""
         if not self._first:
             self._first, self._ttft_ms = tokens, 1000 * (perf_counter() - self._started)
 
     def done(self) -> float:
-        """Milliseconds since the start."""
         return 1000 * (perf_counter() - self._started)
 
     def generated(self, ids: list[int], total_ms: float) -> Generated:
         return Generated(ids, self._first, self._ttft_ms, total_ms)
+
+
+Precision = Literal["fp32", "int8", "int4"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+def weights_section(precision: Precision) -> dict[str, object]:
+    """Return what a recipe's target, or a drafter, has beside its checkpoint."""
+    return {} if precision == "fp32" else {"weights": {"type": precision}}
+
+
+def precision_of(section: Mapping[str, Any]) -> Precision:
+    """Return the precision of the section of a target or draft model, in float32 engines, of a resolved recipe."""
+    weights = section.get("weights")
+    return "fp32" if weights is None else weights["type"]
+
+
+def choose_end_token(generated: Mapping[int, int], vocab_size: int) -> int:
+    """The last id of the vocabulary that was not `generated`: how often each was. Where all were, the rarest of them.
+
+    onnxruntime-genai refuses ids outside of the vocabulary and ends wherever its end token comes; `min_length` forbids
+    that token, and so changes what is generated. An id that is not generated changes nothing.
+    """
+    return min(reversed(range(vocab_size)), key=lambda token: generated.get(token, 0))

@@ -14,7 +14,7 @@ from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import load_recipe, source_recipe
 from outrider.plans.errors import PlanError
 from outrider.plans.plan import read_manifest
-from outrider.tools.lab.peers.precision import Precision, precision_of, weights_section
+from outrider.tools.lab.peers.engine import Precision, precision_of, weights_section
 from outrider.tools.lab.peers.with_outrider import BACKEND
 
 _HELD_OUT = Path(__file__).resolve().parents[3] / "plans" / "reference" / "held_out.jsonl.gz"

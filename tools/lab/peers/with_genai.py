@@ -11,8 +11,7 @@ from typing import Any
 
 import onnxruntime_genai as genai
 
-from outrider.tools.lab.peers.end_token import choose_end_token
-from outrider.tools.lab.peers.engine import PLAIN, Clock, Generated, Settings
+from outrider.tools.lab.peers.engine import PLAIN, Clock, Generated, Settings, choose_end_token
 
 DRAFT = "draft"
 # The first n-gram settings are those of its documentation, without and with a width that follows what is accepted; the

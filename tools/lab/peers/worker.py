@@ -30,7 +30,7 @@ _WARM_UP_TOKENS = 4  # the caches hold the weights of the engine that ran before
 
 def main(name: str) -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is no answer
         try:
             module, kind = _CLASSES[name]
             settings = Settings(**json.loads(sys.stdin.readline()))

@@ -25,7 +25,7 @@ GROUP = 32
 FLOAT = 16
 """Bits of projections that stay in bfloat16."""
 USUAL = 8
-"""Bits of the projections of a trained head, unless told."""
+"""Bits of the projections of a trained head, by default."""
 
 _LARGEST = {4: (7.0, 7.5, 8.0), 8: (127.0,)}
 """Steps that the largest magnitude of a group may be, by bits: the one that rounds the group best is taken."""

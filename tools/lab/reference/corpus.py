@@ -19,7 +19,7 @@ from outrider.compiler.held_out import read_text
 
 HELD_OUT_SHARE = 0.03
 HELD_OUT = " held-out"
-DIGITS = 8  # of a file's hash: enough to tell files apart
+DIGITS = 8  # of a file's hash: enough to distinguish files
 _SKIPPED_FOLDERS = {"site-packages", "__pycache__", "pydoc_data", "encodings", "lib2to3"}
 _SKIPPED_PARTS = ("test/badsyntax", "test/bad_", "test/encoded_modules", "test/tokenize_tests")
 _LARGEST = 300_000  # bytes: past this, stdlib files are tables

@@ -134,7 +134,6 @@ class Corpus:
 
 
 def load_corpus(tokenizer: Tokenizer, files: list[SourceFile]) -> Corpus:
-    """Split and tokenize `files`."""
     print(f"tokenizing {len(files)} files ...", flush=True)
     train = [f for f in files if not f.held_out]
     return Corpus(

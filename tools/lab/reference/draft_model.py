@@ -14,7 +14,7 @@ from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.eager import CausalExecution
 from outrider.tools.lab.reference.acceptance import Drafts, measure
 from outrider.tools.lab.reference.drafter import MUON_LR, Lessons, principal_axes, teach
-from outrider.tools.lab.reference.export_drafters import write_card, write_model
+from outrider.tools.lab.reference.export import write_card, write_decoder
 from outrider.tools.lab.reference.loop import Run, Training
 from outrider.tools.lab.reference.target import initialise, matrices
 from outrider.tools.lab.reference.teacher import Reading
@@ -73,7 +73,7 @@ def train_model(run: Run, lessons: Lessons, geometry: ModelGeometry, name: str) 
             return distillation_loss(model, ids, wanted)
 
     teach(run, lessons, training, loss, model_drafts(model), ())
-    write_model(model, folder)
+    write_decoder(model, folder)  # its tokenizer is the target's
     acceptance = measure(teacher, lessons.continuations, model_drafts(load_decoder(folder).to(run.device)))
     report = training.report(run.device_name)
     write_card(folder, "The reference draft model", _about(model, teacher.sha256), report, acceptance)

@@ -35,7 +35,7 @@ MUON_LR = 1e-2
 """A drafter is a layer or two that start far from their place: against 4e-3, a head's loss is a tenth lower after 60
 steps."""
 SAMPLE = 5
-"""Every so many continuations are measured at a checkpoint; at the end, all."""
+"""One in SAMPLE continuations is measured at a checkpoint; at the end, all."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.tools.lab.reference.generate import generate
-from outrider.tools.lab.reference.teacher import Teacher
+from outrider.tools.lab.reference.teacher import Teacher, generate
 
 GENERATED_SHARE = 0.5
 """Of a drafter's windows."""

@@ -6,25 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config
-from outrider.compiler.models.rope import RopeScaling
+from outrider.compiler.models.rope import RopeScaling, rope_tables
 from outrider.tools.lab.reference.acceptance import Drafts, measure
 from outrider.tools.lab.reference.compressed import USUAL, described
 from outrider.tools.lab.reference.drafter import MUON_LR, Lessons, principal_axes, teach
 from outrider.tools.lab.reference.drafter_text import frequent_tokens
-from outrider.tools.lab.reference.export_drafters import write_card, write_eagle3
+from outrider.tools.lab.reference.export import write_card, write_eagle3
 from outrider.tools.lab.reference.loop import Run, Training
 from outrider.tools.lab.reference.teacher import Reading
-from outrider.tools.lab.reference.unroll import unroll
 
 UNROLLED = 5
-"""Steps on its own hidden states, unless told."""
+"""Steps on its own hidden states, by default."""
 STEP_WEIGHT = 0.8
 """The loss of step j counts STEP_WEIGHT ** j."""
 RIDGE = 1.0
@@ -148,7 +149,6 @@ def go_on(head: Eagle3Head, vocabulary: Tensor, trained: Eagle3Head, target_embe
 
 
 def matrices(head: Eagle3Head) -> list[nn.Parameter]:
-    """The parameters that Muon trains."""
     return [m.weight for m in (head.fc, head.q, head.k, head.v, head.o, head.gate, head.up, head.down)]
 
 
@@ -205,3 +205,80 @@ hidden {c.hidden_size}, intermediate {c.intermediate_size}, {c.num_heads} query 
 {c.num_kv_heads} key/value heads of {c.head_dim}, {c.draft_vocab_size} of {c.vocab_size} tokens, fed with the streams
 that enter layers {", ".join(map(str, c.aux_layers))}.
 Written by `python -m outrider.tools.lab.train_reference eagle3`{begun}."""
+
+
+RECOMPUTED = 512
+"""Pairs from which a step's attention weights are computed again in the backward pass rather than kept."""
+
+
+class UnrolledExecution:
+    """All chains of `batch` sequences at once: `pairs` chains each, the step being the layer's index."""
+
+    def __init__(self, config: Eagle3Config, batch: int, pairs: int, steps: int, device: torch.device) -> None:
+        c = self._config = config
+        cos, sin = rope_tables(c.rope_theta, c.head_dim, pairs + steps, c.rope_scaling)
+        self._cos, self._sin = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+        self._batch, self._pairs = batch, pairs
+        group = c.num_heads // c.num_kv_heads
+        hidden = torch.ones(pairs, pairs, dtype=torch.bool, device=device).triu(1)
+        self._bias = torch.zeros(pairs, pairs, device=device).masked_fill(hidden, float("-inf")).repeat(group, 1)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+        step = len(self._keys)
+        first, second = x.view(self._batch, self._pairs, heads, -1).chunk(2, dim=-1)
+        cos, sin = (t[step : step + self._pairs, None].to(x.dtype) for t in (self._cos, self._sin))
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "heads have none"
+        c = self._config
+        self._keys.append(self._heads(k, c.num_kv_heads))
+        self._values.append(self._heads(v, c.num_kv_heads))
+        queries = self._heads(q, c.num_heads)
+        if layer == 0:
+            out = F.scaled_dot_product_attention(
+                queries, self._keys[0], self._values[0], is_causal=True, enable_gqa=True
+            )
+        elif self._pairs > RECOMPUTED and q.requires_grad:
+            out = checkpoint(self._attend_chains, queries, *self._keys, *self._values, use_reentrant=False)
+        else:
+            out = self._attend_chains(queries, *self._keys, *self._values)
+        return out.transpose(1, 2).reshape(q.shape)
+
+    def _attend_chains(self, queries: Tensor, *cached: Tensor) -> Tensor:
+        """`queries` `[batch, heads, pairs, head_dim]` over step 0's keys up to their own pair's, and their chain's."""
+        c, keys, values = self._config, cached[: len(cached) // 2], cached[len(cached) // 2 :]
+        rows = self._batch * c.num_kv_heads
+        scale = c.head_dim**-0.5
+        flat = queries.reshape(rows, -1, c.head_dim)  # the query heads of a group, one after another
+        shared = torch.baddbmm(self._bias, flat, keys[0].reshape(rows, -1, c.head_dim).mT, alpha=scale)
+        grouped = flat.view(self._batch, c.num_kv_heads, -1, self._pairs, c.head_dim)
+        own = [(grouped * key.unsqueeze(2)).sum(-1).reshape(rows, -1, 1) * scale for key in keys[1:]]
+        weights = torch.cat((shared, *(x.to(shared.dtype) for x in own)), dim=-1).softmax(dim=-1).to(queries.dtype)
+        out = torch.bmm(weights[..., : self._pairs], values[0].reshape(rows, -1, c.head_dim)).view(grouped.shape)
+        for step, value in enumerate(values[1:]):
+            weight = weights[..., self._pairs + step].view(*grouped.shape[:-1], 1)
+            out = out + weight * value.unsqueeze(2)
+        return out.reshape(queries.shape)
+
+    def _heads(self, x: Tensor, count: int) -> Tensor:
+        return x.view(self._batch, self._pairs, count, self._config.head_dim).transpose(1, 2)
+
+
+def unroll(head: Eagle3Head, embedding: Tensor, features: Tensor, token_ids: Tensor, steps: int) -> list[Tensor]:
+    """The head's hidden states of every step, `[batch, pairs, H]`, as `Eagle3Head.logits` reads them.
+
+    `features` `[batch, pairs, 3 * Ht]`; `token_ids` int64 `[batch, >= pairs + steps - 1]`, whose column i + j is the
+    token of pair i at step j; `embedding` `[vocab, H]` is the head's own, or the target's.
+    """
+    batch, pairs = features.shape[:2]
+    execution = UnrolledExecution(head.config, batch, pairs, steps, features.device)
+    h = head.fuse(features.reshape(batch * pairs, -1)).to(features.dtype)  # the residual stream stays in f32
+    states = []
+    for step in range(steps):
+        embedded = F.embedding(token_ids[:, step : step + pairs].reshape(-1), embedding)
+        h = head.layer(h, embedded, execution, step)
+        states.append(h.view(batch, pairs, -1))
+    return states

@@ -99,7 +99,6 @@ def initialise(model: Decoder) -> None:
 
 
 def matrices(model: Decoder) -> list[torch.nn.Parameter]:
-    """The parameters that Muon trains."""
     return [p for p in model.layers.parameters() if p.ndim == 2]
 
 

@@ -2,9 +2,8 @@
 
 `hits`: the time to the first token of a prompt of which a share is known, against a cold start, and what the cache
 itself takes. `load`: requests served at once against the same ones one after another, in both modes, and how long who
-decodes waits for a pass. `soak`: mixed requests from several threads for minutes; memory, failures, tokens compared.
-`batch`: a batch on actors of Ray against one process. `memory`: what actors of one machine share.
-`routing`: conversations over replicas on Ray Serve; prompt tokens that were computed, by how requests are routed.
+decodes waits for a pass. `memory`: what actors of one machine share. `routing`: conversations over replicas on Ray
+Serve; prompt tokens that were computed, by how requests are routed.
 """
 
 from __future__ import annotations
@@ -18,21 +17,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from outrider.commands.arguments import Parser, at_least_1, counts, number, whole_number
+from outrider.commands.arguments import Parser, at_least_1, counts, whole_number
 from outrider.commands.console import guarded
 from outrider.tools.bench.sampling import GREEDY
 from outrider.tools.identity import describe_run
 from outrider.tools.lab.serving.actor_memory import measure_memory, print_memory
-from outrider.tools.lab.serving.batches import measure_batch, print_batch
 from outrider.tools.lab.serving.hits import measure_hits, print_hits
 from outrider.tools.lab.serving.load import measure_load, print_load
 from outrider.tools.lab.serving.routing import measure_routing, print_routing
-from outrider.tools.lab.serving.soak import measure_soak, print_soak
 from outrider.tools.measuring import add_arguments, print_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a measurement."""
     return guarded(lambda: _run(_parser().parse_args(arguments)))
 
 
@@ -74,43 +70,12 @@ def _parser() -> Parser:
         description="Tokens a second of requests that are served at once, against the same one after another.",
         epilog="example: %(prog)s build/branches --at-once 4,16 --drafters none,ngram",
     )
-    load.add_argument("--at-once", type=counts, metavar="N,...", help="requests at once (default: as many as can be)")
+    load.add_argument("--at-once", type=counts, metavar="N,...", help="requests at once (default: the plan's branches)")
     load.add_argument("--waves", type=at_least_1, default=3, help="requests for each that is served at once (3)")
     load.add_argument("--length", type=at_least_1, default=200, help="tokens of a prompt (200)")
     load.add_argument("--new", type=at_least_1, default=128, help="tokens of an answer (128)")
     add_arguments(load, "reps", reps=3)
-    load.add_argument(
-        "--compare-overlap", action="store_true", help="also without showing the text of a pass beside the next one"
-    )
     load.set_defaults(measure=measure_load, show=print_load)
-    soak = commands.add_parser(
-        "soak",
-        parents=[shared],
-        help="mixed requests for a while",
-        description="Submit, cancel and await mixed requests from many threads; watch memory and check the answers.",
-        epilog="example: %(prog)s build/branches --minutes 5",
-    )
-    soak.add_argument("--minutes", type=at_least_1, default=20, help="how long (20)")
-    soak.add_argument("--clients", type=at_least_1, default=24, help="threads that submit (24)")
-    soak.add_argument("--length", type=at_least_1, default=600, help="most tokens of a prompt (600)")
-    soak.add_argument("--new", type=at_least_1, default=100, help="most tokens of an answer (100)")
-    soak.add_argument("--every", type=number(above=0), default=5.0, help="seconds between looks at memory (5)")
-    soak.set_defaults(measure=measure_soak, show=print_soak, reps=1)
-    batch = commands.add_parser(
-        "batch",
-        help="a batch on actors of Ray against one process",
-        description="Tokens a second of the same batch on actors of Ray, on a cluster of its own, and in one process "
-        "with as many threads; and whether the results are the same, byte for byte. Rates are of the work alone: from "
-        "the first request that is begun to the last that is written. Needs the extra `ray`.",
-        epilog="example: %(prog)s build/branches --requests 500 --actors 2",
-    )
-    add_arguments(batch, "plan prompts reps json", reps=3)
-    batch.add_argument("--requests", type=at_least_1, default=500, metavar="N", help="requests (500)")
-    batch.add_argument("--length", type=at_least_1, default=200, help="most tokens of a prompt (200)")
-    batch.add_argument("--new", type=at_least_1, default=128, help="most tokens of an answer (128)")
-    batch.add_argument("--actors", type=at_least_1, default=2, metavar="N", help="actors (2)")
-    batch.add_argument("--cpus", type=at_least_1, default=1, metavar="N", help="CPUs, and threads, of each (1)")
-    batch.set_defaults(measure=measure_batch, show=print_batch)
     memory = commands.add_parser(
         "memory",
         help="what actors of one machine share",
@@ -123,7 +88,7 @@ def _parser() -> Parser:
     memory.add_argument("--length", type=at_least_1, default=200, help="characters of a prompt (200)")
     memory.add_argument("--new", type=at_least_1, default=16, help="tokens of an answer (16)")
     memory.add_argument(
-        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: as many as can)"
+        "--max-running", type=at_least_1, metavar="N", help="requests at once (default: the plan's branches)"
     )
     memory.add_argument("--unshared", action="store_true", help="without share_memory, for comparison")
     memory.set_defaults(measure=measure_memory, show=print_memory)

@@ -28,7 +28,9 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
 
         from outrider.runtime.ray_cluster import cluster
     if not Path("/proc/self/smaps_rollup").exists():
-        raise OutriderError("This system does not tell the memory of a process by /proc/PID/smaps_rollup.")
+        raise OutriderError(
+            "This system has no /proc/PID/smaps_rollup, which lists the memory of a process; measure on Linux."
+        )
     from outrider.runtime.batch import OutriderPredictor
 
     actor = ray.remote(num_cpus=1)(_Answering)
@@ -70,7 +72,6 @@ class _Answering:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """Bytes by kind of a process."""
     found = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
         name, _, kibibytes = line.partition(":")

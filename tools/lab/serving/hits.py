@@ -11,7 +11,7 @@ from rich.console import Console
 
 from outrider import Generation, PrefixCacheConfig, Runtime
 from outrider.tools.identity import identity_columns
-from outrider.tools.lab.serving.common import choose_drafters, load_runtime, prompts_of
+from outrider.tools.lab.serving.load import choose_drafters, load_runtime, prompts_of
 from outrider.tools.measuring import Column, make_table, measuring, paired_ratios, print_head, run_in_turn
 
 

@@ -12,13 +12,38 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider import Runtime
+from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.runtime.branch_request import MODES
+from outrider.tools.bench.prompts import choose_prompts, cut_prompts
 from outrider.tools.identity import identity_columns
-from outrider.tools.lab.serving.common import choose_drafters, load_runtime, prompts_of
-from outrider.tools.measuring import Column, make_table, measuring, paired_ratios, percentile, print_head, run_in_turn
+from outrider.tools.measuring import (
+    Column,
+    drafters_named,
+    make_table,
+    measuring,
+    paired_ratios,
+    percentile,
+    print_head,
+    run_in_turn,
+)
 
 ALONE = "one by one"
+
+
+def load_runtime(
+    options: argparse.Namespace, mode: str | None = None, cache: PrefixCacheConfig | None = None
+) -> Runtime:
+    scheduler = SchedulerConfig(mode=mode)  # type: ignore[arg-type]
+    return Runtime.load(options.plan, threads=options.threads, prefix_cache=cache, scheduler=scheduler)
+
+
+def choose_drafters(runtime: Runtime, options: argparse.Namespace) -> list[str]:
+    return drafters_named(options.drafters, (drafter.name for drafter in runtime.manifest.drafters))
+
+
+def prompts_of(runtime: Runtime, options: argparse.Namespace, length: int) -> list[list[int]]:
+    held_out = [runtime.tokenizer.encode(prompt.text) for prompt in choose_prompts(options.plan, options.prompts)]
+    return cut_prompts(held_out, length, runtime.manifest.target.context - options.new)
 
 
 def measure_load(options: argparse.Namespace) -> dict[str, Any]:
@@ -31,8 +56,6 @@ def measure_load(options: argparse.Namespace) -> dict[str, Any]:
         modes = {"one at a time": None}
     texts = prompts_of(probe, options, options.length)
     runtimes: dict[str, Runtime] = {name: load_runtime(options, mode) for name, mode in modes.items()}
-    if options.compare_overlap:  # where the text of a pass is made out before the next one begins
-        runtimes |= {f"{name}, text first": load_runtime(options, mode, overlap=False) for name, mode in modes.items()}
     cases = [(drafter, count) for drafter in drafters for count in at_once]
     rows = []
     with measuring([1.0] * len(cases) * (1 + len(runtimes)) * (1 + options.reps)) as begin:

@@ -72,7 +72,7 @@ def _talk(plan: Plan, options: argparse.Namespace) -> Talk:
     length = first + message * (turns - 1)
     if (whole := length + options.new * turns) > plan.manifest.target.context:
         raise RequestError(
-            f"A conversation comes to {whole} tokens, and the plan's context is {plan.manifest.target.context}; pass "
+            f"A conversation takes {whole} tokens, and the plan's context is {plan.manifest.target.context}; pass "
             "fewer --turns, or shorter messages or answers."
         )
     texts = [tokenizer.encode(prompt.text) for prompt in choose_prompts(options.plan, options.prompts)]
