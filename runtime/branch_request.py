@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -30,22 +30,11 @@ In a mapping, the prompt may be a `LatePrompt`.
 
 LatePrompt = Callable[[Mapping[int, Generation], float], str | Sequence[int] | None]
 """The beginning of a branch that is not known yet: a function of the generations that have ended, by branch, and of the
-seconds that it may wait. It is called between passes until it returns the beginning; None says that it is to be called
-again.
+seconds that it may wait. It is called between passes until it returns the beginning; None asks for another call.
 """
 
 MOST_SAMPLES = 1024
 _NO_OPTIONS = ("prompt", "predicted_tokens")
-
-
-@dataclass(frozen=True)
-class BranchRequest:
-    """A checked branch: the tokens it begins with after the prefix, and its options."""
-
-    token_ids: list[int]
-    request: Request
-    predicted_tokens: int  # the caller's estimate: the longest begins first
-    late: Callable[[Mapping[int, Generation], float], list[int] | None] | None = None  # in place of `token_ids`
 
 
 def check_alone(
@@ -56,12 +45,12 @@ def check_alone(
     tokenizer: Tokenizer,
     *,
     shared: bool = False,
-) -> BranchRequest:
+) -> Request:
     """Check a request for a sequence of its own, in a row that is `shared` with others or not. Raises RequestError."""
     request = resolve(options, manifest, grammars, shared=shared)
     given, least = request.generated, request.min_tokens
     prepared = prepare_prompt(prompt, (), request.stop, tokenizer, manifest.target, generated=given, min_tokens=least)
-    return BranchRequest(prepared.ids, request, request.max_new_tokens)
+    return replace(request, token_ids=prepared.ids)
 
 
 def check_branches(
@@ -73,7 +62,7 @@ def check_branches(
     n: int | None,
     mode: Mode,
     options: Options,
-) -> tuple[list[int], list[BranchRequest]]:
+) -> tuple[list[int], list[Request]]:
     """Check a call; return the shared prefix and the branches after it. Raises RequestError naming the branch."""
     geometry = manifest.target
     if geometry.branches < 2:
@@ -116,15 +105,14 @@ def check_branches(
                 raise RequestError(f"predicted_tokens is {shown(predicted)}; pass a whole number of at least 1.")
             beginning = branch.get("prompt", "")
             if callable(beginning):
-                asked.append(
-                    BranchRequest([], request, predicted, _later(beginning, place, prefix, tokenizer, geometry))
-                )
+                late = _later(beginning, place, prefix, tokenizer, geometry)
+                asked.append(replace(request, late=late, predicted_tokens=predicted))
                 continue
             ids = _begin(beginning, prefix, tokenizer, geometry)
         except RequestError as error:
             raise RequestError(f"Branch {place}: {error}") from None
-        asked.append(BranchRequest(ids, request, predicted))
-    if len({each.request.cache_salt for each in asked}) > 1:
+        asked.append(replace(request, token_ids=ids, predicted_tokens=predicted))
+    if len({each.cache_salt for each in asked}) > 1:
         raise RequestError("Branches have several cache_salts, and share the prompt; pass one for all of them.")
     return prefix, asked
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import abc
 
-from outrider.runtime.branch_request import BranchRequest, Mode
+from outrider.runtime.branch_request import Mode
 from outrider.runtime.generation import FinishReason, Generation, Run, Span
+from outrider.runtime.options.request import Request
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import Stats
 from outrider.runtime.step_loop import StepLoop
@@ -16,7 +17,7 @@ _WAIT = 0.05  # seconds that a beginning which is not known yet is waited for, w
 def run_branches(
     loop: StepLoop,
     prefix: abc.Sequence[int],
-    asked: abc.Sequence[BranchRequest],
+    asked: abc.Sequence[Request],
     max_parallel: int,
     mode: Mode,
     stats: Stats,
@@ -29,13 +30,13 @@ def run_branches(
     drafters of this run or of `keep_for` only.
     """
     with loop.counting(stats):
-        owner = asked[0].request.cache_salt
-        if loop.begin(prefix, {each.request.drafter for each in asked} | set(keep_for), mode, owner=owner):
+        owner = asked[0].cache_salt
+        if loop.begin(prefix, {each.drafter for each in asked} | set(keep_for), mode, owner=owner):
             stats.reused_tokens = len(prefix)
         else:
             stats.reused_tokens = stats.cached_tokens = loop.recall_prefix()
         for _ in loop.compute_prefix():
-            if all(each.request.cancelled for each in asked):
+            if all(each.cancelled for each in asked):
                 break
             stats.prefill_passes += 1
         waiting = sorted(enumerate(asked), key=lambda each: -each[1].predicted_tokens)
@@ -43,12 +44,10 @@ def run_branches(
         beginnings = {place: each.token_ids for place, each in waiting if each.late is None}
         running: list[Sequence] = []
         while waiting or running:
-            for place, each in [(place, each) for place, each in waiting if each.request.cancelled]:
+            for place, each in [(place, each) for place, each in waiting if each.cancelled]:
                 waiting.remove((place, each))
                 untouched = Stats(prompt_tokens=len(prefix) + len(each.token_ids))
-                result = ended[place] = Generation(
-                    "", [], FinishReason.CANCELLED, untouched, seed=each.request.sampling.seed
-                )
+                result = ended[place] = Generation("", [], FinishReason.CANCELLED, untouched, seed=each.sampling.seed)
                 yield Span([], "", sequence=place, result=result)
             for place, each in waiting:
                 if place not in beginnings and each.late is not None:
@@ -59,10 +58,10 @@ def run_branches(
             for place, each in [(place, each) for place, each in waiting if place in beginnings]:
                 if len(running) == max_parallel:
                     break
-                if running and not loop.fits(len(beginnings[place]), each.request):
+                if running and not loop.fits(len(beginnings[place]), each):
                     break
                 waiting.remove((place, each))
-                running.append(loop.admit(place, beginnings[place], each.request))
+                running.append(loop.admit(place, beginnings[place], each))
             if not running:
                 continue
             stats.most_alive = max(stats.most_alive, len(running))

@@ -20,7 +20,7 @@ from outrider.runtime.backends import BACKENDS, BackendChoice, choose_backend, o
 from outrider.runtime.backends.base import Settings
 from outrider.runtime.backends.shared_engines import SharedEngines
 from outrider.runtime.beam_search import BeamOptions, BeamResult, beam_search
-from outrider.runtime.branch_request import BranchPrompt, BranchRequest, Mode, check_alone, check_branches
+from outrider.runtime.branch_request import BranchPrompt, Mode, check_alone, check_branches
 from outrider.runtime.branch_run import run_branches
 from outrider.runtime.drafters import make_memories
 from outrider.runtime.exactness import Exactness, ProbeResult, ensure_exact, kernels_here
@@ -30,6 +30,7 @@ from outrider.runtime.generation import Generation, Run, Stream
 from outrider.runtime.handle import Handle
 from outrider.runtime.memory import MemoryUse, memory_use
 from outrider.runtime.options.options import Options
+from outrider.runtime.options.request import Request
 from outrider.runtime.pass_prices import load_prices
 from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
 from outrider.runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
@@ -254,10 +255,10 @@ class Runtime:
         requests = [self._ask(*each) for each in asked]
         return self._serve().submit(requests, priority, deadline, client=client)
 
-    def _ask(self, prompt: str | Sequence[int], options: Options) -> BranchRequest:
+    def _ask(self, prompt: str | Sequence[int], options: Options) -> Request:
         return self._check(prompt, options, shared=self.scheduler_config.shares_rows(self.manifest.target))
 
-    def _check(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> BranchRequest:
+    def _check(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> Request:
         return check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
 
     def _choose(
@@ -350,10 +351,10 @@ class Runtime:
         self._check_open()
         return Stream(self._once(self._check(self._choose(prompt, messages, chat_template_kwargs), options)))
 
-    def _once(self, asked: BranchRequest) -> Run:
+    def _once(self, asked: Request) -> Run:
         """Generate in a sequence of its own; no engine is taken before the first pass."""
         with Session(self.engines) as session:
-            yield from session.run(asked.token_ids, asked.request, whole=True)
+            yield from session.run(asked.token_ids, asked, whole=True)
 
     def generate_branches(
         self,
@@ -414,7 +415,7 @@ class Runtime:
     def _branches(
         self,
         prefix: list[int],
-        asked: list[BranchRequest],
+        asked: list[Request],
         parallel: int,
         mode: Mode,
         stats: Stats,

@@ -20,10 +20,11 @@ from time import monotonic, perf_counter
 
 from outrider.plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
 from outrider.plans.manifest import Geometry
-from outrider.runtime.branch_request import MODES, BranchRequest, Mode
+from outrider.runtime.branch_request import MODES, Mode
 from outrider.runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from outrider.runtime.handle import Handle
 from outrider.runtime.numbers import as_real, shown
+from outrider.runtime.options.request import Request
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.sequence import CommittedTokens, Sequence
 from outrider.runtime.stats import Stats
@@ -120,11 +121,11 @@ class Queue:
 
 
 @dataclass(eq=False)
-class _Request:
+class _Queued:
     """A submitted request; those of one client start in the order of their ranks."""
 
     rank: tuple[int, int]
-    asked: BranchRequest
+    asked: Request
     handle: Handle
     submitted: float
     deadline: float | None
@@ -178,13 +179,13 @@ class Scheduler:
         self._drafters: set[str | None] = {drafter.name for drafter in manifest.drafters}
         self._numbers = count()
         self._changed = threading.Condition()
-        self._waiting: list[_Request] = []
+        self._waiting: list[_Queued] = []
         # Start-time fair queuing (Goyal et al., 1996): the tokens that clients with a request here have been granted,
         # and the count of the client that started last: a client that returns starts from it.
         self._granted: dict[str | None, int] = {}
         self._level = 0
         self._running: list[Sequence] = []
-        self._by_place: dict[int, _Request] = {}
+        self._by_place: dict[int, _Queued] = {}
         self._stats = SchedulerStats(kv_slots=slots)
         self._showing: Future[None] | None = None
         self._thread: threading.Thread | None = None
@@ -193,7 +194,7 @@ class Scheduler:
 
     def submit(
         self,
-        asked: abc.Sequence[BranchRequest],
+        asked: abc.Sequence[Request],
         priority: int = 0,
         deadline: float | None = None,
         *,
@@ -228,18 +229,18 @@ class Scheduler:
             self._changed.notify_all()
         return [request.handle for request in made]
 
-    def _made(self, asked: BranchRequest, rank: int, until: float | None, client: str | None) -> _Request:
+    def _made(self, asked: Request, rank: int, until: float | None, client: str | None) -> _Queued:
         """Build the request, with an event of its own that ends it."""
-        cancel, given = threading.Event(), asked.request.cancel
+        cancel, given = threading.Event(), asked.cancel
 
         def end() -> None:
             cancel.set()
             with self._changed:
                 self._changed.notify_all()
 
-        asked = replace(asked, request=replace(asked.request, cancel=cancel))
+        asked = replace(asked, cancel=cancel)
         place = rank, next(self._numbers)
-        return _Request(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
+        return _Queued(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
 
     def _enter(self, client: str | None) -> None:
         """A client with no waiting request starts from the current level, without credit for its idle time."""
@@ -249,7 +250,7 @@ class Scheduler:
         if client not in waiting:
             self._granted[client] = max(self._granted.get(client, 0), self._level)
 
-    def _next(self) -> _Request:
+    def _next(self) -> _Queued:
         """The waiting request that starts next: of the client that has been granted least, the first by its rank."""
         first = min(self._waiting, key=lambda each: (self._granted[each.client], each.place))
         return min((each for each in self._waiting if each.client == first.client), key=lambda each: each.rank)
@@ -388,9 +389,9 @@ class Scheduler:
         for each in late:
             each.cancel.set()
 
-    def _end_unbegun(self, request: _Request, reason: FinishReason) -> None:
+    def _end_unbegun(self, request: _Queued, reason: FinishReason) -> None:
         """End a request that never ran, with the tokens that it has given elsewhere, if any."""
-        ids, asked = request.asked.token_ids, request.asked.request
+        asked, ids = request.asked, request.asked.token_ids
         stats = Stats(len(ids), total_ms=request.queued_ms, resumed_tokens=len(asked.generated))
         generation = GrowingGeneration(asked, TextStream(self._pool.loaded.tokenizer, ids, asked.stop), stats)
         generation.finish_reason = reason
@@ -406,15 +407,15 @@ class Scheduler:
                     return
                 request = self._next()
                 asked = request.asked
-                if self._running and not loop.fits(len(asked.token_ids), asked.request):
+                if self._running and not loop.fits(len(asked.token_ids), asked):
                     return
                 self._waiting.remove(request)
                 self._level = self._granted[request.client]
-                self._granted[request.client] += len(asked.token_ids) + asked.request.max_new_tokens
+                self._granted[request.client] += len(asked.token_ids) + asked.max_new_tokens
                 self._by_place[request.place] = request
                 self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000
-            self._running.append(loop.admit(request.place, request.asked.token_ids, request.asked.request))
+            self._running.append(loop.admit(request.place, request.asked.token_ids, request.asked))
             with self._changed:
                 self._stats.queued_ms += request.queued_ms
                 self._stats.prompt_tokens += len(request.asked.token_ids)
@@ -436,7 +437,7 @@ class Scheduler:
             result = replace(result, finish_reason=FinishReason.DEADLINE)
         self._end(request, result, span.error)
 
-    def _end(self, request: _Request, result: Generation | None, error: Exception | None = None) -> None:
+    def _end(self, request: _Queued, result: Generation | None, error: Exception | None = None) -> None:
         with self._changed:
             self._by_place.pop(request.place, None)
             self._stats.finished += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,9 +21,18 @@ from outrider.runtime.trace import Watcher
 
 @dataclass(frozen=True)
 class Request:
-    """Checked options. `drafter` is None for plain decoding; `rules` are applied in their order."""
+    """Checked options, and what the generation begins with. `drafter` is None for plain decoding; `rules` are applied
+    in their order.
+
+    `token_ids` follow the prefix that branches share; of a branch that begins later, `late` returns them, called with
+    the generations that have ended, by branch, and the seconds that it may wait. The branch with the most
+    `predicted_tokens`, the caller's estimate, begins first.
+    """
 
     max_new_tokens: int
+    token_ids: Sequence[int] = ()
+    late: Callable[[Mapping[int, Any], float], list[int] | None] | None = None
+    predicted_tokens: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
