@@ -72,7 +72,7 @@ class CapacitySection(Section):
     """Sizes of a session. Every buffer is allocated once, in these sizes."""
 
     context: int = Field(ge=2, le=2**23, description="tokens of the longest sequence, prompt and output together")
-    branches: int = Field(1, ge=1, le=16, description="independent continuations at once")
+    branches: int = Field(1, ge=1, le=128, description="independent continuations at once")
     batching: bool = Field(
         False, description="a row of the KV cache for every branch as well, so that they can run in batching mode"
     )

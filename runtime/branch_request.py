@@ -66,7 +66,7 @@ def check_branches(
     """Check a call; return the shared prefix and the branches after it. Raises RequestError naming the branch."""
     geometry = manifest.target
     if geometry.branches < 2:
-        raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 16 for more.")
+        raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 128 for more.")
     if mode not in MODES:
         raise RequestError(f"mode is {shown(mode)}; choose one of {', '.join(MODES)}.")
     if mode == "batching" and geometry.rows < 2:
