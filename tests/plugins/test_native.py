@@ -176,7 +176,7 @@ def test_a_missing_extension_says_what_to_do(tmp_path):
     copied.mkdir(parents=True)
     (tmp_path / "outrider" / "__init__.py").touch()
     (tmp_path / "outrider" / "plans").symlink_to(source.parent / "plans")
-    for name in ("__init__.py", "native.py", "schema.py", "schemas.py", "kv_schemas.py", "expert_schemas.py"):
+    for name in ("__init__.py", "native.py", "schema.py", "schemas.py", "kv_schemas.py"):
         (copied / name).write_text((source / name).read_text())
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if isinstance(f, type)]; "  # no editable install
