@@ -115,17 +115,6 @@ def test_slots_that_move_over_each_other_upwards_arrive_as_on_the_cpu(op_kernels
     compare(op_kernels, "KvGather", tensors, {"kv": kv}, (1,))
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.999, "top_k": 3000}])
-def test_a_big_vocabulary(fast_kernels, filters) -> None:
-    rng = np.random.default_rng(1)
-    tensors = {
-        "logits": (rng.normal(size=(2, 50_257)) * 2).astype(np.float32), "logit_indices": np.arange(2),
-        "positions": np.arange(2) + 9, "branch": np.zeros(2, np.int64),
-        **vars(equal_slots(1, temperature=0.8, **filters)),
-    }  # fmt: skip
-    compare(fast_kernels, "Sample", tensors, {"committed": np.full(2, POISON)}, (2, 2))
-
-
 @pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])
 def test_faults_are_reported_and_nothing_is_committed_there(op_kernels, bad, fault) -> None:
     tensors = {
