@@ -1,6 +1,6 @@
 """The CUDA kernels give what the CPU kernels give, to the bit: run block by block on the CPU, and on a GPU (`-m gpu`).
 
-The CPU kernels are compared with the references elsewhere; ops that have none, in test_cuda_drafting.py.
+The CPU kernels are compared with the references elsewhere; ops that have none, in test_drafting.py.
 """
 
 from __future__ import annotations
