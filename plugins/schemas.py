@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from outrider.plans import names
 from outrider.plans.sampling import SETTINGS
-from outrider.plugins.expert_schemas import MIXTURE_OF_EXPERTS, ROUTE
 from outrider.plugins.kv_schemas import BLOCK_SELECT, BLOCK_SUMMARY, KV_GATHER, PARTIAL_KV_GATHER
 from outrider.plugins.schema import (
     ANY_FLOAT,
@@ -211,6 +210,50 @@ _BRANCH_ATTENTION = OpSchema(
     ),
 )
 
+_TOKENS = TensorSpec("x", ANY_FLOAT, (1, names.NEW, "hidden"))
+_WEIGHTS = TensorSpec("weights", "float32", (1, names.NEW, "experts"))
+_INWARD, _OUTWARD = ("experts", "hidden", "inner"), ("experts", "inner", "hidden")
+_PRODUCTS = (
+    TensorSpec("gate", ANY_FLOAT, _INWARD),
+    TensorSpec("up", ANY_FLOAT, _INWARD),
+    TensorSpec("down", ANY_FLOAT, _OUTWARD),
+)
+
+_ROUTE = OpSchema(
+    name="Route",
+    version=1,
+    doc="""The experts of each token, and their weights.
+
+    A token chooses the top_k experts with the largest logits x @ router, of equal ones those with the lower id, and
+    gives them weights that are softmax over the chosen where normalise is 1, else over all experts: in float32 at
+    any precision of the model. All others have weight 0. Softmax over all, then top-k, then division by the sum is
+    the same as softmax over the top-k: normalise 1 is both.
+    BiasedRoute has a third input, bias [experts], that is added to the logits.
+    Source: Qwen3-MoE (arXiv 2505.09388); Mixtral (arXiv 2401.04088).""",
+    inputs=(_TOKENS, TensorSpec("router", ANY_FLOAT, ("hidden", "experts"))),
+    outputs=(_WEIGHTS,),
+    attributes=(AttributeSpec("top_k", int), AttributeSpec("normalise", int)),
+)
+
+_MIXTURE_OF_EXPERTS = OpSchema(
+    name="MixtureOfExperts",
+    version=1,
+    doc="""The sum over experts e of weights[n, e] * down_e(silu(gate_e(x)) * up_e(x)).
+
+    Experts whose weight is 0 are left out; the others are added in ascending order.
+    ClampedMixtureOfExperts, with attributes alpha and limit, has biases gate_bias, up_bias [experts, inner] and
+    down_bias [experts, hidden] after the products, and another unit: (up + 1) * gate * sigmoid(alpha * gate), gate at
+    most limit and up from -limit to limit.
+    QuantMixtureOfExperts and ClampedQuantMixtureOfExperts have integers and scales in place of each product's weights,
+    the transposed matrices of the experts one under another: [experts * outputs, inputs] and
+    [experts * outputs, inputs / 32].
+    The function body computes all experts for all tokens, and takes those out that a token did not choose: for one
+    token, experts / top_k times the work and the memory traffic of the CPU kernel, which reads chosen experts alone.
+    Source: Qwen3-MoE (arXiv 2505.09388); gpt-oss (arXiv 2508.10925) for the clamped unit.""",
+    inputs=(_TOKENS, _WEIGHTS, *_PRODUCTS),
+    outputs=(TensorSpec("out", ANY_FLOAT, (1, names.NEW, "hidden")),),
+)
+
 _WINDOW_BIAS = OpSchema(
     name="WindowBias",
     version=1,
@@ -325,8 +368,8 @@ SCHEMAS: dict[str, OpSchema] = {
         BLOCK_SELECT,
         PARTIAL_KV_GATHER,
         _BRANCH_ATTENTION,
-        ROUTE,
-        MIXTURE_OF_EXPERTS,
+        _ROUTE,
+        _MIXTURE_OF_EXPERTS,
         _WINDOW_BIAS,
         _DRAFT_SAMPLE,
         _TREE_EXPAND,

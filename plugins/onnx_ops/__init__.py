@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import onnx
-from onnx import defs
+from onnx import defs, parser
 
 from outrider.plans import names
 from outrider.plugins.onnx_ops.branch_attention import branch_attention_function
 from outrider.plugins.onnx_ops.domain import DOMAIN, OPSET, VERSION, onnx_schema
-from outrider.plugins.onnx_ops.draft_sample import draft_sample_function
+from outrider.plugins.onnx_ops.draft_sample import DRAFT_SAMPLE
 from outrider.plugins.onnx_ops.mixture_of_experts import experts_function, experts_op
 from outrider.plugins.onnx_ops.quant_matmul import quant_function, quant_op
 from outrider.plugins.onnx_ops.route import route_function
-from outrider.plugins.onnx_ops.tree_expand import tree_expand_function
-from outrider.plugins.onnx_ops.tree_rerank import tree_rerank_function
-from outrider.plugins.onnx_ops.window_bias import window_bias_function
+from outrider.plugins.onnx_ops.tree_expand import TREE_EXPAND
+from outrider.plugins.onnx_ops.tree_rerank import TREE_RERANK
+from outrider.plugins.onnx_ops.window_bias import WINDOW_BIAS
 from outrider.plugins.schema import ANY_FLOAT, EXPERT_OPS, QUANT_OPS, TensorSpec
 from outrider.plugins.schemas import SCHEMAS
 
@@ -31,10 +31,15 @@ FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
     "BranchAttention": branch_attention_function,
     "Route": partial(route_function, biased=False),
     "BiasedRoute": partial(route_function, biased=True),
-    "DraftSample": draft_sample_function,
-    "TreeExpand": tree_expand_function,
-    "TreeRerank": tree_rerank_function,
-    "WindowBias": window_bias_function,
+    **{
+        name: cache(partial(parser.parse_function, text))
+        for name, text in (
+            ("DraftSample", DRAFT_SAMPLE),
+            ("TreeExpand", TREE_EXPAND),
+            ("TreeRerank", TREE_RERANK),
+            ("WindowBias", WINDOW_BIAS),
+        )
+    },
     **{name: partial(quant_function, name) for name in QUANT_OPS},
     **{name: partial(experts_function, name) for name in EXPERT_OPS},
 }

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import onnx
-from onnx import parser
-
 from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF
 
 # Sums are in float64, so that `probability` has all digits of float32.
-_DRAFT_SAMPLE = """
+DRAFT_SAMPLE = """
 <opset_import: ["" : 24], domain: "outrider">
 DraftSample (logits, noise, draft_sampling) => (token, probability)
 {
@@ -34,10 +29,4 @@ DraftSample (logits, noise, draft_sampling) => (token, probability)
     token_nested = Where (sampled, fastest, best)
     token = Squeeze (token_nested, last_1)
 }
-"""
-
-
-@cache
-def draft_sample_function() -> onnx.FunctionProto:
-    """Return the function body of DraftSample."""
-    return parser.parse_function(_DRAFT_SAMPLE.replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED))
+""".replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED)

@@ -8,9 +8,9 @@ from functools import cache
 import onnx
 from onnx import parser
 
-from outrider.plugins.expert_schemas import MIXTURE_OF_EXPERTS
 from outrider.plugins.onnx_ops.domain import DOMAIN
 from outrider.plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, TensorSpec
+from outrider.plugins.schemas import SCHEMAS
 
 _PRODUCTS = ("gate", "up", "down")
 
@@ -88,7 +88,8 @@ def experts_function(name: str) -> onnx.FunctionProto:
 
 def experts_op(name: str) -> OpSchema:
     """Return the schema of one of `EXPERT_OPS`."""
-    tokens, weights, *products = MIXTURE_OF_EXPERTS.inputs
+    schema = SCHEMAS["MixtureOfExperts"]
+    tokens, weights, *products = schema.inputs
     if "Quant" in name:
         products = [
             spec
@@ -103,4 +104,4 @@ def experts_op(name: str) -> OpSchema:
     if name.startswith("Clamped"):
         inputs += tuple(TensorSpec(f"{product}_bias", ANY_FLOAT, ("experts", "outputs")) for product in _PRODUCTS)
         attributes = AttributeSpec("alpha", float), AttributeSpec("limit", float)
-    return replace(MIXTURE_OF_EXPERTS, name=name, inputs=inputs, attributes=attributes)
+    return replace(schema, name=name, inputs=inputs, attributes=attributes)

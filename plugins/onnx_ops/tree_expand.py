@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import onnx
-from onnx import parser
-
 from outrider.plugins.onnx_ops.filtered import FILTERED, SETTINGS_OF
 
-# Log-probabilities are computed for the chosen logits only: the vocabulary is read twice and never written. The nodes
-# for the target's races are in an If, so that greedy drafting does not pay for them.
-_TREE_EXPAND = """
+# The tree needs TopK's order: the lower index first among equals. Log-probabilities are computed for the chosen logits
+# only: the vocabulary is read twice and never written. The nodes for the target's races are in an If, so that greedy
+# drafting does not pay for them.
+TREE_EXPAND = """
 <opset_import: ["" : 24], domain: "outrider">
 TreeExpand <top_k, doubt> (logits, score, noise, draft_sampling)
     => (token, candidate_score, frontier)
@@ -64,10 +60,4 @@ TreeExpand <top_k, doubt> (logits, score, noise, draft_sampling)
     candidate_score = Reshape (candidate_nested, flat)
     frontier_score, frontier = TopK (candidate_score, k_1)
 }
-"""
-
-
-@cache
-def tree_expand_function() -> onnx.FunctionProto:
-    """Return the function body of TreeExpand. The tree needs TopK's order: the lower index first among equals."""
-    return parser.parse_function(_TREE_EXPAND.replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED))
+""".replace("SETTINGS_OF", SETTINGS_OF).replace("FILTERED", FILTERED)

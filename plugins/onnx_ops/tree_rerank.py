@@ -1,15 +1,9 @@
 """TreeRerank in standard ops."""
 
-from __future__ import annotations
-
-from functools import cache
-
-import onnx
-from onnx import parser
-
-# The chosen candidates, sorted by index, are the tree: ancestors first. `candidate` ascends, so a parent's node number
-# is the count of chosen indices at or below the parent's index; for -1, the root, that count is 0.
-_TREE_RERANK = """
+# The tree needs TopK's order: the lower index first among equals. The chosen candidates, sorted by index, are the tree:
+# ancestors first. `candidate` ascends, so a parent's node number is the count of chosen indices at or below the
+# parent's index; for -1, the root, that count is 0.
+TREE_RERANK = """
 <opset_import: ["" : 24], domain: "outrider">
 TreeRerank <nodes> (candidate_token, candidate_score, candidate_parent, candidate_depth)
     => (candidate, token, parent, depth, score)
@@ -34,9 +28,3 @@ TreeRerank <nodes> (candidate_token, candidate_score, candidate_parent, candidat
     parent = ReduceSum <keepdims: int = 0> (counted, last_1)
 }
 """
-
-
-@cache
-def tree_rerank_function() -> onnx.FunctionProto:
-    """Return the function body of TreeRerank. The tree needs TopK's order: the lower index first among equals."""
-    return parser.parse_function(_TREE_RERANK)

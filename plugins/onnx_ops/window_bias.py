@@ -1,14 +1,7 @@
 """WindowBias in standard ops."""
 
-from __future__ import annotations
-
-from functools import cache
-
-import onnx
-from onnx import parser
-
 # `from_here` counts the visible keys from a key on; in int32, which every backend adds up exactly.
-_WINDOW_BIAS = """
+WINDOW_BIAS = """
 <opset_import: ["" : 24], domain: "outrider">
 WindowBias <window> (attn_bias) => (window_bias)
 {
@@ -25,9 +18,3 @@ WindowBias <window> (attn_bias) => (window_bias)
     window_bias = Where (kept, zero, hidden)
 }
 """
-
-
-@cache
-def window_bias_function() -> onnx.FunctionProto:
-    """Return the function body of WindowBias."""
-    return parser.parse_function(_WINDOW_BIAS)

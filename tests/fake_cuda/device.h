@@ -19,6 +19,18 @@ enum Verdict { kAllowed, kForbidden };
 
 using Work = std::function<void()>;
 
+// Results of the libraries' functions: 0 is a success of all of them.
+template <typename T, typename V>
+int give(T* to, V value) {
+  *to = value;
+  return 0;
+}
+template <typename T>
+int drop(T* what) {
+  delete what;
+  return 0;
+}
+
 struct Graph {
   std::vector<Work> nodes;
 };

@@ -11,12 +11,14 @@
 
 #include "device.h"
 
-using fake::Stream;
+using fake::drop;
+using fake::give;
 using SharedGraph = std::shared_ptr<fake::Graph>;
 
 namespace {
 
-enum Result { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kCaptureUnsupported = 900 };
+using Result = int;
+enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kCaptureUnsupported = 900 };
 enum Attribute { kMajor = 75, kMinor = 76 };
 enum FunctionAttribute { kMostDynamicShared = 8 };
 enum LaunchAttributeId { kMayBeginEarly = 6 };  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -59,18 +61,6 @@ struct Boxes {
   Side source, to;
   size_t width, height, depth;
 };
-
-template <typename T, typename V>
-Result give(T* to, V value) {
-  *to = value;
-  return kSuccess;
-}
-
-template <typename T>
-Result drop(T* what) {
-  delete what;
-  return kSuccess;
-}
 
 Result of(fake::Verdict verdict) { return verdict == fake::kAllowed ? kSuccess : kCaptureUnsupported; }
 

@@ -9,11 +9,6 @@ struct Handle {
   void* stream = nullptr;
 };
 
-template <typename T, typename V>
-int give(T* to, V value) {
-  *to = value;
-  return 0;
-}
 inline int create(void** handle) { return give(handle, new Handle); }
 inline int set_stream(void* handle, void* stream) { return give(&static_cast<Handle*>(handle)->stream, stream); }
 inline int enqueue_nothing(void* handle, const char* function) {

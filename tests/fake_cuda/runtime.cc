@@ -10,6 +10,8 @@
 #include "runtime_types.h"
 
 using SharedGraph = std::shared_ptr<fake::Graph>;
+using fake::drop;
+using fake::give;
 
 namespace {
 
@@ -23,18 +25,6 @@ std::mutex mutex;
 std::unordered_map<const void*, std::string> kernel_names;
 thread_local std::vector<Configuration> configurations;  // of launches that the compiler's code has begun
 thread_local CudaError last_error = kSuccess;
-
-template <typename T, typename V>
-CudaError give(T* to, V value) {
-  *to = value;
-  return kSuccess;
-}
-
-template <typename T>
-CudaError drop(T* what) {
-  delete what;
-  return kSuccess;
-}
 
 CudaError fail(CudaError error) { return last_error = error; }
 CudaError of(fake::Verdict verdict) { return verdict == fake::kAllowed ? kSuccess : fail(kCaptureUnsupported); }

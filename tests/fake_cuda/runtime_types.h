@@ -3,7 +3,8 @@
 
 #include <cstddef>
 
-enum CudaError { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidConfiguration = 9, kCaptureUnsupported = 900 };
+using CudaError = int;
+enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidConfiguration = 9, kCaptureUnsupported = 900 };
 
 struct Dim3 {
   unsigned x, y, z;

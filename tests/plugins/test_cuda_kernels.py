@@ -1,6 +1,6 @@
 """The CUDA kernels give what the CPU kernels give, to the bit: run block by block on the CPU, and on a GPU (`-m gpu`).
 
-The CPU kernels are compared with the references elsewhere; ops that have none, in test_cuda_drafting.py.
+The CPU kernels are compared with the references elsewhere; ops that have none, in test_drafting.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.plugins import native
-from outrider.plugins.cuda import LAUNCHES
 from outrider.plugins.schema import Purpose
-from outrider.plugins.schemas import SCHEMAS
 from tests.plugins.accept_step import POISON, draw_step, equal_slots, fault_on_the_cpu, fork, spoiled
 from tests.plugins.emulator import Emulator
 from tests.plugins.gpu import Gpu
@@ -39,14 +37,6 @@ def compare(kernels: Emulator | Gpu, op: str, tensors, outputs, extents, **attri
         assert call(*extents) == 0
         for name in outputs:
             np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
-
-
-def test_every_op_but_attention_has_a_launch_that_agrees_with_its_schema() -> None:
-    assert set(LAUNCHES) == set(SCHEMAS) - {"BranchAttention", "MixtureOfExperts", "Route", "WindowBias"}
-    for name, launch in LAUNCHES.items():
-        tensors = {spec.name for spec in SCHEMAS[name].tensors}
-        assert tensors <= set(launch.pointers)
-        assert set(launch.pointers) - tensors <= {*launch.scratch, "status"}
 
 
 @FEW
@@ -123,17 +113,6 @@ def test_slots_that_move_over_each_other_upwards_arrive_as_on_the_cpu(op_kernels
         "source_base": np.array([3]), "destination": np.array([4]),
     }  # fmt: skip
     compare(op_kernels, "KvGather", tensors, {"kv": kv}, (1,))
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.999, "top_k": 3000}])
-def test_a_big_vocabulary(fast_kernels, filters) -> None:
-    rng = np.random.default_rng(1)
-    tensors = {
-        "logits": (rng.normal(size=(2, 50_257)) * 2).astype(np.float32), "logit_indices": np.arange(2),
-        "positions": np.arange(2) + 9, "branch": np.zeros(2, np.int64),
-        **vars(equal_slots(1, temperature=0.8, **filters)),
-    }  # fmt: skip
-    compare(fast_kernels, "Sample", tensors, {"committed": np.full(2, POISON)}, (2, 2))
 
 
 @pytest.mark.parametrize(("bad", "fault"), [(np.nan, 1), (-np.inf, 2)])

@@ -79,12 +79,6 @@ def test_compaction_equals_fancy_indexing_on_a_copy_of_each_row(rows, spare, dat
     np.testing.assert_array_equal(gather.kv, expected)
 
 
-def test_rows_move_their_own_slots_and_empty_rows_none():
-    gather = Gather([1, 2, 4], [3, 0, 2], [2, 0, 0], [2, 0, 0], shape=(1, 1, 5, 1))
-    gather.run()
-    assert gather.kv[0, :, 0, :, 0].tolist() == [[0, 1, 3, 4, 4], [5, 6, 7, 8, 9], [11, 11, 12, 13, 14]]
-
-
 def test_a_run_moved_up_over_itself_repeats_its_first_slot_as_the_rule_says():
     gather = Gather([0, 1, 2], [3], [0], [1], shape=(1, 1, 5, 1))
     gather.run()

@@ -227,11 +227,6 @@ def test_the_choice_has_the_references_bits(
     assert ((found != 0).sum(1) <= top_k).all()
 
 
-def test_equal_experts_are_chosen_by_the_lower_id() -> None:
-    found = routed(np.ones((2, 4), np.float32), np.ones((4, 20), np.float32), None, 3, normalise=True)
-    np.testing.assert_array_equal(found, [[np.float32(1) / 3] * 3 + [0] * 17] * 2)
-
-
 def layer_of(rng: np.random.Generator, experts: int, hidden: int, inner: int, bits: int | None) -> Layer:
     if bits is None:
         return float_layer(rng, experts, hidden, inner)

@@ -3,6 +3,7 @@ CPU's, bit for bit."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from outrider.plugins import native
 from outrider.plugins.cuda.launches import ELEMENTS
 from outrider.plugins.reference import block_select, block_summary, partial_kv_gather
+from tests.plugins.conftest import GPU, kernels_of
 from tests.plugins.partial_caches import PartialCaches
 from tests.plugins.test_cuda_kernels import FEW
 from tests.properties import cheap
@@ -48,32 +50,60 @@ def spoil(cache: PartialCaches, array: np.ndarray) -> None:
         array[cache.rng.random(array.shape) < 0.05] = value
 
 
-@cheap
-@given(cache=caches(), data=st.data(), spoiled=st.booleans())
-def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(cache, data, spoiled):
+@pytest.fixture(scope="module", params=["cpu", "emulated", "ptx", GPU])
+def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    return None if request.param == "cpu" else kernels_of(request, tmp_path_factory)
+
+
+def drawn_for(kernels, data) -> PartialCaches:
+    return data.draw(caches(("float32", "float16", "int8" if kernels is None else ml_dtypes.bfloat16)))
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return array.view(f"u{array.itemsize}")
+
+
+def compare(kernels, cache: PartialCaches, op: str, **attributes: int) -> None:
+    """Run the CPU's kernel, and where there are others these on the same memory, twice."""
+    before = {name: getattr(cache, name).copy() for name in WRITTEN[op]}
+    ours = {name: array.copy() for name, array in before.items()}
+    native.create(op, cache.tensors(op), cache.layout | attributes)()
+    if kernels is None:
+        return
+    call = kernels.create(op, cache.tensors(op) | ours, cache.layout | attributes)
+    for _ in range(2):
+        for name, array in before.items():
+            ours[name][...] = array
+        assert call() == 0
+        for name, array in ours.items():
+            np.testing.assert_array_equal(bits(array), bits(getattr(cache, name)), err_msg=name)
+
+
+@FEW
+@given(data=st.data(), spoiled=st.booleans())
+def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(any_kernels, data, spoiled):
+    cache = drawn_for(any_kernels, data)
     if spoiled:
         spoil(cache, cache.kv)
+    cache.key_max[:], cache.key_min[:] = -77, 77  # of blocks that count as summarised, which stay so
+    cache.summarised[0] = first = data.draw(st.integers(0, cache.key_max.shape[-1]))
+    most, least = cache.key_max.copy(), cache.key_min.copy()
     lengths = sorted(data.draw(st.lists(st.integers(0, cache.capacity), min_size=1, max_size=4)))
-    op = cache.summary()
     for covered in lengths:
         cache.covered[0] = covered
-        op()
+        compare(any_kernels, cache, "BlockSummary")
         cache.summarised[0] = max(cache.summarised[0], cache.candidates(covered))
-    most, least = np.zeros_like(cache.key_max), np.zeros_like(cache.key_min)
-    block_summary(cache.kv, cache.layer_windows, cache.row[0], lengths[-1], 0, most, least, **cache.layout)
+    block_summary(cache.kv, cache.layer_windows, cache.row[0], lengths[-1], first, most, least, **cache.layout)
     np.testing.assert_array_equal(cache.key_max, most)
     np.testing.assert_array_equal(cache.key_min, least)
 
 
-@cheap
+@FEW
 @given(
-    cache=caches(),
-    data=st.data(),
-    reduction=st.integers(0, 2),
-    most_queries=st.sampled_from([1, 2, 8]),
-    spoiled=st.booleans(),
-)
-def test_selection_is_the_reference(cache, data, reduction, most_queries, spoiled):
+    data=st.data(), reduction=st.integers(0, 2), most_queries=st.sampled_from([1, 2, 8]), spoiled=st.booleans()
+)  # fmt: skip
+def test_selection_is_the_reference(any_kernels, data, reduction, most_queries, spoiled):
+    cache = drawn_for(any_kernels, data)
     cache.covered[0] = covered = data.draw(st.integers(0, cache.capacity))
     cache.summary()()
     if spoiled:
@@ -81,7 +111,8 @@ def test_selection_is_the_reference(cache, data, reduction, most_queries, spoile
     cache.budget[0] = budget = data.draw(st.integers(0, cache.retrieval))
     kept = cache.keep(data.draw(st.integers(1, cache.new)))
     cache.keep_windows_in_reach()
-    cache.select(reduction, most_queries)()
+    cache.selected[:] = -77
+    compare(any_kernels, cache, "BlockSelect", reduction=reduction, most_queries=most_queries)
     expected = block_select(
         cache.queries, kept, cache.key_max, cache.key_min, cache.layer_windows, cache.row[0], covered, budget,
         cache.retrieval, **cache.layout, reduction=reduction, most_queries=most_queries,
@@ -157,8 +188,9 @@ def test_gathering_is_the_reference_and_copies_only_what_is_not_there(cache, dat
 
 
 def test_bfloat16_is_summarised_and_gathered():
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    cache = PartialCaches(layers=1, heads=1, head_dim=2, block_size=2, sink_blocks=1, window_blocks=1, dtype=bfloat16)
+    cache = PartialCaches(
+        layers=1, heads=1, head_dim=2, block_size=2, sink_blocks=1, window_blocks=1, dtype=ml_dtypes.bfloat16
+    )
     cache.covered[0] = 8
     cache.summary()()
     keys = cache.kv[0, 1, 0, 2:6].astype(np.float32)
@@ -240,42 +272,6 @@ def test_a_cache_that_is_too_small_and_layouts_that_are_none_are_refused():
             native.create("BlockSummary", cache.tensors("BlockSummary") | {"kv": kv}, cache.layout)
 
 
-ml_dtypes = pytest.importorskip("ml_dtypes")
-
-ANY = caches(("float32", "float16", ml_dtypes.bfloat16))
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    return array.view(f"u{array.itemsize}")
-
-
-def compare(kernels, cache: PartialCaches, op: str, **attributes: int) -> None:
-    """Both kernels on the same memory, twice on the device; the CPU's results are left there."""
-    before = {name: getattr(cache, name).copy() for name in WRITTEN[op]}
-    ours = {name: array.copy() for name, array in before.items()}
-    native.create(op, cache.tensors(op), cache.layout | attributes)()
-    call = kernels.create(op, cache.tensors(op) | ours, cache.layout | attributes)
-    for _ in range(2):
-        for name, array in before.items():
-            ours[name][...] = array
-        assert call() == 0
-        for name, array in ours.items():
-            np.testing.assert_array_equal(bits(array), bits(getattr(cache, name)), err_msg=name)
-
-
-@FEW
-@given(cache=ANY, data=st.data(), spoiled=st.booleans())
-def test_summaries(kernels, cache, data, spoiled) -> None:
-    if spoiled:
-        spoil(cache, cache.kv)
-    cache.key_max[:], cache.key_min[:] = -77, 77  # of blocks that are said to be summarised, which stay so
-    cache.summarised[0] = data.draw(st.integers(0, cache.key_max.shape[-1]))
-    for covered in sorted(data.draw(st.lists(st.integers(0, cache.capacity), min_size=1, max_size=3))):
-        cache.covered[0] = covered
-        compare(kernels, cache, "BlockSummary")
-        cache.summarised[0] = max(cache.summarised[0], cache.candidates(covered))
-
-
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16], ids=ELEMENTS[1:])
 def test_every_number_of_two_bytes_is_summarised_as_on_the_cpu(kernels, dtype) -> None:
     cache = PartialCaches(layers=1, heads=1, head_dim=256, block_size=1, sink_blocks=0, capacity=257, dtype=dtype)
@@ -284,26 +280,6 @@ def test_every_number_of_two_bytes_is_summarised_as_on_the_cpu(kernels, dtype) -
     compare(kernels, cache, "BlockSummary")
     expected = cache.kv[0, 1, 0, :256].astype(np.float32)
     np.testing.assert_array_equal(cache.key_max[1, 0, 0, :, :256], expected.T)
-
-
-@FEW
-@given(
-    cache=ANY,
-    data=st.data(),
-    reduction=st.integers(0, 2),
-    most_queries=st.sampled_from([1, 2, 8]),
-    spoiled=st.booleans(),
-)
-def test_selection(kernels, cache, data, reduction, most_queries, spoiled) -> None:
-    cache.covered[0] = data.draw(st.integers(0, cache.capacity))
-    cache.summary()()
-    if spoiled:
-        spoil(cache, cache.queries)
-    cache.budget[0] = data.draw(st.integers(0, cache.retrieval))
-    cache.keep(data.draw(st.integers(1, cache.new)))
-    cache.keep_windows_in_reach()
-    cache.selected[:] = -77
-    compare(kernels, cache, "BlockSelect", reduction=reduction, most_queries=most_queries)
 
 
 @pytest.mark.parametrize(("reduction", "ties"), [(0, False), (1, True), (2, True)])
@@ -332,8 +308,9 @@ def test_scores_that_are_all_alike_or_no_numbers_leave_the_first_blocks(kernels)
 
 
 @FEW
-@given(cache=ANY, data=st.data(), kept=st.sampled_from([0.0, 0.5, 1.0]))
-def test_gathering(kernels, cache, data, kept) -> None:
+@given(data=st.data(), kept=st.sampled_from([0.0, 0.5, 1.0]))
+def test_gathering(kernels, data, kept) -> None:
+    cache = drawn_for(kernels, data)
     sink = cache.layout["sink_blocks"] * cache.layout["block_size"]
     cache.partial_kv[:] = -7  # what is said to be there stays so
     for covered in sorted(data.draw(st.lists(st.integers(sink, cache.capacity), min_size=1, max_size=3))):

@@ -57,12 +57,6 @@ def test_what_the_translator_does_not_know_is_named(line, unknown) -> None:
         translate(parse(MODULE.replace("LINE", line)))
 
 
-def test_a_kernel_is_translated_instruction_by_instruction() -> None:
-    code = translate(parse(MODULE.replace("LINE", "@!%r0 add.s32 \t%r1, %r2, -7;")))
-    assert "if (!r_r0) { r_r1 = static_cast<uint32_t>(r_r2 + " in code
-    assert '{"thing", {f_thing, 1}}' in code
-
-
 def grow(kernels: Emulator) -> None:
     random = np.random.default_rng(1)
     branches = [(0.0, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.0)]
@@ -77,10 +71,6 @@ def test_a_barrier_or_a_fence_that_is_missing_is_found(translated: Emulator) -> 
     """But those before anyone writes again, where nobody does: folds and choices are inlined."""
     missed = translated.missed(lambda: grow(translated))
     assert (missed.count(True), missed.count(False)) == (27, 6)
-
-
-def test_nothing_is_found_where_nothing_is_missing(translated: Emulator) -> None:
-    grow(translated)
 
 
 RNG = np.random.default_rng(0)
