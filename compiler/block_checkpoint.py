@@ -23,28 +23,22 @@ from outrider.compiler.open_head import OpenHead, optional_tensors
 from outrider.compiler.weights import Weights, check_folder
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+_MODULES = {
+    "fc": "fc",
+    "markov.gate": "markov_head.gate_proj",
+    "markov.joint": "markov_head.joint_proj",
+    "confidence_head": "confidence_head.proj",
+}
 _NAMES = {
     "context_norm.weight": "hidden_norm.weight",
     "markov.embedding": "markov_head.markov_w1.weight",
     "markov.output.weight": "markov_head.markov_w2.weight",
-    **{
-        f"{ours}.{kind}": f"{theirs}.{kind}"
-        for ours, theirs in {
-            "fc": "fc",
-            "markov.gate": "markov_head.gate_proj",
-            "markov.joint": "markov_head.joint_proj",
-            "confidence_head": "confidence_head.proj",
-        }.items()
-        for kind in ("weight", "bias")
-    },
+    **{f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in _MODULES.items() for kind in ("weight", "bias")},
 }
 
 
 def open_block(path: Path, target: DecoderConfig) -> OpenHead[BlockConfig, BlockHead]:
-    """Read the geometry of the head in the checkpoint folder `path`; check it against `target` and all tensor headers.
-
-    Raises `CheckpointError` naming the file, the key or tensor, the expectation and the finding.
-    """
+    """Read the geometry of the head in the folder `path`; check it against `target` and all tensor headers."""
     check_folder(path)
     file = path / "config.json"
     raw = read_json(file)

@@ -24,7 +24,6 @@ from outrider.compiler.models.block_config import BlockConfig, Confidence, Marko
 from outrider.compiler.models.config import DecoderConfig, config_from
 from outrider.compiler.models.config_reader import Keys, Vocabulary
 from outrider.compiler.models.decoder_keys import PlainKeys
-from outrider.compiler.models.eagle3_config import Taps
 from outrider.compiler.models.quantization import SETTINGS
 from outrider.plans.errors import CheckpointError
 
@@ -38,6 +37,10 @@ class Layout(Enum):
 
 
 DEEPSPEC_CLASS, _ZLAB_CLASS, _NESTED = "Qwen3DSparkModel", "DFlashDraftModel", "dflash_config"
+_OF_LAYERS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "rms_norm_eps", "rope_theta", "rope_scaling",
+)  # fmt: skip
 _BlockSize = Annotated[int, Field(gt=0, le=2**10)]
 _Token = Annotated[int, Field(ge=0)]
 _Rank = Annotated[int, Field(ge=0, le=2**16)]
@@ -83,13 +86,16 @@ class _Zlab(_HeadKeys):
         nested = self.dflash_config
         _check_size(self, f"{_NESTED}.target_hidden_size", nested.target_hidden_size, decoder)
         ids, why = nested.target_layer_ids, "layers whose output is read, as z-lab writes them: one more each"
-        if ids is None:
-            ids, why = _zlab_default(target.num_layers, decoder.num_layers), "z-lab's default: config.json names none"
+        known = range(-1, target.num_layers - 1)  # -1 is the embedding
+        if ids is None:  # one for each of the draft's layers, spread over the target
+            span, each = target.num_layers - 4, decoder.num_layers
+            ids = [round(1 + i * span / (each - 1)) for i in range(each)] if each > 1 else [target.num_layers // 2]
+            why = "z-lab's default: config.json names none"
         return {
             "block_size": self.block_size or nested.block_size,
             "causal": nested.causal_head,
             "mask_token_id": nested.mask_token_id,
-            "taps": _taps_left(self, f"{_NESTED}.target_layer_ids", ids, target, why),
+            "taps": name_taps(self.file, f"{_NESTED}.target_layer_ids", ids, known, why, left=True),
         }
 
 
@@ -100,7 +106,6 @@ class _MarkovKeys(_HeadKeys):
     confidence_head_with_markov: bool | None = None
 
     def heads(self) -> tuple[Markov | None, Confidence]:
-        """Return the Markov bias and the confidence. Raises `CheckpointError`."""
         kind, joined = self.markov_head_type, self.confidence_head_with_markov
         if self.markov_rank and kind is None:
             raise self.wrong("markov_head_type is missing, and markov_rank is not 0; add it")
@@ -125,13 +130,14 @@ class _Deepspec(_MarkovKeys):
     def drafting(self, decoder: DecoderConfig, target: DecoderConfig) -> dict[str, Any]:
         markov, confidence = self.heads()
         why = "layers whose output is read, as DeepSpec writes them: one more each"
+        known = range(-1, target.num_layers - 1)
         return {
             "block_size": self.block_size,
             "sample_from_anchor": True,
             "mask_token_id": self.mask_token_id,
             "markov": markov,
             "confidence": confidence,
-            "taps": _taps_left(self, "target_layer_ids", self.target_layer_ids, target, why),
+            "taps": name_taps(self.file, "target_layer_ids", self.target_layer_ids, known, why, left=True),
         }
 
 
@@ -160,18 +166,6 @@ class _Speculators(SpeculatorsKeys):
                 "markov_head_type is 'rnn' and sample_from_anchor is off; the state of such a head also passes "
                 "through the tip, which cannot be compiled"
             )
-        self._check_proposals()
-        key, why = "aux_hidden_state_layer_ids", "indices of hidden_states, as speculators writes them"
-        known = range(target.num_layers)
-        return {
-            **self.model_dump(include={"block_size", "sample_from_anchor", "mask_token_id", "draft_vocab_size"}),
-            "markov": markov,
-            "confidence": confidence,
-            "taps": name_taps(self.file, key, self.aux_hidden_state_layer_ids, known, why, left=False),
-        }
-
-    def _check_proposals(self) -> None:
-        """Raise `CheckpointError` where `speculators_config` names more tokens than a block drafts."""
         most = self.block_size - (not self.sample_from_anchor)
         for index, method in enumerate(self.speculators_config.proposal_methods):
             count = method.get("speculative_tokens")
@@ -181,6 +175,14 @@ class _Speculators(SpeculatorsKeys):
                     f"{self.block_size} drafts {most}, as sample_from_anchor is "
                     f"{'on' if self.sample_from_anchor else 'off'}; correct the wrong one"
                 )
+        key, why = "aux_hidden_state_layer_ids", "indices of hidden_states, as speculators writes them"
+        known = range(target.num_layers)
+        return {
+            **self.model_dump(include={"block_size", "sample_from_anchor", "mask_token_id", "draft_vocab_size"}),
+            "markov": markov,
+            "confidence": confidence,
+            "taps": name_taps(self.file, key, self.aux_hidden_state_layer_ids, known, why, left=False),
+        }
 
 
 class _Dspark(_MarkovKeys, _Speculators):
@@ -192,10 +194,7 @@ class _Dspark(_MarkovKeys, _Speculators):
 
 
 def layout_of(file: Path, raw: Mapping[str, Any]) -> Layout:
-    """Return the layout of the config.json `file` with the values `raw`.
-
-    Raises `CheckpointError` for a layout, a class or a kind of drafter that is not read.
-    """
+    """Return the layout of the config.json `file` with the values `raw`."""
     named = raw.get("architectures") or [None]
     architecture = named[0] if isinstance(named, list) else named
     if raw.get(TYPE) is not None:
@@ -239,18 +238,9 @@ def read_layout(
     if drafting["block_size"] < least:
         raise keys.wrong(f"block_size is {drafting['block_size']}; such a block drafts nothing below {least}")
     return BlockConfig(
-        hidden_size=decoder.hidden_size,
+        **{name: getattr(decoder, name) for name in _OF_LAYERS},
         target_hidden_size=target.hidden_size,
-        intermediate_size=decoder.intermediate_size,
-        num_layers=decoder.num_layers,
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        rms_norm_eps=decoder.rms_norm_eps,
-        rope_theta=decoder.rope_theta,
-        rope_scaling=decoder.rope_scaling,
         attention_bias=decoder.output_bias,
-        vocab_size=decoder.vocab_size,
         own_embedding=own_embedding,
         own_lm_head=layout is Layout.SPECULATORS or (layout is Layout.DEEPSPEC and own_embedding),
         **drafting,
@@ -267,7 +257,7 @@ def _read_decoder(keys: Keys, raw: Mapping[str, Any], layout: Layout, target: De
         raise keys.wrong(
             f"model_type is {raw.get('model_type')!r}; the layers of {layout.value} are those of {' or '.join(kinds)}"
         )
-    # The layers are Qwen3's whatever the model type, which only says what an absent key means.
+    # The layers are Qwen3's with any model type, which only says what an absent key means.
     PlainKeys.read(raw, file)
     alike = {key: value for key, value in raw.items() if key != "layer_types"}
     decoder = config_from(alike, file, None, file, None)
@@ -281,19 +271,6 @@ def _read_decoder(keys: Keys, raw: Mapping[str, Any], layout: Layout, target: De
                 f"{key} is {own}, but the target's is {wanted}; give a drafter that was trained for this target"
             )
     return decoder
-
-
-def _taps_left(keys: Keys, key: str, ids: list[int], target: DecoderConfig, why: str) -> Taps:
-    """Return the taps of layers that streams leave; -1 is the embedding."""
-    return name_taps(keys.file, key, ids, range(-1, target.num_layers - 1), why, left=True)
-
-
-def _zlab_default(layers: int, draft_layers: int) -> list[int]:
-    """Return z-lab's layers where config.json names none: as many as the draft has, spread over the target."""
-    if draft_layers == 1:
-        return [layers // 2]
-    span = layers - 4
-    return [round(1 + i * span / (draft_layers - 1)) for i in range(draft_layers)]
 
 
 def _check_size(keys: Keys, key: str, size: int | None, decoder: DecoderConfig) -> None:

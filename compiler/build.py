@@ -41,8 +41,8 @@ from outrider.compiler.recipe_backends import (
     TensorRtRtxSection,
     TensorRtSection,
 )
+from outrider.compiler.recipe_sections import WeightsSection
 from outrider.compiler.recipe_source import Location
-from outrider.compiler.recipe_weights import WeightsSection
 from outrider.compiler.text import CheckpointText, read_text
 from outrider.plans import names
 from outrider.plans.build_record import BuildRecord, write_build_record

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from outrider.compiler.held_out import read_prompts
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.quantization.calibration import CalibratedTensors, Progress, calibrate
 from outrider.compiler.recipe import Recipe
-from outrider.compiler.recipe_weights import WeightsSection
+from outrider.compiler.recipe_sections import WeightsSection
 from outrider.compiler.text import CheckpointText
 from outrider.plans.errors import RecipeError
 
@@ -32,15 +30,11 @@ def calibrate_by_recipe(
     path = recipe.calibration_path(weights)
     if path is None or weights is None:
         return None
-    return calibrate(decoder, _sequences(path, text, decoder.config.max_positions), weights.form, progress)
-
-
-def _sequences(path: Path, text: CheckpointText, positions: int) -> list[list[int]]:
-    longest = min(_LONGEST, positions)
+    longest = min(_LONGEST, decoder.config.max_positions)
     encoded = text.encode(read_prompts(path))
     pieces = [ids[first : first + longest] for ids in encoded for first in range(0, len(ids), longest)]
     if sum(map(len, pieces)) < _LEAST:
         raise RecipeError(
             f"{path} holds {sum(map(len, pieces))} tokens, too few to choose weights by; give some thousands"
         )
-    return pieces
+    return calibrate(decoder, pieces, weights.form, progress)

@@ -41,7 +41,6 @@ def load_decoder(
 
     Projections are transposed to `[in, out]`; the embedding stays `[vocab, hidden]`. `rope_scaling` replaces the
     checkpoint's own, and `context` is the longest sequence, where a scaling depends on it.
-    Raises `CheckpointError` naming the file, the tensor, the expectation and the finding.
     """
     model, tensors, wanted = _examine(path, rope_scaling, context)
     model.load_state_dict(fill(tensors, wanted, dtype), assign=True)
@@ -51,10 +50,8 @@ def load_decoder(
 def defer_decoder(
     path: Path, dtype: WeightType = "float32", rope_scaling: RopeScaling | None = None, context: int | None = None
 ) -> Decoder:
-    """Return the decoder of `load_decoder` without values, for graphs that read them as they are written.
-
-    Raises `CheckpointError` as `load_decoder`, but for values that are not finite: reading them does.
-    """
+    """Return the decoder of `load_decoder` without values, for graphs that read them as they are written, and refuse
+    those that are not finite then."""
     model, tensors, wanted = _examine(path, rope_scaling, context)
     defer(model, tensors, wanted, dtype)
     return model.eval()
@@ -80,13 +77,19 @@ def _examine(
         optional=tied,
         hints={TIED_HEAD: "if the model shares it with the embedding, set tie_word_embeddings"},
     )
-    if TIED_HEAD in tied and TIED_HEAD in tensors.found:
-        _check_tied(tensors, embedding)
+    if TIED_HEAD in tied and TIED_HEAD in tensors.found:  # as some tied checkpoints repeat it
+        head, table = tensors.read(TIED_HEAD), tensors.read(embedding)
+        kind = torch.promote_types(head.dtype, table.dtype)
+        if not torch.equal(head.to(kind), table.to(kind)):
+            raise CheckpointError(
+                f"{tensors.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json "
+                "sets tie_word_embeddings; set that to false if the head is its own"
+            )
     return model, tensors, wanted
 
 
 def stored_name(family: str, parameter: str) -> str:
-    """Return the name in a checkpoint of that family of a parameter of `Decoder`; of a stacked one with `EXPERT`."""
+    """Return the checkpoint's name of a parameter of `Decoder`; of a stacked one with `EXPERT`."""
     parts = parameter.split(".")
     layer = parts[1] if parts[0] == "layers" else ""
     key = ".".join(["layers", "{i}", *parts[2:]]) if layer else parameter
@@ -97,7 +100,7 @@ def checkpoint_hashes(path: Path) -> dict[str, str]:
     """Return the sha256 (hex) of every file of the checkpoint that can change a plan, by file name in sorted order.
 
     These files are the configuration, the weights, and the tokenizer with its chat template, as far as present; or the
-    one GGUF file, whatever its name. Raises `CheckpointError` if the folder or a file cannot be read.
+    one GGUF file, under any name.
     """
     if is_gguf(path):
         return {GGUF: _sha256(path)}
@@ -115,15 +118,3 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _check_tied(tensors: TensorSource, embedding: str) -> None:
-    """Raise `CheckpointError` unless the stored head equals the embedding, which some tied checkpoints repeat."""
-    head, table = tensors.read(TIED_HEAD), tensors.read(embedding)
-    kind = torch.promote_types(head.dtype, table.dtype)
-    if not torch.equal(head.to(kind), table.to(kind)):
-        raise CheckpointError(
-            f"{tensors.found[TIED_HEAD].file}: tensor {TIED_HEAD!r} differs from the embedding, though config.json "
-            "sets tie_word_embeddings; expected equal values or no such tensor: set tie_word_embeddings to false if "
-            "the head is its own"
-        )

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from outrider.compiler.formats.gguf_file import is_gguf
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.recipe_rope import positions_served
+from outrider.compiler.recipe_sections import positions_served
 from outrider.plans.errors import RecipeError
 
-_CONTEXT = 4096  # tokens, where the model serves as many
-
+_CONTEXT = 4096  # tokens, where the model serves them
 _TEXT = """\
 # Written by `outrider build {written}`: change it, and build it again.
 # Paths are relative to this file; `outrider recipe` prints every key.
@@ -34,9 +33,8 @@ def is_checkpoint(path: Path) -> bool:
 
 def write_recipe(checkpoint: Path, out: Path | None) -> Path:
     """Write the recipe of a checkpoint beside its plan at `out` (default: build/NAME), unless its recipe is there, and
-    return the file. Raises `CheckpointError` for what is no checkpoint, `RecipeError` where the file is of another one,
-    and `OSError`."""
-    named = Path(os.path.abspath(checkpoint))  # not where links lead: caches have names there that tell nothing
+    return the file. Raises `RecipeError` where the file is of another checkpoint."""
+    named = Path(os.path.abspath(checkpoint))  # not where links lead: names in caches say nothing
     stem = named.stem if is_gguf(named) else named.name
     name = re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._") or "model"
     plan = Path(os.path.abspath(out or Path("build") / name))

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from outrider.compiler import drafters
 from outrider.compiler.drafters import GraphSource
-from outrider.compiler.layer_windows import windows_within
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe, check_capacity
@@ -155,7 +154,7 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
         prefill_chunk=recipe.capacity.prefill_chunk,
         branches=recipe.capacity.branches,
         rows=recipe.capacity.branches if recipe.capacity.batching else 1,
-        layer_windows=windows_within(config, context),
+        layer_windows=config.windows_within(context),
     )
 
 

@@ -14,7 +14,6 @@ from outrider.compiler.checkpoint import checkpoint_hashes, defer_decoder
 from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.export.block_graph import block_slots
 from outrider.compiler.identity import digest
-from outrider.compiler.layer_windows import windows_within
 from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder
@@ -34,8 +33,7 @@ from outrider.compiler.recipe_drafters import (
     NgramSection,
     resolve_tree,
 )
-from outrider.compiler.recipe_rope import positions_served
-from outrider.compiler.recipe_weights import WeightsSection
+from outrider.compiler.recipe_sections import WeightsSection, positions_served
 from outrider.compiler.text import read_vocabulary
 from outrider.plans.errors import RecipeError
 from outrider.plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
@@ -43,6 +41,7 @@ from outrider.plans.plan import file_sha256
 from outrider.plans.tokenizer import TOKENIZER_FILE
 
 CHAIN = 5
+_SHARE = "a draft model must share the target's tokenizer"
 
 
 @dataclass(frozen=True)
@@ -95,69 +94,63 @@ class GraphSource:
             rows=target.rows,
             sink=self.sink,
             window=self.window,
-            layer_windows=windows_within(c, target.context) if isinstance(c, DecoderConfig) else (),
+            layer_windows=c.windows_within(target.context) if isinstance(c, DecoderConfig) else (),
         )
 
 
 def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
-    """Read the configurations of the recipe's drafters with weights, and check them against the target's.
-
-    Raises `CheckpointError` for a wrong checkpoint, `RecipeError` for a checkpoint that does not fit the target.
-    """
+    """Read the configurations of the recipe's drafters with weights, and check them against the target's."""
     sources = []
     for index, section in enumerate(recipe.drafters):
         if isinstance(section, NgramSection):
             continue
-        path = recipe.drafter_path(section)
+        path, at = recipe.drafter_path(section), ("drafters", index)
         head: OpenHead[Any, Any] | None = None
         config: DecoderConfig | Eagle3Config | BlockConfig
         if isinstance(section, BlockSection):
             head = open_block(path, target)
             config, size = head.config, head.config.draft_vocab_size
         elif isinstance(section, Eagle3Section):
-            taps_given = section.aux_layers
-            if taps_given is not None and not (
-                len(set(taps_given)) == len(taps_given) and all(0 <= i < target.num_layers for i in taps_given)
-            ):
-                raise recipe.error(
-                    ("drafters", index, "aux_layers"),
-                    f"is {list(taps_given)}; name three different layers from 0 to {target.num_layers - 1}",
-                )
+            given, most = section.aux_layers, target.num_layers - 1
+            if given is not None and (len(set(given)) < len(given) or not set(given) <= set(range(most + 1))):
+                clause = f"is {list(given)}; name three different layers from 0 to {most}"
+                raise recipe.error((*at, "aux_layers"), clause)
             head = open_eagle3(path, target, section.overrides)
             config, size = head.config, head.config.draft_vocab_size
         else:
             config = read_config(path, section.scaling, recipe.capacity.context)
             size = config.vocab_size
+            served, context = (
+                positions_served(config, replaced=section.rope_scaling is not None),
+                recipe.capacity.context,
+            )
+            clause = None
             if size != target.vocab_size:
-                raise recipe.error(
-                    ("drafters", index, "checkpoint"),
-                    f"has a vocabulary of {size} tokens, the target one of {target.vocab_size}; "
-                    "a draft model must share the target's tokenizer",
+                clause = f"has a vocabulary of {size} tokens, the target one of {target.vocab_size}; {_SHARE}"
+            elif (differing := _differing_token(recipe.checkpoint_path, path)) is not None:
+                clause = f"has a tokenizer in which {differing}; {_SHARE}"
+            elif context > served:
+                clause = (
+                    f"is made for {served} positions, fewer than capacity.context {context}; lower that, or stretch "
+                    f"the drafter with drafters[{index}].rope_scaling"
                 )
-            _check_tokens(recipe, index, path)
-            _check_positions(recipe, index, config, replaced=section.rope_scaling is not None)
+            if clause is not None:
+                raise recipe.error((*at, "checkpoint"), clause)
         tree = _tree(section, config, recipe.device)
         if isinstance(config, BlockConfig) and tree.depth >= config.drafted:
-            raise recipe.error(
-                ("drafters", index, "gamma") if section.tree is None else ("drafters", index, "tree", "depth"),
-                f"asks for {tree.depth + 1} tokens one after another, and a block of the head has {config.drafted}; "
-                "lower it",
-            )
+            key, most = ("gamma",) if section.tree is None else ("tree", "depth"), config.drafted
+            clause = f"asks for {tree.depth + 1} tokens one after another, and a block of the head has {most}; lower it"
+            raise recipe.error((*at, *key), clause)
         if tree.top_k > size:
-            raise recipe.error(
-                ("drafters", index, "tree", "top_k"), f"is {tree.top_k}, but the drafter knows {size} tokens; lower it"
-            )
+            clause = f"is {tree.top_k}, but the drafter knows {size} tokens; lower it"
+            raise recipe.error((*at, "tree", "top_k"), clause)
         if section.acceptance == "rejection" and tree.top_k != 1:
             chain = "tree: {top_k: 1, depth: 3, nodes: 5}" if isinstance(section, Eagle3Section) else "gamma: 4"
-            raise recipe.error(
-                ("drafters", index, "acceptance"),
-                f"is rejection, which is for chains; draft one, as with {chain}, or leave acceptance coupled",
-            )
+            clause = f"is rejection, which is for chains; draft one, as with {chain}, or leave acceptance coupled"
+            raise recipe.error((*at, "acceptance"), clause)
         if section.acceptance == "rejection" and tree.nodes != tree.depth + 2:
-            raise recipe.error(
-                ("drafters", index, "tree", "nodes"),
-                f"is {tree.nodes}, but a chain of depth {tree.depth} has {tree.depth + 2}; set it to that",
-            )
+            clause = f"is {tree.nodes}, but a chain of depth {tree.depth} has {tree.depth + 2}; set it to that"
+            raise recipe.error((*at, "tree", "nodes"), clause)
         keeps = recipe.partial_kv.drafters_keep(recipe.capacity.context, recipe.capacity.branches)
         sources.append(GraphSource(index, section, config, head, tree, *keeps))
     return sources
@@ -235,28 +228,11 @@ def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockCon
     return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
 
 
-def _check_tokens(recipe: Recipe, index: int, path: Path) -> None:
-    """Raise `RecipeError` where both checkpoints have a tokenizer and the same ids are different tokens.
-
-    With such a drafter nothing is ever accepted.
-    """
-    target, own = read_vocabulary(recipe.checkpoint_path), read_vocabulary(path)
-    if target is None or own is None:
-        return
-    for token, number in own.items():
-        if target.get(token) != number:
-            raise recipe.error(
-                ("drafters", index, "checkpoint"),
-                f"has a tokenizer in which {token!r} is token {number}, in the target's it is {target.get(token)}; "
-                "a draft model must share the target's tokenizer",
-            )
-
-
-def _check_positions(recipe: Recipe, index: int, config: DecoderConfig, *, replaced: bool) -> None:
-    served = positions_served(config, replaced=replaced)
-    if recipe.capacity.context > served:
-        raise recipe.error(
-            ("drafters", index, "checkpoint"),
-            f"is made for {served} positions, fewer than capacity.context {recipe.capacity.context}; lower that, or "
-            f"stretch the drafter with drafters[{index}].rope_scaling",
-        )
+def _differing_token(target: Path, drafter: Path) -> str | None:
+    """Say which id is another token, where both have a tokenizer: of such a drafter nothing is accepted."""
+    wanted, own = read_vocabulary(target), read_vocabulary(drafter)
+    if wanted is not None and own is not None:
+        for token, number in own.items():
+            if wanted.get(token) != number:
+                return f"{token!r} is token {number}, in the target's it is {wanted.get(token)}"
+    return None

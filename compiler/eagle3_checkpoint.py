@@ -2,8 +2,9 @@
 
 The layouts of SafeAILab, SpecForge and AngelSlim have the same tensor names; they differ in the file
 (`pytorch_model.bin` or safetensors) and in the parts that may be absent: the embedding, the vocabulary map, keys of
-`config.json`. Geometry that the tensors show is read from their shapes. speculators' layout has other names
-(`eagle3_speculators`). In all of them projections may be packed, as a decoder's may be (`formats/packed_tensors`).
+`config.json`. Geometry that the tensors show is read from their shapes. speculators' layout is the same head under
+other names, described by two nested objects, and read strictly (`known_keys`): its keys are those of speculators'
+`Eagle3SpeculatorConfig` and of a Llama layer. In all layouts projections may be packed (`formats/packed_tensors`).
 """
 
 from __future__ import annotations
@@ -13,72 +14,51 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from outrider.compiler.eagle3_speculators import KIND as OF_SPECULATORS
-from outrider.compiler.eagle3_speculators import (
-    flattened,
-    is_speculators,
-    read_speculators_taps,
-    speculators_name,
-)
-from outrider.compiler.eagle3_taps import read_taps
+from outrider.compiler.eagle3_taps import default_taps, name_taps, read_taps
 from outrider.compiler.formats.packed_tensors import unpacked
+from outrider.compiler.known_keys import DECODER, GEOMETRY, HARMLESS, TYPE, WINDOW, SpeculatorsKeys, StrictKeys
+from outrider.compiler.models import config_reader as reader
 from outrider.compiler.models.config import DecoderConfig
-from outrider.compiler.models.config_reader import (
-    Epsilon,
-    Heads,
-    HeadSize,
-    InnerWidth,
-    Vocabulary,
-    Width,
-    read_json,
-)
 from outrider.compiler.models.decoder_keys import PlainKeys
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
-from outrider.compiler.models.quantization import read_packing
+from outrider.compiler.models.quantization import SETTINGS, read_packing
 from outrider.compiler.open_head import OpenHead, optional_tensors
 from outrider.compiler.tensor_source import TensorSource
 from outrider.compiler.weights import Weights, check_folder
 from outrider.plans.errors import CheckpointError
 
 KIND = "an EAGLE3 head as SafeAILab, SpecForge and AngelSlim write it"
-EMBEDDING, Q_PROJ, K_PROJ = (
-    "embed_tokens.weight",
-    "midlayer.self_attn.q_proj.weight",
-    "midlayer.self_attn.k_proj.weight",
-)
+OF_SPECULATORS = "an EAGLE3 head as speculators writes it"
+EMBEDDING = "embed_tokens.weight"
+Q_PROJ, K_PROJ = "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight"
+_OUTER = {"draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "norm_before_residual"}
 
 _NONE = Eagle3Overrides()
 _NAMES = {
+    **{
+        f"{name}.weight": f"{name}.weight" for name in ("fc", "norm", "lm_head", *(f"fc_norm.{i}" for i in range(TAPS)))
+    },
     "embedding": EMBEDDING,
-    "fc.weight": "fc.weight",
-    **{f"fc_norm.{i}.weight": f"fc_norm.{i}.weight" for i in range(TAPS)},
     "embedding_norm.weight": "midlayer.input_layernorm.weight",
     "hidden_norm.weight": "midlayer.hidden_norm.weight",
-    "q.weight": Q_PROJ,
-    "k.weight": K_PROJ,
-    "v.weight": "midlayer.self_attn.v_proj.weight",
-    "o.weight": "midlayer.self_attn.o_proj.weight",
+    **{f"{name}.weight": f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"},
     "mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
-    "gate.weight": "midlayer.mlp.gate_proj.weight",
-    "up.weight": "midlayer.mlp.up_proj.weight",
-    "down.weight": "midlayer.mlp.down_proj.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
+    **{f"{name}.weight": f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 
 
 class _Keys(PlainKeys):
-    hidden_size: Width
-    target_hidden_size: Width | None = None
-    vocab_size: Vocabulary
-    draft_vocab_size: Vocabulary | None = None
+    hidden_size: reader.Width
+    target_hidden_size: reader.Width | None = None
+    vocab_size: reader.Vocabulary
+    draft_vocab_size: reader.Vocabulary | None = None
     num_hidden_layers: Literal[1] = 1
-    intermediate_size: InnerWidth
-    num_attention_heads: Heads
-    num_key_value_heads: Heads | None = None
-    head_dim: HeadSize | None = None
-    rms_norm_eps: Epsilon = 1e-6
+    intermediate_size: reader.InnerWidth
+    num_attention_heads: reader.Heads
+    num_key_value_heads: reader.Heads | None = None
+    head_dim: reader.HeadSize | None = None
+    rms_norm_eps: reader.Epsilon = 1e-6
     fc_norm: bool | None = None
     norm_output: bool = False
     norm_before_residual: Literal[False] = False
@@ -95,48 +75,92 @@ class _Keys(PlainKeys):
         return self
 
 
+class _SpeculatorsLayer(StrictKeys):
+    ignored = (GEOMETRY | HARMLESS | WINDOW) - {"model_type", "attention_bias"}
+
+    model_type: Literal["llama"]
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    quantization_config: Any = None
+    compression_config: Any = None
+
+    @model_validator(mode="after")
+    def _check_floats(self) -> Self:
+        """The verifier's own configuration may have been copied here."""
+        key = next((key for key in SETTINGS if getattr(self, key)), None)
+        if key is not None:
+            raise ValueError(
+                f"{key} describes quantised weights, and those of a head are described beside {DECODER}; move it "
+                "there, or remove it where the head's weights are floats"
+            )
+        return self
+
+
+class _SpeculatorsHead(SpeculatorsKeys):
+    speculators_model_type: Literal["eagle3"]
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    norm_before_fc: Literal[False] = False
+    # Read with the layer's keys, as of other projects.
+    draft_vocab_size: Any = None
+    target_hidden_size: Any = None
+    fc_norm: Any = None
+    norm_output: Any = None
+    norm_before_residual: Any = None
+
+    def taps(self, layers: int) -> Taps:
+        """Return the taps named for a target of `layers` layers, or default.
+
+        speculators always names the layer that a stream enters, under a key whose first id decides in other layouts.
+        """
+        if self.eagle_aux_hidden_state_layer_ids is None:
+            return default_taps(layers)
+        key, why = "eagle_aux_hidden_state_layer_ids", "indices of hidden_states, as speculators writes them"
+        ids = self.eagle_aux_hidden_state_layer_ids
+        return name_taps(self.file, key, ids, range(layers), why, left=False, count=TAPS)
+
+    def flattened(self) -> dict[str, Any]:
+        """Return the values of a config.json that other projects would write for this head."""
+        layer, outer = self.transformer_layer_config, self.model_dump(include=_OUTER, exclude_none=True)
+        _SpeculatorsLayer.read(layer, self.file, DECODER, "EAGLE3 heads that differ in it cannot be compiled")
+        return layer | outer
+
+
 def open_eagle3(
     path: Path, target: DecoderConfig, given: Eagle3Overrides = _NONE
 ) -> OpenHead[Eagle3Config, Eagle3Head]:
     """Read the geometry of the head in the checkpoint folder `path`; check it against `target` and all tensor headers.
 
     Overrides `given` by the recipe win. Without any `rope_theta` the base is 10000: EAGLE and AngelSlim trained with
-    10000 whatever their config.json says, SpecForge with the base in its config.json. Raises `CheckpointError` naming
-    the file, the key or tensor, the expectation and the finding.
+    10000, independent of their config.json, SpecForge with the base in its config.json.
     """
     check_folder(path)
     file = path / "config.json"
-    raw = read_json(file)
+    raw = reader.read_json(file)
     stored = Weights(path, pickled=True)
     tensors = unpacked(stored, read_packing(raw, file))
-    speculators = is_speculators(raw)
+    speculators = _SpeculatorsHead.read(raw, file) if raw.get(TYPE) is not None else None
     if given.aux_layers is not None:
         taps = Taps(given.aux_layers, "aux_layers of the recipe")
     else:
-        taps = (read_speculators_taps if speculators else read_taps)(file, raw, target.num_layers)
+        taps = speculators.taps(target.num_layers) if speculators else read_taps(file, raw, target.num_layers)
     if speculators:
-        raw = flattened(file, raw)
+        raw = speculators.flattened()
     config = _read_config(file, raw, tensors, target, given, taps)
     sizes = config.draft_vocab_size, config.vocab_size, config.target_hidden_size
     return OpenHead.check(
         config,
         Eagle3Head,
         tensors,
-        (lambda name: speculators_name(_NAMES[name])) if speculators else _NAMES.__getitem__,
+        (lambda name: _NAMES[name].replace("midlayer.", "layers.0.")) if speculators else _NAMES.__getitem__,
         listing=stored.source,
         description=file,
         kind=OF_SPECULATORS if speculators else KIND,
-        optional=optional_tensors(*sizes, training=speculators),
+        optional=optional_tensors(*sizes, training=speculators is not None),
     )
 
 
 def _read_config(
-    file: Path,
-    raw: dict[str, Any],
-    tensors: TensorSource,
-    target: DecoderConfig,
-    given: Eagle3Overrides,
-    taps: Taps,
+    file: Path, raw: dict[str, Any], tensors: TensorSource, target: DecoderConfig, given: Eagle3Overrides, taps: Taps
 ) -> Eagle3Config:
     keys = _Keys.read(raw, file)
     own_embedding = EMBEDDING in tensors.found
@@ -162,7 +186,6 @@ def _read_config(
 
 
 def _check_target(keys: _Keys, own_embedding: bool, target: DecoderConfig) -> None:
-    """Raise `CheckpointError` unless the head was made for a target of this width and vocabulary."""
     width, key = keys.target_hidden_size, "target_hidden_size"
     if width is None:
         width, key = keys.hidden_size, "hidden_size, which stands for the absent target_hidden_size,"
@@ -174,8 +197,7 @@ def _check_target(keys: _Keys, own_embedding: bool, target: DecoderConfig) -> No
     if not own_embedding and keys.hidden_size != target.hidden_size:
         raise CheckpointError(
             f"{keys.file.parent}: tensor {EMBEDDING!r} is missing, and the target's embedding is {target.hidden_size} "
-            f"wide, not {keys.hidden_size} (hidden_size of {keys.file.name}), so it cannot stand in; give a checkpoint "
-            "that holds one"
+            f"wide, not {keys.hidden_size} (hidden_size); give a checkpoint that holds one"
         )
 
 
@@ -205,6 +227,5 @@ def _head_dim(keys: _Keys, tensors: TensorSource) -> int:
 
 
 def _rows(tensors: TensorSource, name: str) -> int | None:
-    """Return the number of rows of a matrix of the checkpoint; None where there is no such matrix."""
     found = tensors.found.get(name)
     return found.shape[0] if found is not None and len(found.shape) == 2 else None

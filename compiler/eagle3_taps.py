@@ -35,11 +35,7 @@ class _Keys(_Names):
 
 
 def read_taps(file: Path, raw: dict[str, Any], layers: int) -> Taps:
-    """Return the taps that the head's config.json (`raw` of `file`) names for a target of `layers` layers, or default.
-
-    Raises `CheckpointError` where a key does not name three layers, where two keys name different layers, and for an
-    unknown key that looks like a key for taps.
-    """
+    """Return the taps that config.json (`raw` of `file`) names for a target of `layers` layers, or default."""
     keys = _Keys.read(raw, file)
     places: dict[str, _Names] = {"eagle_config.": keys.eagle_config, "": keys}
     similar = (place + key for place, each in places.items() for key in each.model_extra or () if _SIMILAR.search(key))
@@ -78,8 +74,7 @@ def name_taps(
 ) -> Taps:
     """Return the taps that `ids`, the numbers of layers under `key`, name; `why` is the reason.
 
-    With `left` a number names the layer that a stream leaves, else the one that it enters. Raises `CheckpointError`
-    unless they are different numbers of those `known`, `count` where it is given.
+    With `left` a number names the layer that a stream leaves, else the one that it enters.
     """
     if not ids or len(set(ids)) != (count or len(ids)) or len(ids) != len(set(ids)) or not set(ids) <= set(known):
         raise CheckpointError(

@@ -66,7 +66,7 @@ def _rotation(family: Family) -> str:
 
 
 def _layer(family: Family) -> str:
-    norms = [place for place, has in (("before", family.norm_before), ("behind", family.norm_behind)) if has]
+    norms = [place for place, has in (("before", family.norm_before), ("after", family.norm_after)) if has]
     unit = {"silu": "SwiGLU", "gelu_tanh": "GeGLU"}[family.activation]
     experts = ""
     if family.experts is not None:

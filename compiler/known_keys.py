@@ -33,7 +33,7 @@ HARMLESS = {
     "is_encoder_decoder", "problem_type", "id2label", "label2id", "embed_requires_grad",
     # Tokens that the target knows itself.
     "bos_token_id", "eos_token_id", "pad_token_id",
-    # Whether the output weights are the embedding is told by the tensors.
+    # The tensors show whether the output weights are the embedding.
     "tie_word_embeddings",
 }  # fmt: skip
 WINDOW = {"sliding_window", "max_window_layers", "sliding_window_non_causal"}
@@ -62,8 +62,6 @@ class SpeculatorsKeys(StrictKeys):
     def _check_kind(self) -> Self:
         named = self.speculators_config.algorithm
         if named not in (None, self.speculators_model_type):
-            raise ValueError(
-                f"speculators_config.algorithm is {named!r} and {TYPE} is {self.speculators_model_type!r}; remove the "
-                "wrong one"
-            )
+            kind = self.speculators_model_type
+            raise ValueError(f"speculators_config.algorithm is {named!r} and {TYPE} is {kind!r}; remove the wrong one")
         return self

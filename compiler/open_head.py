@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from outrider.compiler.deferred import defer
-from outrider.compiler.draft_vocabulary import map_slots, read_target_ids
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import WeightType
@@ -19,7 +18,10 @@ from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.slots import Slot, check_tensors, fill, slots
 from outrider.compiler.tensor_source import TensorSource
+from outrider.plans.errors import CheckpointError
 
+D2T, T2D = "d2t", "t2d"
+"""Draft token i is target token i + d2t[i]; t2d marks the target tokens that have a draft token."""
 Config = TypeVar("Config", Eagle3Config, BlockConfig)
 Head = TypeVar("Head", Eagle3Head, BlockHead)
 
@@ -50,12 +52,12 @@ class OpenHead(Generic[Config, Head]):
         """Check all tensors by their headers; `stored_name` names a parameter in the checkpoint.
 
         Its tensors are listed by `listing` and described by `description`, and are those of a `kind` of head. The
-        `optional` may stand beside them. Raises `CheckpointError`.
+        `optional` may stand beside them.
         """
         with torch.device("meta"):
             wanted = slots(make(config), stored_name)
         check_tensors(tensors, listing, description, kind, wanted, optional)
-        ids = read_target_ids(tensors, listing, config.draft_vocab_size, config.vocab_size)
+        ids = _target_ids(tensors, listing, config.draft_vocab_size, config.vocab_size)
         return cls(config, make, tensors, wanted, ids)
 
     def load(self, dtype: WeightType = "float32") -> Head:
@@ -86,8 +88,56 @@ class OpenHead(Generic[Config, Head]):
 def optional_tensors(draft_vocab: int, vocab: int, hidden: int, *, training: bool) -> dict[str, Slot]:
     """Return the tensors that may stand beside a head's: the vocabulary map, and with `training` what speculators
     stores, the target's last norm and output weights, which training compares with."""
+    mapped = {
+        D2T: Slot("target_ids", (draft_vocab,), dtypes=("I64",)),
+        T2D: Slot("target_ids", (vocab,), dtypes=("BOOL",)),
+    }
     compared = {
         "verifier_norm.weight": Slot("", (hidden,)),
         "verifier_lm_head.weight": Slot("", (draft_vocab, hidden)),
     }
-    return map_slots(draft_vocab, vocab) | (compared if training else {})
+    return mapped | (compared if training else {})
+
+
+def _target_ids(tensors: TensorSource, listing: Path, draft: int, vocab: int) -> Tensor:
+    """Return every draft token's target token, int64 `[draft]`, ascending, from d2t or t2d.
+
+    `listing` is the file that lists the tensors.
+    """
+    ids = torch.arange(draft)
+    if D2T in tensors.found:
+        ids = _mapped(tensors, ids + tensors.read(D2T), vocab)
+    elif T2D not in tensors.found and draft < vocab:
+        raise CheckpointError(
+            f"{listing}: tensor {D2T!r} is missing, expected of a head whose draft vocabulary ({draft}) is "
+            f"smaller than the target's ({vocab}); give a complete checkpoint"
+        )
+    if T2D not in tensors.found:
+        return ids
+    marked = tensors.read(T2D).nonzero().flatten()
+    file = tensors.found[T2D].file
+    if len(marked) != draft:
+        raise CheckpointError(
+            f"{file}: tensor {T2D!r} marks {len(marked)} tokens, expected {draft}, the draft vocabulary; "
+            "give the original checkpoint"
+        )
+    if D2T in tensors.found and not torch.equal(marked, ids):
+        at = int((marked != ids).nonzero()[0])
+        raise CheckpointError(
+            f"{file}: tensors {T2D!r} and {D2T!r} disagree: draft token {at} is target token {int(marked[at])} "
+            f"by {T2D} and {int(ids[at])} by {D2T}; give the original checkpoint"
+        )
+    return marked
+
+
+def _mapped(tensors: TensorSource, ids: Tensor, vocab: int) -> Tensor:
+    """Return `ids`; raise `CheckpointError` unless they are ascending tokens of the target, each once."""
+    below = torch.cat((torch.tensor([-1]), ids[:-1]))
+    wrong = ((ids <= below) | (ids >= vocab)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise CheckpointError(
+            f"{tensors.found[D2T].file}: tensor {D2T!r} makes draft token {at} target token {int(ids[at])}, expected "
+            f"one above {int(below[at])} and below {vocab} (draft_id + d2t, ascending); give the original checkpoint"
+        )
+    return ids

@@ -9,11 +9,10 @@ from outrider.compiler.formats.gguf_config import read_gguf_config
 from outrider.compiler.formats.gguf_file import GgufFile, is_gguf
 from outrider.compiler.formats.gguf_tensors import GgufTensors
 from outrider.compiler.formats.packed_tensors import unpacked
-from outrider.compiler.fused_tensors import FusedTensors
+from outrider.compiler.fused_tensors import FusedTensors, StackedExperts
 from outrider.compiler.models.config import DecoderConfig, read_folder
 from outrider.compiler.models.families import FAMILIES
 from outrider.compiler.models.rope import RopeScaling
-from outrider.compiler.stacked_experts import StackedExperts
 from outrider.compiler.tensor_source import TensorSource
 from outrider.compiler.weights import Weights, check_folder
 
@@ -31,10 +30,7 @@ class OpenCheckpoint:
 
 def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context: int | None = None) -> OpenCheckpoint:
     """Read the configuration and all headers of the checkpoint at `path`. `rope_scaling` replaces its own; `context` is
-    the longest sequence that will be run, where a scaling depends on it.
-
-    Raises `CheckpointError` naming the file and the key or tensor.
-    """
+    the longest sequence that will be run, where a scaling depends on it."""
     if is_gguf(path):
         file = GgufFile.open(path)
         config = read_gguf_config(file, rope_scaling)
@@ -47,12 +43,14 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context
         tensors = StackedExperts(stored, family.stacked, config.experts, config.hidden_size)
     tensors = unpacked(tensors, packing, _unbiased(config))
     if family.fused:
-        tensors = FusedTensors(tensors, family.fused, _outputs(config))
+        outputs = dict.fromkeys(("k_proj", "v_proj"), config.kv_size) | {"q_proj": config.query_size}
+        outputs |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+        tensors = FusedTensors(tensors, family.fused, outputs)
     return OpenCheckpoint(config, tensors, path / "config.json", stored.source)
 
 
 def read_config(path: Path, rope_scaling: RopeScaling | None = None, context: int | None = None) -> DecoderConfig:
-    """Read the configuration of the checkpoint at `path`, as `open_checkpoint` does. Raises `CheckpointError`."""
+    """Read the configuration of the checkpoint at `path`, as `open_checkpoint` does."""
     if is_gguf(path):
         return read_gguf_config(GgufFile.open(path), rope_scaling)
     return read_folder(path, rope_scaling, context)[0]
@@ -61,15 +59,6 @@ def read_config(path: Path, rope_scaling: RopeScaling | None = None, context: in
 def stores_integers(path: Path, rope_scaling: RopeScaling | None = None) -> bool:
     """Return whether the checkpoint at `path` stores weights as integers with scales. Raises as `open_checkpoint`."""
     return any(stored.packed for stored in open_checkpoint(path, rope_scaling).tensors.found.values())
-
-
-def _outputs(config: DecoderConfig) -> dict[str, int]:
-    """Return the outputs of projections, by the last part of their names in a checkpoint."""
-    return {
-        "q_proj": config.query_size,
-        **dict.fromkeys(("k_proj", "v_proj"), config.kv_size),
-        **dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
-    }
 
 
 def _unbiased(config: DecoderConfig) -> frozenset[str]:

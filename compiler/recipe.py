@@ -11,14 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from pydantic import (
-    Field,
-    JsonValue,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, JsonValue, PrivateAttr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.compiler.formats.gguf_file import is_gguf
@@ -33,11 +26,16 @@ from outrider.compiler.recipe_backends import (
     choose_backends,
 )
 from outrider.compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection, NgramSection
-from outrider.compiler.recipe_partial import PartialKvSection
-from outrider.compiler.recipe_rope import RopeScalingSection, positions_served
-from outrider.compiler.recipe_section import Name, Section, WrittenPath
+from outrider.compiler.recipe_sections import (
+    Name,
+    PartialKvSection,
+    RopeScalingSection,
+    Section,
+    WeightsSection,
+    WrittenPath,
+    positions_served,
+)
 from outrider.compiler.recipe_source import Location, RecipeSource
-from outrider.compiler.recipe_weights import WeightsSection
 from outrider.plans import names
 from outrider.plans.buffers import DType
 from outrider.plans.errors import PlanError, RecipeError
@@ -158,18 +156,16 @@ class Recipe(Section):
     @field_validator("drafters")
     @classmethod
     def _distinct_names(cls, drafters: tuple[DrafterSection, ...]) -> tuple[DrafterSection, ...]:
-        taken = {
+        seen = {
             "none": "means no drafter",
             names.TARGET: "means the target",
             names.PARTIAL: "means its partial KV cache",
         }
-        seen = set(taken)
         for index, drafter in enumerate(drafters):
             if drafter.name in seen:
-                reason = taken.get(drafter.name, "is the name of an earlier drafter")
-                context = {"name": drafter.name, "reason": reason, "at": (index, "name")}
+                context = {"name": drafter.name, "reason": seen[drafter.name], "at": (index, "name")}
                 raise PydanticCustomError("name", "is '{name}', which {reason}; choose another name", context)
-            seen.add(drafter.name)
+            seen[drafter.name] = "is the name of an earlier drafter"
         coupled = {d.name for d in drafters if not isinstance(d, NgramSection) and d.acceptance == "coupled"}
         for index, drafter in enumerate(drafters):
             if isinstance(drafter, NgramSection) and drafter.otherwise not in (None, *coupled):
@@ -192,6 +188,8 @@ class Recipe(Section):
                 raise PydanticCustomError("backend", "repeats '{backend}'; keep one of them", context)
         return backends
 
+    # Paths, absolute.
+
     @property
     def path(self) -> Path:
         """The file that the recipe was read from."""
@@ -199,24 +197,20 @@ class Recipe(Section):
 
     @property
     def checkpoint_path(self) -> Path:
-        """The target's checkpoint, absolute: a folder, or a GGUF file."""
         return self._absolute(self.target.checkpoint)
 
     def drafter_path(self, drafter: GraphSection) -> Path:
-        """A drafter's checkpoint, absolute: a folder, or a GGUF file."""
         return self._absolute(drafter.checkpoint)
 
     @property
     def held_out_path(self) -> Path | None:
-        """The file of held-out prompts, absolute."""
         return None if self.held_out is None else self._absolute(self.held_out)
 
     def calibration_path(self, weights: WeightsSection | None) -> Path | None:
-        """The file of text that quantised weights are searched on, absolute; None where they are not."""
+        """The file of text that quantised weights are searched on; None where they are not."""
         return None if weights is None or weights.calibration is None else self._absolute(weights.calibration)
 
     def timing_cache_path(self, backend: BackendBuild) -> Path | None:
-        """The file of a backend's timing cache, absolute; None where the backend keeps none."""
         written = backend.timing_cache if isinstance(backend, TensorRtSection) else None
         return None if written is None else self._absolute(written)
 
@@ -225,7 +219,6 @@ class Recipe(Section):
         return self.model_copy(update={"backends": choose_backends(self.backends, kinds)})
 
     def dtype(self, backend: BackendBuild) -> WeightType:
-        """Dtype of the weights for a backend."""
         return backend.dtype or self.target.dtype
 
     def graph_dtype(self, backend: BackendBuild) -> WeightType:
@@ -233,7 +226,6 @@ class Recipe(Section):
         return "float32" if isinstance(backend, CudaSection) else self.dtype(backend)
 
     def kv_dtype(self, backend: BackendBuild) -> DType:
-        """Dtype of the KV caches for a backend."""
         return DType(self.kv_cache or self.dtype(backend))
 
     @property
@@ -275,7 +267,7 @@ class Recipe(Section):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe, and check that the files it names exist.
+    """Read and check a recipe, and that the files it names exist.
 
     `overrides` are `dotted.key=value` with a value in YAML (`capacity.context=8192`, `drafters[0].max_draft=4`) and
     win over the file. Raises `RecipeError` with one sentence per line, each with file, line and key.
@@ -286,21 +278,19 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as invalid:
         raise source.errors(invalid, Recipe) from None
     recipe._source = source
-    checkpoints: list[tuple[Location, Path]] = [(("target", "checkpoint"), recipe.checkpoint_path)]
-    for index, drafter in enumerate(recipe.drafters):
-        if isinstance(drafter, NgramSection):
-            continue
-        if isinstance(drafter, ModelSection):
-            checkpoints.append((("drafters", index, "checkpoint"), recipe.drafter_path(drafter)))
-        elif not (folder := recipe.drafter_path(drafter)).is_dir():
-            raise recipe.error(
-                ("drafters", index, "checkpoint"), f"names {folder}, which is not a folder; correct the path"
+    sections: list[tuple[Location, TargetSection | GraphSection]] = [(("target",), recipe.target)]
+    sections += [(("drafters", i), d) for i, d in enumerate(recipe.drafters) if not isinstance(d, NgramSection)]
+    for location, section in sections:
+        path = recipe._absolute(section.checkpoint)
+        is_file = isinstance(section, TargetSection | ModelSection) and is_gguf(path) and path.is_file()
+        if not path.is_dir() and not is_file:
+            wanted = (
+                "neither a folder nor a GGUF file"
+                if isinstance(section, TargetSection | ModelSection)
+                else "not a folder"
             )
-    for location, path in checkpoints:
-        if not path.is_dir() and not (is_gguf(path) and path.is_file()):
-            raise recipe.error(location, f"names {path}, which is neither a folder nor a GGUF file; correct the path")
-    for location, weights in _weights_sections(recipe):
-        text = recipe.calibration_path(weights)
+            raise recipe.error((*location, "checkpoint"), f"names {path}, which is {wanted}; correct the path")
+        text = recipe.calibration_path(section.weights)
         if text is not None and not text.is_file():
             raise recipe.error((*location, "weights", "calibration"), f"names {text}, which is not a file; correct it")
     for index, backend in enumerate(recipe.backends):
@@ -353,14 +343,6 @@ def check_capacity(recipe: Recipe, config: DecoderConfig) -> None:
             f"model with target.rope_scaling, such as {{rope_type: yarn, factor: {factor}.0, "
             f"original_max_position_embeddings: {config.max_positions}}}",
         )
-
-
-def _weights_sections(recipe: Recipe) -> Iterator[tuple[Location, WeightsSection | None]]:
-    """Yield the quantised weights of the target and of each drafter with weights, by the section that holds them."""
-    yield ("target",), recipe.target.weights
-    for index, drafter in enumerate(recipe.drafters):
-        if not isinstance(drafter, NgramSection):
-            yield ("drafters", index), drafter.weights
 
 
 def _portable(written: str) -> str:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, field_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.compiler.models.config import WeightType
-from outrider.compiler.recipe_section import Section, WrittenPath
+from outrider.compiler.recipe_sections import Section, WrittenPath
 from outrider.plans.errors import RecipeError
 
 RtxCapability = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121"]
@@ -21,86 +21,88 @@ KernelCapability = Literal[
 ]
 """GPUs that have the tensor-core instructions of our kernels of engines."""
 
-Frontend = Literal["onnx", "torch-tensorrt"]
+
+class _Backend(Section):
+    """A backend of any kind."""
+
+    kind: str
+    dtype: WeightType | None = Field(None, description="type of the weights for this backend, in place of target.dtype")
 
 
-def distinct_capabilities(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuse an empty list of compute capabilities, and one with duplicates."""
-    if not given:
-        raise PydanticCustomError("capability", "must have at least 1 entry, found []")
-    for index, capability in enumerate(given):
-        if capability in given[:index]:
-            context = {"value": capability, "at": (index,)}
-            raise PydanticCustomError("capability", "repeats '{value}'; keep one of them", context)
-    return given
+class _Gpu(_Backend):
+    """A backend that runs on GPUs."""
+
+    compute_capabilities: tuple[str, ...]
+
+    @field_validator("compute_capabilities")
+    @classmethod
+    def _distinct(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if not given:
+            raise PydanticCustomError("capability", "must have at least 1 entry, found []")
+        for index, capability in enumerate(given):
+            if capability in given[:index]:
+                context = {"value": capability, "at": (index,)}
+                raise PydanticCustomError("capability", "repeats '{value}'; keep one of them", context)
+        return given
 
 
-_DTYPE = Field(None, description="type of the weights for this backend, in place of target.dtype")
-_FRONTEND = "what reads graphs: TensorRT's parser, or Torch-TensorRT, which leaves those of drafts to the parser"
-_WORKSPACE = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
+class _TensorRt(_Gpu):
+    """A backend whose engines TensorRT builds."""
+
+    workspace_mb: int = Field(1024, ge=1, le=2**20, description="MB that an engine may use beside weights and KV")
+    frontend: Literal["onnx", "torch-tensorrt"] = Field(
+        "onnx",
+        description="what reads graphs: TensorRT's parser, or Torch-TensorRT, which leaves those of drafts to the "
+        "parser",
+    )
 
 
-class OnnxRuntimeCpuSection(Section):
+class OnnxRuntimeCpuSection(_Backend):
     """ONNX Runtime on the CPU: the embedded default, which runs everywhere. Computes in float32."""
 
     kind: Literal["onnxruntime-cpu"] = Field(description="the backend")
-    dtype: WeightType | None = _DTYPE
 
 
-class OnnxRuntimeCudaSection(Section):
+class OnnxRuntimeCudaSection(_Gpu):
     """ONNX Runtime on an NVIDIA GPU. The engines are the same for every GPU; our own ops are compiled for each."""
 
     kind: Literal["onnxruntime-cuda"] = Field(description="the backend")
-    dtype: WeightType | None = _DTYPE
     compute_capabilities: tuple[CudaCapability, ...] = Field(
         ("sm_80", "sm_90", "sm_120"), strict=False, description="GPUs that our own ops are compiled for"
     )
 
-    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
-
-class CudaSection(Section):
+class CudaSection(_Gpu):
     """Our own kernels on an NVIDIA GPU: a step is one recorded launch, and a token the same in any company."""
 
     kind: Literal["cuda"] = Field(description="the backend")
-    dtype: WeightType | None = _DTYPE
     compute_capabilities: tuple[KernelCapability, ...] = Field(
         ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),
         strict=False,
         description="GPUs that the kernels are compiled for",
     )
 
-    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
-
-class TensorRtRtxSection(Section):
+class TensorRtRtxSection(_TensorRt):
     """TensorRT for RTX: engines are built without a GPU, and finished on the user's GPU at the first run."""
 
     kind: Literal["tensorrt-rtx"] = Field(description="the backend")
-    dtype: WeightType | None = _DTYPE
     compute_capabilities: tuple[RtxCapability, ...] = Field(
         ("sm_80", "sm_86", "sm_89", "sm_120"),
         strict=False,
         description="GPUs that the engines are for; each adds to their size",
     )
-    workspace_mb: int = _WORKSPACE
-    frontend: Frontend = Field("onnx", description=_FRONTEND)
-
-    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
 
 
-class TensorRtSection(Section):
+class TensorRtSection(_TensorRt):
     """TensorRT: engines with our ops inside, built and timed on the GPU that is to run them."""
 
     kind: Literal["tensorrt"] = Field(description="the backend")
-    dtype: WeightType | None = _DTYPE
     compute_capabilities: tuple[CudaCapability, ...] = Field(
         ("sm_80", "sm_90", "sm_100", "sm_120"),
         strict=False,
         description="GPUs that the ops beside engines are compiled for; engines are for the GPU that builds them",
     )
-    workspace_mb: int = _WORKSPACE
-    frontend: Frontend = Field("onnx", description=_FRONTEND)
     timing_cache: WrittenPath | None = Field(
         None,
         description="file, relative to the recipe, of how long kernels took: read before a build, written after it",
@@ -114,19 +116,16 @@ class TensorRtSection(Section):
         "capability, or all from sm_80 on; may cost speed",
     )
 
-    _distinct = field_validator("compute_capabilities")(distinct_capabilities)
-
-
-def _spelled_out(written: object) -> object:
-    """Expand a backend's name alone to its section with defaults."""
-    return {"kind": written} if isinstance(written, str) else written
-
 
 BackendBuild = OnnxRuntimeCpuSection | OnnxRuntimeCudaSection | CudaSection | TensorRtRtxSection | TensorRtSection
 Kind = Literal["onnxruntime-cpu", "onnxruntime-cuda", "cuda", "tensorrt-rtx", "tensorrt"]
+_Discriminated = Annotated[BackendBuild, Field(discriminator="kind")]
 BackendEntry = Annotated[
-    Annotated[BackendBuild, Field(discriminator="kind")],
-    BeforeValidator(_spelled_out, json_schema_input_type=Annotated[BackendBuild, Field(discriminator="kind")] | Kind),
+    _Discriminated,
+    BeforeValidator(
+        lambda written: {"kind": written} if isinstance(written, str) else written,
+        json_schema_input_type=_Discriminated | Kind,
+    ),
 ]
 """A backend's section, or its kind alone."""
 

@@ -77,7 +77,7 @@ def _tree_edits(drafter: yaml.Node, tree: Tree) -> Iterator[_Edit]:
     if isinstance(shape, yaml.MappingNode):
         for key, _, size in _items(shape):
             yield _span(size, str(getattr(tree, key)))
-    elif gamma is not None and not _is_null(gamma) and tree.top_k == 1:
+    elif gamma is not None and gamma.tag != "tag:yaml.org,2002:null" and tree.top_k == 1:
         yield _span(gamma, str(tree.depth + 1))
     elif shape is not None:  # auto, or null
         yield _span(shape, flow)
@@ -91,10 +91,6 @@ def _tree_edits(drafter: yaml.Node, tree: Tree) -> Iterator[_Edit]:
         at = name.start_mark
         inline = isinstance(drafter, yaml.MappingNode) and drafter.flow_style
         yield at.index, at.index, f"tree: {flow}, " if inline else f"tree: {flow}\n{' ' * at.column}"
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return bool(node.tag == "tag:yaml.org,2002:null")
 
 
 def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -19,16 +19,20 @@ from pydantic_core import PydanticCustomError
 from outrider.compiler.models.config_reader import RopeTheta
 from outrider.compiler.models.eagle3_config import Eagle3Overrides
 from outrider.compiler.models.rope import RopeScaling
-from outrider.compiler.recipe_rope import RopeScalingSection
-from outrider.compiler.recipe_section import Name, Section, WrittenPath
-from outrider.compiler.recipe_weights import WeightsSection
+from outrider.compiler.recipe_sections import Name, RopeScalingSection, Section, WeightsSection, WrittenPath
 from outrider.plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, EntropyGamma, Tree
 
 
-class NgramSection(Section):
-    """A drafter that looks up the last tokens in the sequence itself, and with `memory` in earlier outputs too."""
+class _Section(Section):
+    """A drafter of any kind."""
 
     name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
+    kind: str
+
+
+class NgramSection(_Section):
+    """A drafter that looks up the last tokens in the sequence itself, and with `memory` in earlier outputs too."""
+
     kind: Literal["ngram"] = Field(description="the kind of drafter")
     max_context: int = Field(64, ge=1, le=64, description="tokens of the longest suffix that is looked up")
     min_context: int = Field(1, ge=1, description="tokens of the shortest suffix that is looked up")
@@ -37,9 +41,8 @@ class NgramSection(Section):
         0.25, ge=0, le=1, description="tokens are proposed where the chance that they are accepted is at least this"
     )
     filler_top_k: int = Field(
-        3, ge=0, le=8, description="so many of the target's likeliest tokens are learned from too (NASD); 0 is off"
+        3, ge=0, le=8, description="the target's likeliest tokens that are learned from too (NASD); 0 is off"
     )
-
     otherwise: str | None = Field(
         None, description="the model, eagle3 or block drafter that drafts where fewer than `least` tokens are foreseen"
     )
@@ -53,7 +56,7 @@ class NgramSection(Section):
     )
 
     @model_validator(mode="after")
-    def _least_can_be_foreseen(self) -> NgramSection:
+    def _least_can_be_foreseen(self) -> Self:
         if self.least > self.max_draft:
             context = {"least": self.least, "most": self.max_draft, "at": ("least",)}
             raise PydanticCustomError("least", "is {least}, more than max_draft {most}; lower it", context)
@@ -85,7 +88,7 @@ class TreeSection(Section):
     nodes: int = Field(ge=2, le=256, description="nodes that the target verifies, the root included")
 
     @model_validator(mode="after")
-    def _enough_candidates(self) -> TreeSection:
+    def _enough_candidates(self) -> Self:
         most = 1 + self.tree().candidates
         if self.nodes > most:
             context = {"value": self.nodes, "most": most}
@@ -103,10 +106,6 @@ AUTO_TREES = {
 Device = Literal["cpu", "gpu"]
 
 
-def _tree_kind(written: object) -> str:
-    return ":auto" if isinstance(written, str) else ":shape"
-
-
 def _check_word(written: object) -> object:
     if isinstance(written, str) and written != "auto":
         raise PydanticCustomError("tree", "must be {top_k, depth, nodes}, or auto")
@@ -115,7 +114,7 @@ def _check_word(written: object) -> object:
 
 TreeKey = Annotated[
     Annotated[TreeSection, Tag(":shape")] | Annotated[Literal["auto"], Tag(":auto")],
-    Discriminator(_tree_kind),
+    Discriminator(lambda written: ":auto" if isinstance(written, str) else ":shape"),
     BeforeValidator(_check_word),
 ]
 
@@ -131,29 +130,59 @@ def resolve_tree(written: TreeSection | Literal["auto"], device: Device, deepest
     return TreeSection(top_k=found.top_k, depth=deepest, nodes=min(found.nodes, 1 + shallow.candidates))
 
 
-_LEAST_CHANCE = Field(
-    None,
-    ge=0,
-    lt=1,
-    description="in passes of several sequences, nodes that are less likely to be accepted than this are not verified, "
-    "unless measured prices of passes decide (by default 0.2 on a CPU, 0 on a GPU)",
-)
+class _EngineSection(_Section):
+    """A drafter with an engine."""
 
-
-class Eagle3Section(Section):
-    """An EAGLE3 head: drafts from the target's own features."""
-
-    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
-    kind: Literal["eagle3"] = Field(description="the kind of drafter")
-    checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
-    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
-    tree: TreeKey = Field("auto", description="{top_k, depth, nodes}, or auto")
-    least_chance: float | None = _LEAST_CHANCE
+    checkpoint: WrittenPath
+    weights: WeightsSection | None
+    tree: TreeKey | None = Field(
+        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 5"
+    )
+    least_chance: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="in passes of several sequences, nodes that are less likely to be accepted than this are not "
+        "verified, unless measured prices of passes decide (by default 0.2 on a CPU, 0 on a GPU)",
+    )
     acceptance: Literal["coupled", "rejection"] = Field(
         "coupled",
         description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
         "sampling, for chains, the same distribution only",
     )
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        if getattr(self, "gamma", None) is not None and self.tree is not None:
+            raise PydanticCustomError(
+                "gamma", "stands beside tree; a draft is a chain or a tree, keep one of them", {"at": ("gamma",)}
+            )
+        return self
+
+
+class _HeadSection(_EngineSection):
+    """A head on the target's features."""
+
+    checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
+    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
+
+    @field_validator("weights")
+    @classmethod
+    def _not_searched(cls, value: WeightsSection | None) -> WeightsSection | None:
+        if value is not None and value.method == "awq":
+            raise PydanticCustomError(
+                "method",
+                "is awq, which searches on text, and a head reads the target's features; leave it and calibration out",
+                {"at": ("method",)},
+            )
+        return value
+
+
+class Eagle3Section(_HeadSection):
+    """An EAGLE3 head: drafts from the target's own features."""
+
+    kind: Literal["eagle3"] = Field(description="the kind of drafter")
+    tree: TreeKey = Field("auto", description="{top_k, depth, nodes}, or auto")
     rope_theta: RopeTheta | None = Field(
         None, description="replaces the checkpoint's base; heads of EAGLE and AngelSlim are trained with 10000"
     )
@@ -169,63 +198,22 @@ class Eagle3Section(Section):
         "norm_output: true between July and September 2026, as plain EAGLE3",
     )
 
-    @field_validator("weights")
-    @classmethod
-    def _not_searched(cls, value: WeightsSection | None) -> WeightsSection | None:
-        return _of_head(value)
-
     @property
     def overrides(self) -> Eagle3Overrides:
         """The values that replace keys of the head's config.json."""
         return Eagle3Overrides(self.rope_theta, self.aux_layers, self.norm_output)
 
 
-class BlockSection(Section):
+class BlockSection(_HeadSection):
     """A block head (DFlash, DSpark, JetSpec): drafts a block of tokens in one pass, from the target's own features."""
 
-    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["block"] = Field(description="the kind of drafter")
-    checkpoint: WrittenPath = Field(description="folder of the head's checkpoint, relative to the recipe")
-    weights: WeightsSection | None = Field(None, description="quantised weights; without it they are of `target.dtype`")
     gamma: Annotated[int, Field(ge=1, le=64)] | None = Field(
-        None, description="drafts a chain of this many tokens; without it, of as many as a block of the head drafts"
+        None, description="drafts a chain of this many tokens; without it, of all that a block of the head drafts"
     )
     tree: TreeKey | None = Field(
         None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; depth is less than a block's tokens"
     )
-    least_chance: float | None = _LEAST_CHANCE
-    acceptance: Literal["coupled", "rejection"] = Field(
-        "coupled",
-        description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
-        "sampling, for chains, the same distribution only",
-    )
-
-    @field_validator("weights")
-    @classmethod
-    def _not_searched(cls, value: WeightsSection | None) -> WeightsSection | None:
-        return _of_head(value)
-
-    @model_validator(mode="after")
-    def _one_shape(self) -> BlockSection:
-        _check_shape(self.gamma, self.tree)
-        return self
-
-
-def _of_head(value: WeightsSection | None) -> WeightsSection | None:
-    if value is not None and value.method == "awq":
-        raise PydanticCustomError(
-            "method",
-            "is awq, which searches on text, and a head reads the target's features; leave it and calibration out",
-            {"at": ("method",)},
-        )
-    return value
-
-
-def _check_shape(gamma: object, tree: object) -> None:
-    if gamma is not None and tree is not None:
-        raise PydanticCustomError(
-            "gamma", "stands beside tree; a draft is a chain or a tree, keep one of them", {"at": ("gamma",)}
-        )
 
 
 class EntropySection(Section):
@@ -237,27 +225,22 @@ class EntropySection(Section):
     beta: float = Field(0.0, ge=0, lt=1, description="weight of the lengths before in the smoothed one; 0 is off")
 
     @model_validator(mode="after")
-    def _ordered(self) -> EntropySection:
+    def _ordered(self) -> Self:
         if self.min > self.max:
             context = {"low": self.min, "high": self.max}
             raise PydanticCustomError("gamma", "has min {low}, more than max {high}; lower min", context)
         return self
 
 
-def _gamma_kind(written: object) -> str:
-    return ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"
-
-
 Gamma = Annotated[
     Annotated[int, Field(ge=1, le=64), Tag(":count")] | Annotated[EntropySection, Tag(":entropy")],
-    Discriminator(_gamma_kind),
+    Discriminator(lambda written: ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"),
 ]
 
 
-class ModelSection(Section):
+class ModelSection(_EngineSection):
     """A small decoder with the target's vocabulary."""
 
-    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
     kind: Literal["model"] = Field(description="the kind of drafter")
     checkpoint: WrittenPath = Field(
         description="folder of a Hugging Face checkpoint, or a GGUF file, relative to the recipe"
@@ -267,29 +250,15 @@ class ModelSection(Section):
     )
     gamma: Gamma | None = Field(
         None,
-        description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: of as "
-        "many as it is sure of",
+        description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: a chain "
+        "as long as it is sure",
     )
-    tree: TreeKey | None = Field(
-        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 5"
-    )
-    least_chance: float | None = _LEAST_CHANCE
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
-    acceptance: Literal["coupled", "rejection"] = Field(
-        "coupled",
-        description="coupled: the same seed gives the same tokens as without drafts; rejection: classical speculative "
-        "sampling, for chains, the same distribution only",
-    )
 
     @property
     def scaling(self) -> RopeScaling | None:
         """The rotary scaling that replaces the checkpoint's; None to keep the checkpoint's."""
         return None if self.rope_scaling is None else self.rope_scaling.scaling()
-
-    @model_validator(mode="after")
-    def _one_shape(self) -> ModelSection:
-        _check_shape(self.gamma, self.tree)
-        return self
 
 
 GraphSection = Eagle3Section | BlockSection | ModelSection
@@ -300,7 +269,7 @@ def reshaped(section: DrafterSection, name: str, shape: Tree | EntropyGamma | in
     """Return the same drafter as recipe data under another name, with `shape`: a tree, chains as long as the drafter
     is sure, or, for n-grams, the most nodes of a draft, to which `least` is lowered where it is more."""
     if isinstance(section, NgramSection):
-        assert isinstance(shape, int), "n-grams draft trees of so many nodes"
+        assert isinstance(shape, int), "the most nodes of a draft"
         least = min(section.least, shape)
         return section.model_dump(mode="json") | {"name": name, "max_draft": shape, "least": least}
     assert not isinstance(shape, int), "an engine's draft has a tree, or is as long as it is sure"

@@ -75,10 +75,8 @@ def choose_keys(wanted: str) -> list[Mapped]:
     if not chosen:
         known = [s for m in everything for s in (*m.paths, *(s for key in m.keys for s in _spelled(m, key)))]
         close = get_close_matches(path, known, n=1)
-        raise UsageError(
-            f"a recipe has no key {wanted!r}; "
-            + (f"did you mean {close[0]}?" if close else "leave it out to see all that there are")
-        )
+        advice = f"did you mean {close[0]}?" if close else "leave it out to see all that there are"
+        raise UsageError(f"a recipe has no key {wanted!r}; {advice}")
     return chosen
 
 
@@ -130,12 +128,9 @@ class _Walk:
                 self._add(reference, f"{below}.{kind}" if kind and len(within) > 1 else below, section)
 
     def _key(self, name: str, schema: Schema, required: bool) -> Key:
-        if required:
-            default = "required"
-        elif "default" in schema:
+        default = "required" if required else "its defaults" if "$ref" in schema else "see meaning"
+        if "default" in schema:
             default = _written(schema["default"])
-        else:
-            default = "its defaults" if "$ref" in schema else "see meaning"
         return Key(name, _type(schema), default, schema["description"])
 
 
@@ -172,22 +167,15 @@ def _type(schema: Schema) -> str:
             return str(schema.get("format", "name" if "pattern" in schema else "text"))
         case "boolean":
             return "true | false"
-        case "integer":
-            return f"whole number{_limits(schema)}"
-        case "number":
-            return f"number{_limits(schema)}"
+        case "integer" | "number" as kind:
+            return f"{'whole ' if kind == 'integer' else ''}number{_limits(schema)}"
         case other:
             raise NotImplementedError(f"a type of JSON schema without words: {other}")
 
 
 def _limits(schema: Schema) -> str:
     words = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
-    said = [f"{word} {_figure(schema[limit])}" for limit, word in words.items() if limit in schema]
-    return "".join(f" {part}" for part in said)
-
-
-def _figure(limit: float) -> str:
-    return str(int(limit)) if limit == int(limit) else str(limit)
+    return "".join(f" {word} {schema[limit]:.15g}" for limit, word in words.items() if limit in schema)
 
 
 def _written(value: object) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from outrider.compiler.clauses import CLAUSES
+from outrider.compiler.models.config_reader import CLAUSES
 from outrider.plans.errors import RecipeError
 from outrider.plans.text_file import read_text_file
 

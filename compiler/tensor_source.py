@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whatever its format: all headers at once, values on request."""
+"""The tensors of a checkpoint of any format: all headers at once, values on request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into its own memory, in the type in which it is stored; a quantised one as floats, by its
-        format's own rule. Raises `CheckpointError` for a damaged file."""
+        format's own rule."""
 
     def quantized(self, name: str) -> WeightSource | None:
         """Return the integers and scales of a tensor, kept exactly; None where it is stored as floats, or in a form

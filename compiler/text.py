@@ -70,15 +70,12 @@ def read_text(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
     GGUF file's metadata.
 
     Without a `tokenizer.json` it is made of SentencePiece's `tokenizer.model`.
-
-    Raises `CheckpointError` for a tokenizer that is missing, unreadable, larger than the model's vocabulary, or whose
-    text cannot be streamed, and for a chat template that is not Jinja or renders no plain conversation.
     """
     return _gguf(checkpoint, config) if is_gguf(checkpoint) else _folder(checkpoint, config)
 
 
 def read_vocabulary(checkpoint: Path) -> dict[str, int] | None:
-    """Return the ids of a checkpoint's tokens; None where it has no tokenizer. Raises `CheckpointError`."""
+    """Return the ids of a checkpoint's tokens; None where it has no tokenizer."""
     if is_gguf(checkpoint):
         return read_gguf_text(GgufFile.open(checkpoint)).tokenizer.get_vocab()
     if not any((checkpoint / name).is_file() for name in (TOKENIZER_FILE, _PIECES)):
@@ -112,24 +109,22 @@ def _folder(checkpoint: Path, config: DecoderConfig) -> CheckpointText:
     except PlanError as error:
         raise CheckpointError(f"{error}; give a checkpoint with another {file.name}") from None
     marked = _marked(content, settings, _decoder(checkpoint, settings.get("added_tokens_decoder")))
-    if marked != content:
-        tokenizer, content = Tokenizer.of_json(marked, file), marked
-    served = _without_rowless(content, config)
+    served = _without_rowless(marked, config)
     if served != content:
         tokenizer, content = Tokenizer.of_json(served, file), served
     _check_size(tokenizer, file, config)
     special = _special_tokens(settings)
     templates = _checked(_templates(checkpoint, settings), special)
-    text = Text(eos_token_ids=_end_tokens(tokenizer, config, special), special_tokens=special)
-    return CheckpointText(content, templates, text)
+    # The tokenizer's end token, too, which a chat model's configuration may lack.
+    end = tokenizer.token_id(special["eos_token"]) if "eos_token" in special else None
+    ends = tuple(dict.fromkeys([*config.eos_token_ids, *([] if end is None else [end])]))
+    return CheckpointText(content, templates, Text(eos_token_ids=ends, special_tokens=special))
 
 
 def _check_size(tokenizer: Tokenizer, file: Path, config: DecoderConfig) -> None:
     if tokenizer.last_id >= config.vocab_size:
-        raise CheckpointError(
-            f"{file} has tokens up to id {tokenizer.last_id}, and the model {config.vocab_size} of them; they do not "
-            "belong together"
-        )
+        found = f"{file} has tokens up to id {tokenizer.last_id}, and the model {config.vocab_size} of them"
+        raise CheckpointError(f"{found}; they do not belong together")
 
 
 def _without_rowless(content: bytes, config: DecoderConfig) -> bytes:
@@ -169,10 +164,7 @@ def _tokenizer_json(checkpoint: Path, settings: Mapping[str, Any]) -> tuple[Path
 
 
 def _added_tokens(checkpoint: Path, settings: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return the tokens that `tokenizer_config.json`, or in older checkpoints `added_tokens.json`, adds, by their ids.
-
-    Raises `CheckpointError` as `_decoder` does.
-    """
+    """Return the tokens that `tokenizer_config.json`, or in older checkpoints `added_tokens.json`, adds, by ids."""
     written = settings.get("added_tokens_decoder")
     if written is None and (file := checkpoint / _ADDED).is_file():
         written = {number: {"content": text, "normalized": False} for text, number in read_json(file).items()}
@@ -180,7 +172,7 @@ def _added_tokens(checkpoint: Path, settings: Mapping[str, Any]) -> dict[int, to
 
 
 def _decoder(checkpoint: Path, written: Any) -> dict[int, tokenizers.AddedToken]:
-    """Return the tokens of an `added_tokens_decoder`. Raises `CheckpointError` for what is no such table."""
+    """Return the tokens of an `added_tokens_decoder`."""
     try:
         return {int(number): _added_token(token) for number, token in (written or {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -261,12 +253,6 @@ def _flags(token: tokenizers.AddedToken) -> dict[str, bool]:
     return {name: bool(getattr(token, name)) for name in _FLAGS}
 
 
-def _end_tokens(tokenizer: Tokenizer, config: DecoderConfig, special: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the model's end tokens and the tokenizer's, which a chat model's configuration may lack."""
-    end = tokenizer.token_id(special["eos_token"]) if "eos_token" in special else None
-    return tuple(dict.fromkeys([*config.eos_token_ids, *([] if end is None else [end])]))
-
-
 def _token(value: Any) -> str | None:
     """Return a special token's text; the checkpoint writes it as text or as an object with the text."""
     content = value.get("content") if isinstance(value, dict) else value
@@ -281,12 +267,12 @@ _Named = Mapping[str, tuple[Path, str | None]]
 
 
 def _templates(checkpoint: Path, settings: Mapping[str, Any]) -> _Named:
-    """Return the chat templates. Files win over settings, as in transformers.
-
-    Raises `CheckpointError` where they cannot be read or chosen.
-    """
+    """Return the chat templates. Files win over settings, as in transformers."""
     files = {_DEFAULT: checkpoint / CHAT_TEMPLATE_FILE, _TOOLS: checkpoint / TOOLS_TEMPLATE_FILE}
-    found = {name: (file, _template_text(file)) for name, file in files.items() if file.is_file()}
+    try:
+        found = {name: (file, file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"A chat template in {checkpoint} cannot be read as UTF-8 text: {error}") from None
     if found:
         return found
     file = checkpoint / _SETTINGS
@@ -295,30 +281,20 @@ def _templates(checkpoint: Path, settings: Mapping[str, Any]) -> _Named:
         named = {str(each.get("name")): each.get("template") for each in template if isinstance(each, dict)}
         if _DEFAULT not in named:
             raise CheckpointError(
-                f"{file}: chat_template is a list without a template named 'default', which plain chats take; it "
-                f"names {', '.join(named) or 'nothing'}. Name one of them 'default', or remove the key for a plan "
-                "without chat"
+                f"{file}: chat_template is a list without a template named 'default', for plain chats; it names "
+                f"{', '.join(named) or 'nothing'}. Name one so, or remove the key for a plan without chat"
             )
     else:
         named = {_DEFAULT: template}
     for each in (named.get(_DEFAULT), named.get(_TOOLS)):
         if each is not None and not isinstance(each, str):
-            raise CheckpointError(
-                f"{file}: chat_template must be a text, or a list of objects with a name and a template; found "
-                f"{each!r:.60}"
-            )
+            wanted = "a text, or a list of objects with a name and a template"
+            raise CheckpointError(f"{file}: chat_template must be {wanted}; found {each!r:.60}")
     return {name: (file, named.get(name)) for name in (_DEFAULT, _TOOLS)}
 
 
-def _template_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read as UTF-8 text: {error}") from None
-
-
 def _checked(named: _Named, special: Mapping[str, str]) -> dict[str, str]:
-    """Return the templates by their files in a plan. Raises `CheckpointError` unless each renders a conversation."""
+    """Return the templates by their files in a plan."""
     files = {_DEFAULT: CHAT_TEMPLATE_FILE, _TOOLS: TOOLS_TEMPLATE_FILE}
     templates = {}
     for name, (source, template) in named.items():

@@ -6,7 +6,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +35,6 @@ _SPELLING = {
 
 
 def check_folder(path: Path) -> None:
-    """Raise `CheckpointError` unless `path` is a folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and *.safetensors")
 
@@ -51,18 +50,17 @@ class Weights:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor as it is stored, into its own memory: the file may change while the process runs."""
-        return self._read(name, None)
+        return self.read_part(name, None)
 
-    def _read(self, name: str, place: int | None) -> Tensor:
+    def read_part(self, name: str, place: int | None) -> Tensor:
+        """Read `tensor[place]` of one tensor as `read` does; with None, all of it."""
         expected = self.found[name]
-        with _tensors_of(expected.file) as tensors:
-            if tensors.header(name) != expected:
+        with _opened(expected.file) as tensors:
+            if _header(expected.file, tensors, name) != expected:
                 raise CheckpointError(f"{expected.file}: tensor {name!r} changed while it was read; start again")
-            return (tensors.tensor(name) if place is None else tensors.part(name, place)).clone()
-
-    def read_part(self, name: str, place: int) -> Tensor:
-        """Read `tensor[place]` of one tensor as `read` does."""
-        return self._read(name, place)
+            of = tensors.__getitem__ if isinstance(tensors, dict) else tensors.get_slice
+            found: Tensor = tensors.get_tensor(name) if place is None and not isinstance(tensors, dict) else of(name)
+            return (found if place is None else found[place]).clone()
 
     def quantized(self, name: str) -> WeightSource | None:
         """Return None: no tensor is stored as integers and scales in one; `PackedTensors` puts such parts together."""
@@ -73,14 +71,14 @@ def _inventory(source: Path, listed: dict[str, Path] | None) -> dict[str, Stored
     """Read all tensors' headers by name, without the harmless tensors."""
     found: dict[str, Stored] = {}
     for file in [source] if listed is None else sorted(set(listed.values())):
-        with _tensors_of(file) as tensors:
-            for name in tensors.names():
+        with _opened(file) as tensors:
+            for name in list(tensors.keys()):
                 if listed is not None and listed.get(name) != file:
                     raise CheckpointError(
                         f"{file}: holds tensor {name!r}, which {source} does not place there; "
                         "the files belong to different checkpoints: download them again"
                     )
-                found[name] = tensors.header(name)
+                found[name] = _header(file, tensors, name)
     for name, file in (listed or {}).items():
         if name not in found:
             raise CheckpointError(
@@ -97,23 +95,18 @@ def _listed(path: Path) -> dict[str, Path] | None:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names, found {weight_map!r}")
-    listed = {name: path / _shard_name(index, name, shard) for name, shard in weight_map.items()}
+    for name, shard in weight_map.items():  # an index of unknown origin must not reach outside its folder
+        if not isinstance(shard, str) or set(shard) & set("/\\\0") or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: the file of tensor {name!r} must be the name of a .safetensors file in the same folder, "
+                f"found {shard!r}"
+            )
+    listed = {name: path / shard for name, shard in weight_map.items()}
     if single.exists() and single not in listed.values():
         raise CheckpointError(
             f"{path} holds both {SINGLE} and {INDEX}, which does not list it; remove the one that is out of date"
         )
     return listed
-
-
-def _shard_name(index: Path, tensor: str, shard: object) -> str:
-    """Return `shard` if it is a bare file name: an index of unknown origin must not reach outside its folder."""
-    plain = isinstance(shard, str) and not set(shard) & set("/\\\0") and shard.endswith(".safetensors")
-    if not isinstance(shard, str) or not plain:
-        raise CheckpointError(
-            f"{index}: the file of tensor {tensor!r} must be the name of a .safetensors file in the same folder, "
-            f"found {shard!r}"
-        )
-    return shard
 
 
 def _single(path: Path, pickled: bool) -> Path:
@@ -135,85 +128,46 @@ def _single(path: Path, pickled: bool) -> Path:
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; download the weights of the checkpoint")
 
 
-class _Tensors(Protocol):
-    """An open file of weights."""
-
-    def names(self) -> list[str]: ...
-
-    def header(self, name: str) -> Stored: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-    def part(self, name: str, place: int) -> Tensor: ...
+_File = Any
+"""An open file of weights: tensors by name, of a pickle, or safetensors' handle."""
 
 
-class _Safetensors:
-    def __init__(self, file: Path, handle: Any) -> None:
-        self._file, self._handle = file, handle
-
-    def names(self) -> list[str]:
-        return list(self._handle.keys())
-
-    def header(self, name: str) -> Stored:
-        stored = self._handle.get_slice(name)
-        return Stored(self._file, tuple(stored.get_shape()), stored.get_dtype())
-
-    def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._handle.get_tensor(name)
-        return tensor
-
-    def part(self, name: str, place: int) -> Tensor:
-        part: Tensor = self._handle.get_slice(name)[place]
-        return part
-
-
-class _Pickled:
-    """A `pytorch_model.bin`; `weights_only` loads its tensors and refuses everything else that a pickle can do."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-        except Exception as error:  # a damaged or hostile pickle can raise any exception
-            raise CheckpointError(
-                f"{file} is damaged or holds more than tensors ({type(error).__name__}), and only tensors are read "
-                f"from a pickle; download it again, or save its tensors as {SINGLE}"
-            ) from None
-        if not isinstance(content, dict) or not content:
-            raise CheckpointError(f"{file} must hold tensors by name, found a {type(content).__name__}")
-        for name, value in content.items():
-            if not isinstance(name, str) or not _is_plain(value):
-                raise CheckpointError(f"{file}: {name!r} must be a plain tensor, found a {type(value).__name__}")
-        self._file, self._content = file, content
-
-    def names(self) -> list[str]:
-        return list(self._content)
-
-    def header(self, name: str) -> Stored:
-        tensor = self._content[name]
+def _header(file: Path, opened: _File, name: str) -> Stored:
+    if isinstance(opened, dict):
+        tensor = opened[name]
         kind = _SPELLING.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-        return Stored(self._file, tuple(tensor.shape), kind)
-
-    def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._content[name]
-        return tensor
-
-    def part(self, name: str, place: int) -> Tensor:
-        return self.tensor(name)[place]
+        return Stored(file, tuple(tensor.shape), kind)
+    stored = opened.get_slice(name)
+    return Stored(file, tuple(stored.get_shape()), stored.get_dtype())
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """Read a `pytorch_model.bin`; `weights_only` loads its tensors and refuses everything else that a pickle can do."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # a damaged or hostile pickle can raise any exception
+        raise CheckpointError(
+            f"{file} is damaged or holds more than tensors ({type(error).__name__}), and only tensors are read "
+            f"from a pickle; download it again, or save its tensors as {SINGLE}"
+        ) from None
+    if not isinstance(content, dict) or not content:
+        raise CheckpointError(f"{file} must hold tensors by name, found a {type(content).__name__}")
+    for name, value in content.items():
+        plain = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+        if not isinstance(name, str) or not plain:
+            raise CheckpointError(f"{file}: {name!r} must be a plain tensor, found a {type(value).__name__}")
+    return content
 
 
 @contextmanager
-def _tensors_of(file: Path) -> Iterator[_Tensors]:
+def _opened(file: Path) -> Iterator[_File]:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing, though {file.parent / INDEX} lists it; download it again")
     if file.name == PICKLED:
-        yield _Pickled(file)
+        yield _unpickled(file)
         return
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
-            yield _Safetensors(file, handle)
+            yield handle
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is truncated or damaged ({error}); download it again") from None

@@ -59,35 +59,11 @@ class BlockType:
     def numbers_of(self, rows: Bytes) -> Float32:
         """Return the numbers that rows `[N, bytes]` stand for, `[N, K]`."""
         integers, scales, minimums = self.split(rows.reshape(-1, self.size))
-        with np.errstate(invalid="ignore"):  # scales that are not finite; whoever reads the numbers says so
+        with np.errstate(invalid="ignore"):  # scales that are not finite, which readers of the numbers refuse
             found = integers.reshape(*scales.shape, self.width).astype(np.float32) * scales[:, :, None]
         if minimums is not None:
             found = found + minimums[:, :, None]
         return np.ascontiguousarray(found.reshape(len(rows), -1))
-
-
-def _q8_0(blocks: Bytes) -> Blocks:
-    return Blocks(blocks[:, 2:].view(np.int8), _halves(blocks, 0))
-
-
-def _q4_0(blocks: Bytes) -> Blocks:
-    return Blocks(_signed(_nibbles(blocks[:, 2:]), 8), _halves(blocks, 0))
-
-
-def _q4_1(blocks: Bytes) -> Blocks:
-    return Blocks(_nibbles(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2))
-
-
-def _q5_0(blocks: Bytes) -> Blocks:
-    return Blocks(_signed(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), 16), _halves(blocks, 0))
-
-
-def _q5_1(blocks: Bytes) -> Blocks:
-    return Blocks(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _halves(blocks, 0), _halves(blocks, 2))
-
-
-def _q4_k(blocks: Bytes) -> Blocks:
-    return Blocks(_nibbles_of_pairs(blocks[:, 16:]), *_six_bit_scales(blocks))
 
 
 def _q5_k(blocks: Bytes) -> Blocks:
@@ -122,8 +98,10 @@ def _nibbles_of_pairs(packed: Bytes) -> Bytes:
     return (halves & np.uint8(15)).reshape(len(packed), -1)
 
 
-def _fifth_bits(packed: Bytes) -> Bytes:
-    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+def _fives(packed: Bytes) -> Bytes:
+    """Return numbers of five bits: the fifth ones of all stand in four bytes before the nibbles."""
+    fifth: Bytes = np.unpackbits(packed[:, :4], axis=1, bitorder="little") << np.uint8(4)
+    return _nibbles(packed[:, 4:]) | fifth
 
 
 def _signed(integers: Bytes, zero: int) -> NDArray[np.int8]:
@@ -140,12 +118,12 @@ def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
 
 
 BLOCK_TYPES = {
-    "Q8_0": BlockType(32, 34, 32, 8, False, False, _q8_0),
-    "Q4_0": BlockType(32, 18, 32, 4, False, False, _q4_0),
-    "Q4_1": BlockType(32, 20, 32, 4, True, False, _q4_1),
-    "Q5_0": BlockType(32, 22, 32, 8, False, False, _q5_0),
-    "Q5_1": BlockType(32, 24, 32, 8, True, False, _q5_1),
-    "Q4_K": BlockType(256, 144, 32, 4, True, True, _q4_k),
+    "Q8_0": BlockType(32, 34, 32, 8, False, False, lambda b: Blocks(b[:, 2:].view(np.int8), _halves(b, 0))),
+    "Q4_0": BlockType(32, 18, 32, 4, False, False, lambda b: Blocks(_signed(_nibbles(b[:, 2:]), 8), _halves(b, 0))),
+    "Q4_1": BlockType(32, 20, 32, 4, True, False, lambda b: Blocks(_nibbles(b[:, 4:]), _halves(b, 0), _halves(b, 2))),
+    "Q5_0": BlockType(32, 22, 32, 8, False, False, lambda b: Blocks(_signed(_fives(b[:, 2:]), 16), _halves(b, 0))),
+    "Q5_1": BlockType(32, 24, 32, 8, True, False, lambda b: Blocks(_fives(b[:, 4:]), _halves(b, 0), _halves(b, 2))),
+    "Q4_K": BlockType(256, 144, 32, 4, True, True, lambda b: Blocks(_nibbles_of_pairs(b[:, 16:]), *_six_bit_scales(b))),
     "Q5_K": BlockType(256, 176, 32, 8, True, True, _q5_k),
     "Q6_K": BlockType(256, 210, 16, 8, False, True, _q6_k),
 }

@@ -22,7 +22,7 @@ _ENDS = {
     "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
     "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 }  # fmt: skip
-"""Tokens that end a text by their names, whatever their type: files give one end token, models have several.
+"""Tokens that end a text by their names, of any type: files give one end token, models have several.
 
 They are llama.cpp's (`special_eog_ids` in `llama-vocab.cpp`), but for the separators of fill-in-the-middle.
 """
@@ -61,10 +61,7 @@ _NEUTRAL: dict[str, int | float] = {
 
 
 def read_gguf_config(file: GgufFile, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
-    """Return the decoder that the file describes. `rope_scaling` replaces the file's own.
-
-    Raises `CheckpointError` naming the key that is missing, wrong, or means what no decoder here computes.
-    """
+    """Return the decoder that the file describes. `rope_scaling` replaces the file's own."""
     raw = _raw(file)
     scaling = _table_scaling(file, raw) if rope_scaling is None else rope_scaling
     return config_from(raw, file.path, list(end_tokens(file)), file.path, scaling)
@@ -95,10 +92,7 @@ def _raw(file: GgufFile) -> dict[str, Any]:
         )
     parts = file.value("split.count", int)
     if parts not in (None, 0, 1):
-        raise CheckpointError(
-            f"{path} is one of {parts} parts of a model; join them with llama.cpp's "
-            "`llama-gguf-split --merge` and give the one file"
-        )
+        raise CheckpointError(f"{path} is one of {parts} parts of a model; join them with `llama-gguf-split --merge`")
     _check_keys(file, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -151,7 +145,7 @@ def _scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
 
 
 def _head_dim(file: GgufFile, architecture: str, hidden_size: int, heads: int) -> int:
-    """Return the numbers of a head. Raises `CheckpointError` where keys, values or rotation have another size."""
+    """Return the numbers of a head."""
     names = [f"{architecture}.{key}" for key in _HEAD_SIZES]
     given = {name: value for name in names if (value := file.value(name, int)) is not None}
     if len(set(given.values())) > 1:

@@ -93,8 +93,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read the header. Raises `CheckpointError` for a file that is no GGUF file, is damaged or truncated, or has
-        tensors of a type that is not read."""
+        """Read the header."""
         if path.exists() and not path.is_file():  # a pipe, or a device: reading it may never end
             raise CheckpointError(f"{path} is no file; give a GGUF file")
         try:
@@ -104,10 +103,7 @@ class GgufFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
     def value(self, key: str, kind: type[_Scalar]) -> _Scalar | None:
-        """Return the metadata's value of `key`; None where there is none. An integer is a number (float), too.
-
-        Raises `CheckpointError` naming the key for a value of another kind: GGUF files give each value its own type.
-        """
+        """Return the metadata's value of `key`; None where there is none. An integer is a number (float), too."""
         found = self.metadata.get(key)
         if found is None:
             return None
@@ -116,14 +112,14 @@ class GgufFile:
         raise self._mistyped(key, _NOUNS[kind], found)
 
     def texts(self, key: str) -> list[str] | None:
-        """Return the metadata's list of texts of `key`; None where there is none. Raises `CheckpointError`."""
+        """Return the metadata's list of texts of `key`; None where there is none."""
         found = self.metadata.get(key)
         if found is not None and not isinstance(found, list):
             raise self._mistyped(key, "a list of texts", found)
         return found
 
     def array(self, key: str, length: int, *, integers: bool = False) -> NDArray[np.generic] | None:
-        """Return the metadata's list of `length` numbers of `key`; None where there is none. Raises `CheckpointError`.
+        """Return the metadata's list of `length` numbers of `key`; None where there is none.
 
         With `integers` no others will do.
         """
@@ -193,19 +189,16 @@ class _Header:
             if name in tensors:
                 raise self._damaged(f"tensor {name!r} stands there twice")
             tensors[name] = tensor
-        start = self._aligned(GgufFile(self._path, metadata, tensors).value(_ALIGNMENT, int))
+        given = GgufFile(self._path, metadata, tensors).value(_ALIGNMENT, int)
+        alignment = 32 if given is None else given
+        if alignment <= 0:
+            raise self._damaged(f"{_ALIGNMENT} is {alignment}")
+        start = -(-self._at // alignment) * alignment
         placed = {name: GgufTensor(t.type, t.shape, start + t.offset) for name, t in tensors.items()}
         for name, tensor in placed.items():
             if tensor.offset + tensor.rows * tensor.row_bytes > self._size:
                 raise self._damaged(f"it ends before tensor {name!r} does")
         return GgufFile(self._path, metadata, placed)
-
-    def _aligned(self, given: int | None) -> int:
-        """Return where the tensors' bytes begin: after the header, at the next multiple of the alignment."""
-        alignment = 32 if given is None else given
-        if alignment <= 0:
-            raise self._damaged(f"{_ALIGNMENT} is {alignment}")
-        return -(-self._at // alignment) * alignment
 
     def _tensor(self) -> tuple[str, GgufTensor]:
         name, dimensions = self._string(), self._integer("<u4")

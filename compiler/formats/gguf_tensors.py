@@ -44,11 +44,7 @@ INTERLEAVED = "llama"
 
 
 class GgufTensors:
-    """The `TensorSource` of a GGUF file, whose decoder is `config`.
-
-    Raises `CheckpointError` for tensors whose names are not llama.cpp's: of one that is named as Hugging Face does,
-    nobody knows the order of its rows.
-    """
+    """The `TensorSource` of a GGUF file, whose decoder is `config`."""
 
     def __init__(self, file: GgufFile, config: DecoderConfig) -> None:
         self._file, self._config = file, config

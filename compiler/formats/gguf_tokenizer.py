@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from outrider.compiler.formats.gguf_file import GgufFile
@@ -24,6 +24,8 @@ from outrider.compiler.formats.sentencepiece_model import (
     USER_DEFINED,
     Pieces,
     merges,
+    pieces_decoder,
+    surround,
 )
 from outrider.plans.errors import CheckpointError
 
@@ -86,7 +88,7 @@ class GgufText:
 
 
 def read_gguf_text(file: GgufFile) -> GgufText:
-    """Build the tokenizer of the file. Raises `CheckpointError` naming the key that is missing, wrong or unknown."""
+    """Build the tokenizer of the file."""
     vocabulary = _Vocabulary(file)
     kinds = {"gpt2": _byte_level, "llama": _sentencepiece}
     kind = vocabulary.text("model")
@@ -131,7 +133,11 @@ class _Vocabulary:
         merges = self._file.texts(f"{_PREFIX}merges")
         if merges is None:
             raise self.wrong("merges", "must be a list of texts; convert the model again")
-        return [self._pair(merge) for merge in merges]
+        pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+        wrong = next((merge for merge, pair in zip(merges, pairs, strict=True) if not all(pair)), None)
+        if wrong is not None:
+            raise self.wrong("merges", f"has {wrong!r}, which is no pair of tokens")
+        return pairs
 
     def scores(self) -> NDArray[np.generic]:
         scores = self._file.array(f"{_PREFIX}scores", len(self.tokens))
@@ -157,25 +163,16 @@ class _Vocabulary:
             for number in np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL, USER_DEFINED)))
         ]
 
-    def around(self, bos: bool) -> processors.TemplateProcessing | None:
-        """Return what puts special tokens around a text; `bos` is the default of the kind."""
+    def surround(self, tokenizer: Tokenizer, bos: bool) -> Tokenizer:
+        """Add special tokens, and those around a text; `bos` is the default of the kind."""
         first = self.token_of("bos") if self.flag("add_bos_token", bos) else None
         last = self.token_of("eos") if self.flag("add_eos_token", False) else None
-        if first is None and last is None:
-            return None
-        single = [*([first] if first is not None else []), "$A", *([last] if last is not None else [])]
-        pair = [*single, *(f"{part}:1" if part != "$A" else "$B:1" for part in single)]
-        known = [(token, self.ids[token]) for token in dict.fromkeys((first, last)) if token is not None]
-        return processors.TemplateProcessing(single=single, pair=pair, special_tokens=known)
+        surround(tokenizer, *(None if token is None else (token, self.ids[token]) for token in (first, last)))
+        tokenizer.add_tokens(self.added())
+        return tokenizer
 
     def wrong(self, key: str, how: str) -> CheckpointError:
         return self._file.wrong(_PREFIX + key, how)
-
-    def _pair(self, merge: str) -> tuple[str, str]:
-        first, space, second = merge.partition(" ")
-        if not space or not first or not second:
-            raise self.wrong("merges", f"has {merge!r}, which is no pair of tokens")
-        return first, second
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
@@ -193,11 +190,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    around = vocabulary.around(bos=splitting.begins)
-    if around is not None:
-        tokenizer.post_processor = around
-    tokenizer.add_tokens(vocabulary.added())
-    return tokenizer
+    return vocabulary.surround(tokenizer, bos=splitting.begins)
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
@@ -205,18 +198,11 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     pieces = Pieces(vocabulary.tokens, vocabulary.types.tolist(), vocabulary.scores().tolist())
     found = merges(pieces, vocabulary.ids)
     tokenizer = Tokenizer(_bpe(vocabulary, found, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     prefix = vocabulary.flag("add_space_prefix", True)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *spaces] if prefix else spaces)
-    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
-    )
-    around = vocabulary.around(bos=True)
-    if around is not None:
-        tokenizer.post_processor = around
-    tokenizer.add_tokens(vocabulary.added())
-    return tokenizer
+    before = [normalizers.Prepend(SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = pieces_decoder(prefix)
+    return vocabulary.surround(tokenizer, bos=True)
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> BPE:

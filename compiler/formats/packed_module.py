@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.compiler.models.quantization import BITS
 from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
 from outrider.compiler.tensor_source import Stored, TensorSource
 from outrider.plans.errors import CheckpointError
@@ -118,7 +117,7 @@ class PackedModule(ABC):
         return WeightSource(self.bits, self.shape, not symmetric, read, wide, None if fold else self.order)
 
     def _minimums(self) -> NDArray[np.float32]:
-        """Read the minimums `[N, G]`. Raises `CheckpointError` where one is too large for float32."""
+        """Read the minimums `[N, G]`."""
         with np.errstate(over="ignore"):
             minimums = -(self.zeros().astype(np.float32) * self.scales())
         if not np.isfinite(minimums).all():
@@ -151,7 +150,7 @@ class PackedModule(ABC):
                 )
 
     def _part(self, last: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Return the shape of one of the module's tensors. Raises `CheckpointError` if it is missing or different."""
+        """Return the shape of one of the module's tensors."""
         stored = self._parts.get(last)
         if stored is None:
             raise CheckpointError(
@@ -170,12 +169,6 @@ class PackedModule(ABC):
             f"{self._parts[last].file}: tensor {f'{self._name}.{last}'!r} of {self.format} {how}; "
             "give files that belong together"
         )
-
-    def _check_bits(self, last: str) -> None:
-        if self.bits not in BITS:
-            raise self._wrong(
-                last, f"has integers of {self.bits} bits; those of {' and '.join(map(str, BITS))} are read"
-            )
 
     def _read(self, last: str) -> NDArray[Any]:
         tensor = self._tensors.read(f"{self._name}.{last}")

@@ -10,9 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.compiler.formats.awq import AwqModule
-from outrider.compiler.formats.compressed_tensors import CompressedModule
-from outrider.compiler.formats.gptq import FirstGptqModule, GptqModule
+from outrider.compiler.formats.packed_layouts import AwqModule, CompressedModule, FirstGptqModule, GptqModule
 from outrider.compiler.formats.packed_module import PackedModule
 from outrider.compiler.models.quantization import Packing
 from outrider.compiler.quantization.form import WeightSource
@@ -26,7 +24,7 @@ _DOWN = re.compile(r".*\.mlp\.down_proj\.weight")
 def unpacked(stored: TensorSource, packing: Packing | None, unbiased: Set[str] = frozenset()) -> TensorSource:
     """Return the tensors of a folder whose weights are packed so, those `stored` where they are floats.
 
-    `unbiased` goes to `PackedTensors`. Raises `CheckpointError` naming the tensor that is wrong.
+    `unbiased` goes to `PackedTensors`.
     """
     return stored if packing is None else PackedTensors(stored, packing, unbiased)
 
@@ -39,24 +37,15 @@ class PackedTensors:
     two before it are reordered, here, and the MLP computes the same. Others name the order in `WeightSource.order`.
     """
 
-    def __init__(
-        self,
-        stored: TensorSource,
-        packing: Packing,
-        unbiased: Set[str] = frozenset(),
-    ) -> None:
-        """Check all headers. Raises `CheckpointError`.
+    def __init__(self, stored: TensorSource, packing: Packing, unbiased: Set[str] = frozenset()) -> None:
+        """Check all headers.
 
         `unbiased` are the projections, by the last part of their names, that have no bias in the model: AutoGPTQ once
         wrote a bias of zeros for each projection, and such ones are left out.
         """
         self._stored, self._unbiased = stored, unbiased
         self._modules = _modules(stored, packing)
-        plain = {
-            name: header
-            for name, header in stored.found.items()
-            if not self._is_part(name) and not self._is_spare(name)
-        }
+        plain = {name: header for name, header in stored.found.items() if self._is_plain(name)}
         packed = {
             f"{name}.weight": Stored(module.file, module.shape, f"{module.format} int{module.bits}", packed=True)
             for name, module in self._modules.items()
@@ -86,15 +75,13 @@ class PackedTensors:
         module = self._modules.get(name.removesuffix(".weight"))
         return None if module is None else module.weight_source(self._outputs(name), self._folds(name))
 
-    def _is_part(self, name: str) -> bool:
+    def _is_plain(self, name: str) -> bool:
+        """Return whether `name` is no part of a packed projection, and no bias of zeros that the model has not."""
         module, _, last = name.rpartition(".")
-        return module in self._modules and last in self._modules[module].parts
-
-    def _is_spare(self, name: str) -> bool:
-        """Return whether `name` is a bias of zeros that the model does not have."""
-        module, _, last = name.rpartition(".")
-        spare = last == "bias" and module in self._modules and module.rpartition(".")[2] in self._unbiased
-        return spare and not self._stored.read(name).any()
+        if module not in self._modules:
+            return True
+        spare = last == "bias" and module.rpartition(".")[2] in self._unbiased and not self._stored.read(name).any()
+        return not spare and last not in self._modules[module].parts
 
     def _folds(self, name: str) -> bool:
         """Return whether the order of the inputs of `name` is that of the outputs of the projections before it."""
@@ -109,8 +96,7 @@ class PackedTensors:
 
 
 def _modules(stored: TensorSource, packing: Packing) -> dict[str, PackedModule]:
-    """Return the packed projections by name. Raises `CheckpointError` for one whose tensors do not fit each other, or
-    its group."""
+    """Return the packed projections by name."""
     kinds: dict[str, type[PackedModule]] = {
         "awq": AwqModule,
         "gptq": FirstGptqModule if packing.zeros_less_one else GptqModule,

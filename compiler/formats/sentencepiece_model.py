@@ -56,14 +56,14 @@ class SentencePieceModel:
     """The normalizer's table, empty where characters stay as they are."""
     dummy_prefix: bool
     single_spaces: bool
-    space_behind: bool
+    space_after: bool
     """Whether pieces have the space after a word, and not the one before it."""
     space_escaped: bool
     """Whether a space is the character `SPACE` in pieces."""
 
 
 def read_model(file: Path) -> SentencePieceModel:
-    """Read a `tokenizer.model`. Raises `CheckpointError` where it is none."""
+    """Read a `tokenizer.model`."""
     try:
         model = _model(file.read_bytes())
     except OSError as error:
@@ -75,12 +75,10 @@ def read_model(file: Path) -> SentencePieceModel:
         ) from None
     if model.kind not in ("bpe", "unigram"):
         raise CheckpointError(f"{file} is a SentencePiece model of the kind {model.kind}; BPE and Unigram are read")
-    wrong = (
-        "treat_whitespace_as_suffix" if model.space_behind else None if model.space_escaped else "escape_whitespaces"
-    )
+    wrong = "treat_whitespace_as_suffix" if model.space_after else None if model.space_escaped else "escape_whitespaces"
     if wrong is not None:
         raise CheckpointError(
-            f"{file} has {wrong} {'set' if model.space_behind else 'switched off'}, which is not read; add a "
+            f"{file} has {wrong} {'set' if model.space_after else 'switched off'}, which is not read; add a "
             "tokenizer.json of the model"
         )
     return model
@@ -94,7 +92,7 @@ def make_tokenizer(
     `settings` are those of `tokenizer_config.json`, whose `add_bos_token`, `add_eos_token`, `add_prefix_space` and
     `legacy` count as in transformers' tokenizers of Llama and Gemma. Without `add_bos_token` a text begins with BOS, as
     in transformers 4 and as these models are trained; transformers 5.23 puts none. `added` are tokens by id, of the
-    model's pieces or after them. Raises `CheckpointError` for ids with a gap before them.
+    model's pieces or after them.
 
     Where a space is put before a text, symbols that users defined are found before that: a text that begins with one
     gets no space, text after one gets a space unless `legacy` is false, and no space of the text is part of one.
@@ -102,7 +100,20 @@ def make_tokenizer(
     prefix = _flag(settings, "add_prefix_space", model.dummy_prefix)
     # Before the text alone, not after each special token; the library cannot do that where spaces are taken away.
     first = prefix and not model.single_spaces and not _flag(settings, "legacy", True)
-    tokenizer = Tokenizer(_bpe(model) if model.kind == "bpe" else _unigram(model))
+    pieces = model.pieces
+    if model.kind == "bpe":
+        used = {token: number for number, token in enumerate(pieces.tokens) if pieces.types[number] != UNUSED}
+        bpe = BPE(
+            vocab={token: number for number, token in enumerate(pieces.tokens)},
+            merges=merges(pieces, used),
+            unk_token=pieces.tokens[model.unknown],
+            fuse_unk=True,
+            byte_fallback=model.byte_fallback,
+        )
+        tokenizer = Tokenizer(bpe)
+    else:
+        scored = list(zip(pieces.tokens, map(float, pieces.scores), strict=True))
+        tokenizer = Tokenizer(Unigram(scored, unk_id=model.unknown, byte_fallback=model.byte_fallback))
     steps: list[normalizers.Normalizer] = []
     if model.characters:
         steps.append(normalizers.Precompiled(model.characters))
@@ -114,10 +125,7 @@ def make_tokenizer(
     elif prefix:
         steps.append(normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
-    )
+    tokenizer.decoder = pieces_decoder(prefix)
     # A symbol with the sign of a space is found in the text as it is normalized. With a prefix none can be: the library
     # would put one before the symbol that it looks for, too.
     tokenizer.add_tokens(
@@ -134,10 +142,29 @@ def make_tokenizer(
                 f"the added token {token.content!r} has the id {number}, and would get "
                 f"{tokenizer.token_to_id(token.content)} after the pieces of tokenizer.model"
             )
-    around = _around(model, settings)
-    if around is not None:
-        tokenizer.post_processor = around
+    first_and_last = (
+        (model.pieces.tokens[number], number) if number >= 0 and _flag(settings, f"add_{role}_token", default) else None
+        for role, number, default in (("bos", model.bos, True), ("eos", model.eos, False))
+    )
+    surround(tokenizer, *first_and_last)
     return tokenizer
+
+
+def pieces_decoder(prefix: bool) -> decoders.Decoder:
+    """Return what makes a text of pieces; `prefix`: a space was put before it."""
+    stripped = [decoders.Strip(" ", 1, 0)] if prefix else []
+    return decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+
+
+def surround(tokenizer: Tokenizer, first: tuple[str, int] | None, last: tuple[str, int] | None) -> None:
+    """Let a tokenizer put special tokens, each with its id, around a text."""
+    known = [token for token in (first, last) if token is not None]
+    if known:
+        single = [*([first[0]] if first else []), "$A", *([last[0]] if last else [])]
+        pair = [*single, *("$B:1" if part == "$A" else f"{part}:1" for part in single)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=pair, special_tokens=list(dict.fromkeys(known))
+        )
 
 
 def merges(pieces: Pieces, ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -145,7 +172,7 @@ def merges(pieces: Pieces, ids: Mapping[str, int]) -> list[tuple[str, str]]:
 
     SentencePiece merges the neighbours whose union has the highest score. So every way in which a piece parts into two
     pieces is a merge, and pieces of higher scores come first; of one piece, the leftmost parting in the vocabulary's
-    order, as transformers has it. Raises `CheckpointError` where pieces contain each other without end.
+    order, as transformers has it.
     """
     merged = [token for token, number in ids.items() if pieces.types[number] in (NORMAL, USER_DEFINED)]
     ranked = sorted(merged, key=lambda piece: -float(pieces.scores[ids[piece]]))
@@ -173,39 +200,6 @@ def _partings(piece: str, ids: Mapping[str, int], lengths: Sequence[int]) -> Ite
         second = None if first is None else ids.get(piece[length:])
         if first is not None and second is not None:
             yield first, second
-
-
-def _bpe(model: SentencePieceModel) -> BPE:
-    pieces = model.pieces
-    used = {token: number for number, token in enumerate(pieces.tokens) if pieces.types[number] != UNUSED}
-    return BPE(
-        vocab={token: number for number, token in enumerate(pieces.tokens)},
-        merges=merges(pieces, used),
-        unk_token=pieces.tokens[model.unknown],
-        fuse_unk=True,
-        byte_fallback=model.byte_fallback,
-    )
-
-
-def _unigram(model: SentencePieceModel) -> Unigram:
-    pieces = model.pieces
-    scored = list(zip(pieces.tokens, map(float, pieces.scores), strict=True))
-    return Unigram(scored, unk_id=model.unknown, byte_fallback=model.byte_fallback)
-
-
-def _around(model: SentencePieceModel, settings: Mapping[str, Any]) -> processors.TemplateProcessing | None:
-    """Return what puts special tokens around a text."""
-    known = {
-        role: (model.pieces.tokens[number], number)
-        for role, number, default in (("bos", model.bos, True), ("eos", model.eos, False))
-        if number >= 0 and _flag(settings, f"add_{role}_token", default)
-    }
-    if not known:
-        return None
-    first, last = ([known[role][0]] if role in known else [] for role in ("bos", "eos"))
-    single = [*first, "$A", *last]
-    pair = [*single, *(f"{part}:1" for part in first), "$B:1", *(f"{part}:1" for part in last)]
-    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(known.values()))
 
 
 def _flag(settings: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -236,7 +230,8 @@ def _model(data: bytes) -> SentencePieceModel:
             normalizer |= _Fields(fields(value))
     if not tokens or len(set(tokens)) < len(tokens) or not set(types) <= set(range(NORMAL, BYTE + 1)):
         raise ValueError("no vocabulary")
-    unknown, bos, eos = (_id(trainer.get((number, VARINT), role)) for number, role in ((40, 0), (41, 1), (42, 2)))
+    ids = (trainer.get((number, VARINT), role) for number, role in ((40, 0), (41, 1), (42, 2)))
+    unknown, bos, eos = (value - 2**64 if value >= 2**63 else value for value in ids)  # negative: written with 64 bits
     if not (0 <= unknown < len(tokens) and bos < len(tokens) and eos < len(tokens)):
         raise ValueError("ids outside the vocabulary")
     kind = trainer.get((3, VARINT), 1)
@@ -252,11 +247,6 @@ def _model(data: bytes) -> SentencePieceModel:
         characters=normalizer.get((2, BYTES), b""),
         dummy_prefix=bool(normalizer.get((3, VARINT), 1)),
         single_spaces=bool(normalizer.get((4, VARINT), 1)),
-        space_behind=bool(trainer.get((24, VARINT), 0)),
+        space_after=bool(trainer.get((24, VARINT), 0)),
         space_escaped=bool(normalizer.get((5, VARINT), 1)),
     )
-
-
-def _id(value: int) -> int:
-    """A number that may be negative, which is written with 64 bits."""
-    return value - 2**64 if value >= 2**63 else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from outrider.compiler.models.rope import Rope, RopeScaling
 
@@ -17,37 +16,17 @@ class LayerKind:
     rope: Rope | None
 
 
-class Attention(Protocol):
-    """Facts of a model's attention that an `Execution` needs."""
+class Attention:
+    """Facts of a model's attention that an `Execution` needs; by default all layers see all tokens before, and rotate
+    whole heads."""
 
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]: ...
-
-    @property
-    def attention_scale(self) -> float: ...
-
-    @property
-    def attention_softcap(self) -> float | None: ...
-
-
-class ProjectionSizes:
-    """Widths of the projections of queries, and of keys and of values, in numbers."""
-
+    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling
+    attention_softcap: float | None = None
 
     @property
     def query_size(self) -> int:
@@ -57,23 +36,12 @@ class ProjectionSizes:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-
-class PlainAttention(ProjectionSizes):
-    """`Attention` of models whose layers are all alike: each sees all tokens before, and rotates whole heads."""
-
-    num_layers: int
-    rope_theta: float
-    rope_scaling: RopeScaling
-
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
         return (LayerKind(None, Rope(self.rope_theta, self.rope_scaling, self.head_dim)),) * self.num_layers
 
     @property
     def attention_scale(self) -> float:
         scale: float = self.head_dim**-0.5
         return scale
-
-    @property
-    def attention_softcap(self) -> None:
-        return None

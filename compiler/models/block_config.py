@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal, NamedTuple
 
-from outrider.compiler.models.attention import PlainAttention
+from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.eagle3_config import Taps
 from outrider.compiler.models.families import Activation, QkNorm
 from outrider.compiler.models.rope import RopeScaling
@@ -30,7 +30,7 @@ class Confidence(Enum):
 
 
 @dataclass(frozen=True)
-class BlockConfig(PlainAttention):
+class BlockConfig(Attention):
     """Geometry of one head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
 
     A block has `block_size` slots: the tip, then masks (`mask_token_id`), at the tip's position and those after it.
@@ -91,22 +91,16 @@ class BlockConfig(PlainAttention):
         """Width of the confidence's input."""
         return self.hidden_size + (self.markov_rank if self.confidence is Confidence.HIDDEN_AND_MARKOV else 0)
 
-    # The rest of `decoder.LayerConfig`: layers are Qwen3's.
+    # What a `DecoderLayer` reads of a configuration: layers are Qwen3's.
 
     @property
     def qkv_bias(self) -> bool:
         return self.attention_bias
 
-    @property
-    def output_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def mlp_bias(self) -> bool:
-        return False
-
+    output_bias = qkv_bias
+    mlp_bias: ClassVar[bool] = False
     qk_norm: ClassVar[QkNorm] = "head"
     norm_before: ClassVar[bool] = True
-    norm_behind: ClassVar[bool] = False
+    norm_after: ClassVar[bool] = False
     activation: ClassVar[Activation] = "silu"
     residual_scale: ClassVar[float] = 1.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.compiler.models.attention import LayerKind, ProjectionSizes
+from outrider.compiler.models.attention import Attention, LayerKind
 from outrider.compiler.models.config_layers import read_rotations, read_unrotated, read_windows
 from outrider.compiler.models.config_reader import read_json
 from outrider.compiler.models.decoder_keys import DecoderKeys, read_decoder_keys
@@ -25,7 +25,7 @@ WeightType = Literal["float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True)
-class DecoderConfig(ProjectionSizes):
+class DecoderConfig(Attention):
     """Geometry of one decoder-only transformer. All sizes are counts of elements, not bytes.
 
     `rope_theta` and `rope_scaling` are the rotation of layers that see all tokens, and of the others unless
@@ -63,7 +63,7 @@ class DecoderConfig(ProjectionSizes):
     unrotated: frozenset[int] = frozenset()
     rotary_size: int | None = None
     norm_before: bool = True
-    norm_behind: bool = False
+    norm_after: bool = False
     activation: Activation = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -81,13 +81,17 @@ class DecoderConfig(ProjectionSizes):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
         rope = Rope(self.rope_theta, self.rope_scaling, self.rotary_size or self.head_dim)
         local = rope if self.local_rope is None else self.local_rope
         return tuple(
             LayerKind(window, None if layer in self.unrotated else rope if window is None else local)
             for layer, window in enumerate(self.windows or (None,) * self.num_layers)
         )
+
+    def windows_within(self, context: int) -> tuple[int, ...]:
+        """Return by layer the last tokens that it sees, 0 where that is all of `context` tokens; empty where all do."""
+        windows = tuple(window if window is not None and window < context else 0 for window in self.windows)
+        return windows if any(windows) else ()
 
 
 def read_folder(
@@ -97,7 +101,6 @@ def read_folder(
     its weights are packed.
 
     `rope_scaling` replaces the checkpoint's own; `context` is the longest sequence, where a scaling depends on it.
-    Raises `CheckpointError` naming the file and the key.
     """
     file, generation = checkpoint / "config.json", checkpoint / "generation_config.json"
     raw = read_json(file)
@@ -109,7 +112,7 @@ def read_folder(
 
 
 def read_folder_config(checkpoint: Path, rope_scaling: RopeScaling | None = None) -> DecoderConfig:
-    """Return the decoder of `read_folder`. Raises `CheckpointError`."""
+    """Return the decoder of `read_folder`."""
     return read_folder(checkpoint, rope_scaling)[0]
 
 
@@ -124,7 +127,7 @@ def config_from(
     """Return the decoder that `raw`, the values of a `config.json`, describe; `path` is the file that has them.
 
     `eos` are the end tokens, as `eos_path` has them: None, one id or a list. `rope_scaling` and `context` are as for
-    `read_folder`. Raises `CheckpointError`.
+    `read_folder`.
     """
     keys = read_decoder_keys(raw, path)
     family, heads, bias = keys.family, keys.num_attention_heads, keys.attention_bias
@@ -154,7 +157,7 @@ def config_from(
         tie_embeddings=keys.tie_word_embeddings,
         eos_token_ids=_end_tokens(eos, eos_path, keys.vocab_size),
         norm_before=family.norm_before,
-        norm_behind=family.norm_behind,
+        norm_after=family.norm_after,
         activation=family.activation,
         windows=read_windows(keys),
         unrotated=read_unrotated(keys),

@@ -11,7 +11,7 @@ _SWITCHED = ("switched", "all_switched")
 
 
 def read_windows(keys: DecoderKeys) -> tuple[int | None, ...]:
-    """Return each layer's window; empty where no layer has one. Raises `CheckpointError`."""
+    """Return each layer's window; empty where no layer has one."""
     family = keys.family
     # Other families than those that are switched do not read the switch, in transformers either.
     switched = keys.use_sliding_window if family.slides in _SWITCHED else family.slides != "never"
@@ -65,7 +65,7 @@ def _usual_types(keys: DecoderKeys, window: int | None) -> list[str]:
 
 
 def read_unrotated(keys: DecoderKeys) -> frozenset[int]:
-    """Return the layers that rotate nothing. Raises `CheckpointError`."""
+    """Return the layers that rotate nothing."""
     layers = range(keys.num_hidden_layers)
     if keys.family.unrotated_every is None:
         return frozenset()
@@ -84,7 +84,7 @@ def read_rotations(
     """Return `rope_theta`, `rope_scaling`, `local_rope` and `rotary_size` of `DecoderConfig`.
 
     `replacement` replaces the scaling of layers that see everything. A scaling that depends on the `context` is the one
-    for it. Raises `CheckpointError`.
+    for it.
     """
     family, usual = keys.family, dict[str, Any]()
     if family.trained_positions is not None and keys.agreed(TRAINED) is None:
@@ -115,7 +115,7 @@ def read_rotations(
 
 
 def _of_kind(keys: DecoderKeys, by_kind: dict[str, Any], kind: str) -> DecoderKeys:
-    """Return the keys of layers of one kind. Raises `CheckpointError`."""
+    """Return the keys of layers of one kind."""
     read = RopeKeys.read({"rope_parameters": by_kind.get(kind)}, keys.file)
     return keys.model_copy(update={"rope_parameters": read.rope_parameters})
 

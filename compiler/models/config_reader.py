@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from outrider.compiler.clauses import CLAUSES
 from outrider.plans.errors import CheckpointError
 
 # Largest accepted sizes, a few times those of any published model, so that a typo does not start an endless build.
@@ -26,6 +25,29 @@ Epsilon = Annotated[float, Field(ge=1e-30, le=1.0)]
 """What RMS norms add to the mean of squares, in float32."""
 RopeTheta = Annotated[float, Field(ge=1.001, le=1e12)]
 """A base of rotary frequencies: they must fall from one dimension to the next, and stay finite in float32."""
+CLAUSES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping of keys to values",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_type": "must be a whole number",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "model_attributes_type": "must be a mapping of keys to values",
+    "model_type": "must be a mapping of keys to values",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "string_type": "must be text (quote it if it looks like a number)",
+    "too_short": "must have at least {min_length} entry",
+    "none_required": "must be absent",
+    "tuple_type": "must be a list",
+}
+"""Pydantic's error types as the clause after the key; the fields are those of the error's context."""
 _CORRECT = "correct it"
 STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -52,10 +74,7 @@ class Keys(BaseModel):
 
     @classmethod
     def read(cls, raw: Any, file: Path, within: str = "", advice: str = _CORRECT) -> Self:
-        """Read `raw`, the object of `file`, or the one `within` it under that key.
-
-        Raises `CheckpointError` naming the file, the key and the value.
-        """
+        """Read `raw`, the object of `file`, or the one `within` it under that key."""
         try:
             keys = cls.model_validate(raw)
         except ValidationError as error:
@@ -94,7 +113,7 @@ def first_fault(error: ValidationError, advice: str = _CORRECT) -> str:
 
 
 def read_json(path: Path, missing: str = "a checkpoint folder needs config.json and *.safetensors") -> dict[str, Any]:
-    """Read the JSON object in the file. Raises `CheckpointError`; `missing` is its advice where there is no file."""
+    """Read the JSON object in the file; `missing` is the advice where there is none."""
     try:
         if path.exists() and not path.is_file():  # a pipe, or a device: reading it may never end
             raise OSError("it is no file")

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.compiler.models.attention import Attention
+from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
-from outrider.compiler.models.families import Activation, QkNorm
 
 
 class Execution(Protocol):
@@ -33,47 +32,8 @@ class Execution(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
 
 
-class LayerConfig(Attention, Protocol):
-    """Geometry of one layer: a decoder's, or a drafter's with layers of the same kind."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def intermediate_size(self) -> int: ...
-
-    @property
-    def query_size(self) -> int: ...
-
-    @property
-    def kv_size(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-    @property
-    def qkv_bias(self) -> bool: ...
-
-    @property
-    def output_bias(self) -> bool: ...
-
-    @property
-    def mlp_bias(self) -> bool: ...
-
-    @property
-    def qk_norm(self) -> QkNorm: ...
-
-    @property
-    def norm_before(self) -> bool: ...
-
-    @property
-    def norm_behind(self) -> bool: ...
-
-    @property
-    def activation(self) -> Activation: ...
-
-    @property
-    def residual_scale(self) -> float: ...
+LayerConfig = DecoderConfig | BlockConfig
+"""Geometry of one layer: a decoder's, or a drafter's with layers of the same kind."""
 
 
 class Linear(nn.Module):
@@ -119,9 +79,9 @@ class DecoderLayer(nn.Module):
         whole = c.qk_norm == "whole"
         self.q_norm = norm(c.qk_norm != "none", c.query_size if whole else c.head_dim)
         self.k_norm = norm(c.qk_norm != "none", c.kv_size if whole else c.head_dim)
-        self.attention_out_norm = norm(c.norm_behind)
+        self.attention_out_norm = norm(c.norm_after)
         self.mlp_norm = norm(c.norm_before)
-        self.mlp_out_norm = norm(c.norm_behind)
+        self.mlp_out_norm = norm(c.norm_after)
         self.experts = None if experts is None else Experts(experts, hidden)
         if experts is None:
             self.gate = Linear(hidden, c.intermediate_size, c.mlp_bias)
@@ -137,7 +97,9 @@ class DecoderLayer(nn.Module):
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
             return self._add(h, self.experts(x), self.mlp_out_norm)
-        return self._add(h, self.down(_activated(self.gate(x), c.activation) * self.up(x)), self.mlp_out_norm)
+        gate = self.gate(x)
+        gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self._add(h, self.down(gate * self.up(x)), self.mlp_out_norm)
 
     def key(self, x: Tensor) -> Tensor:
         """Return the keys `[..., kv_heads * head_dim]` of normed inputs `[..., hidden]`, normed and not yet rotated."""
@@ -190,10 +152,6 @@ class Decoder(nn.Module):
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
         return logits if c.logit_softcap is None else torch.tanh(logits / c.logit_softcap) * c.logit_softcap
-
-
-def _activated(gate: Tensor, activation: Activation) -> Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:

@@ -13,19 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from outrider.compiler.models.config_reader import (
-    Count,
-    Epsilon,
-    Factor,
-    Heads,
-    HeadSize,
-    InnerWidth,
-    Keys,
-    Layers,
-    RopeTheta,
-    Vocabulary,
-    Width,
-)
+from outrider.compiler.models import config_reader as reader
+from outrider.compiler.models.config_reader import Keys
 from outrider.compiler.models.families import FACTOR_KEYS, FAMILIES, Family
 from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
@@ -40,7 +29,7 @@ _Share = Annotated[float, Field(gt=0, le=1)]
 class RopeObject(Keys, extra="allow"):
     """A `rope_parameters` or `rope_scaling`; its other keys are the scaling's, or objects by kind of layer."""
 
-    rope_theta: RopeTheta | None = None
+    rope_theta: reader.RopeTheta | None = None
     partial_rotary_factor: _Share | None = None
     original_max_position_embeddings: Any = None
 
@@ -51,7 +40,7 @@ _Rope = Annotated[RopeObject | None, BeforeValidator(lambda value: None if value
 class RopeKeys(Keys):
     """The keys of a rotation. Two places that say the same thing must agree."""
 
-    rope_theta: RopeTheta | None = None
+    rope_theta: reader.RopeTheta | None = None
     rope_parameters: _Rope = None
     rope_scaling: _Rope = None
     partial_rotary_factor: _Share | None = None
@@ -66,7 +55,7 @@ class RopeKeys(Keys):
 
     def agreed(self, name: str) -> tuple[str, Any] | None:
         """Return the first place of `name` and the value there, which every place of it has; None where no place has
-        one. Raises `CheckpointError`."""
+        one."""
         places: dict[str, RopeKeys | RopeObject] = {f"{key}.{name}": each for key, each in self.objects.items()}
         given = {place: getattr(each, name) for place, each in (places | {name: self}).items()}
         found = [(place, value) for place, value in given.items() if value is not None]
@@ -80,7 +69,7 @@ class RopeKeys(Keys):
 
         Two given spellings must agree: transformers takes `rope_scaling` alone and forgets the rest of
         `rope_parameters`. The checkpoint's scaling is not read where `replacement` replaces it, which is the way out of
-        an unsupported scaling. Raises `CheckpointError`.
+        an unsupported scaling.
         """
         theta = (self.agreed("rope_theta") or ("", default))[1]
         if replacement is not None:
@@ -129,15 +118,15 @@ class DecoderKeys(RopeKeys):
     )
 
     model_type: str
-    vocab_size: Vocabulary
-    hidden_size: Width
-    intermediate_size: InnerWidth
-    num_hidden_layers: Layers
-    num_attention_heads: Heads
-    num_key_value_heads: Heads | None = None
-    head_dim: HeadSize | None = None
-    rms_norm_eps: Epsilon
-    max_position_embeddings: Count = 2048
+    vocab_size: reader.Vocabulary
+    hidden_size: reader.Width
+    intermediate_size: reader.InnerWidth
+    num_hidden_layers: reader.Layers
+    num_attention_heads: reader.Heads
+    num_key_value_heads: reader.Heads | None = None
+    head_dim: reader.HeadSize | None = None
+    rms_norm_eps: reader.Epsilon
+    max_position_embeddings: reader.Count = 2048
     attention_bias: bool
     mlp_bias: bool = False
     tie_word_embeddings: bool
@@ -149,21 +138,21 @@ class DecoderKeys(RopeKeys):
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     sliding_window: int | None
     use_sliding_window: bool = False
-    sliding_window_pattern: Count | None = None
+    sliding_window_pattern: reader.Count | None = None
     max_window_layers: Annotated[int, Field(ge=0)] = 28
     no_rope_layers: list[Literal[0, 1]] | None = None
-    no_rope_layer_interval: Count | None = None
-    rope_local_base_freq: RopeTheta | None = None
+    no_rope_layer_interval: reader.Count | None = None
+    rope_local_base_freq: reader.RopeTheta | None = None
 
-    query_pre_attn_scalar: Factor | None = None
-    attn_logit_softcapping: Factor | None = None
-    final_logit_softcapping: Factor | None = None
-    embedding_multiplier: Factor = 1.0
-    attention_multiplier: Factor = 1.0
-    residual_multiplier: Factor = 1.0
-    logits_scaling: Factor = 1.0
+    query_pre_attn_scalar: reader.Factor | None = None
+    attn_logit_softcapping: reader.Factor | None = None
+    final_logit_softcapping: reader.Factor | None = None
+    embedding_multiplier: reader.Factor = 1.0
+    attention_multiplier: reader.Factor = 1.0
+    residual_multiplier: reader.Factor = 1.0
+    logits_scaling: reader.Factor = 1.0
 
-    # Nothing computes with these, or another file may overrule them: a wrong value tells of a damaged file.
+    # Nothing computes with these, or another file may overrule them: a wrong value shows a damaged file.
     torch_dtype: str | None = None
     dtype: str | None = None
     architectures: list[str] | None = None
@@ -177,11 +166,7 @@ class DecoderKeys(RopeKeys):
 
 
 def read_decoder_keys(raw: Mapping[str, Any], file: Path) -> DecoderKeys:
-    """Read a `config.json` with the values `raw`.
-
-    Raises `CheckpointError` for a wrong value, for a family that is not known, and for what its decoder does not
-    compute.
-    """
+    """Read a `config.json` with the values `raw`."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = _INSIDE if name in ("gemma3", "mistral3") else ""

@@ -42,63 +42,15 @@ class DecoderDraft(nn.Module):
         return self.decoder.logits(hidden.squeeze(0)).unsqueeze(0)  # 2-D, so that the product becomes one Gemm
 
 
-class Eagle3Draft(nn.Module):
-    """An EAGLE3 head. Position i pairs the target's feature of token i with token i + 1."""
+class _HeadDraft(nn.Module):
+    """A head, which reads the target's features."""
 
     lead = 1
-
-    def __init__(self, head: Eagle3Head, target_embedding: nn.Parameter) -> None:
-        super().__init__()
-        self.head = head
-        self.embedding = target_embedding if head.embedding is None else head.embedding
-        c = head.config
-        self.full = c.draft_vocab_size == c.vocab_size
+    head: Eagle3Head | BlockHead
+    embedding: nn.Parameter
 
     @property
-    def heads(self) -> Eagle3Config:
-        return self.head.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
-    def feature_size(self) -> int:
-        return self.head.config.feature_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return None if self.full else self.head.target_ids
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.head.fuse(features.to(self.dtype))
-
-    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> Tensor:
-        if hidden is None:
-            raise ValueError("a head reads features")
-        return self.head.layer(hidden, F.embedding(token_ids, self.embedding), execution)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head.logits(hidden)
-
-
-class BlockDraft(nn.Module):
-    """A block head, and the target's embedding and output weights where the head has none of its own.
-
-    Position i has keys and values made of the target's feature of token i, which the tip has not yet.
-    """
-
-    lead = 1
-
-    def __init__(self, head: BlockHead, target: Decoder) -> None:
-        super().__init__()
-        self.head = head
-        self.embedding = target.embedding if head.embedding is None else head.embedding
-        self.lm_head = target.lm_head if head.lm_head is None else head.lm_head
-        self.tied = target.embedding if self.lm_head is None else None
-
-    @property
-    def heads(self) -> BlockConfig:
+    def heads(self) -> Eagle3Config | BlockConfig:
         return self.head.config
 
     @property
@@ -116,8 +68,47 @@ class BlockDraft(nn.Module):
         return None if c.draft_vocab_size == c.vocab_size else self.head.target_ids
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Map the target's features `[..., feature_size]` to the context `[..., H]`."""
+        """Map the target's features `[..., feature_size]` to the head's input `[..., H]`."""
         return self.head.fuse(features.to(self.dtype))
+
+
+class Eagle3Draft(_HeadDraft):
+    """An EAGLE3 head. Position i pairs the target's feature of token i with token i + 1."""
+
+    head: Eagle3Head
+
+    def __init__(self, head: Eagle3Head, target_embedding: nn.Parameter) -> None:
+        super().__init__()
+        self.head = head
+        self.embedding = target_embedding if head.embedding is None else head.embedding
+
+    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> Tensor:
+        if hidden is None:
+            raise ValueError("a head reads features")
+        return self.head.layer(hidden, F.embedding(token_ids, self.embedding), execution)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.logits(hidden)
+
+
+class BlockDraft(_HeadDraft):
+    """A block head, and the target's embedding and output weights where the head has none of its own.
+
+    Position i has keys and values made of the target's feature of token i, which the tip has not yet.
+    """
+
+    head: BlockHead
+
+    @property
+    def heads(self) -> BlockConfig:
+        return self.head.config
+
+    def __init__(self, head: BlockHead, target: Decoder) -> None:
+        super().__init__()
+        self.head = head
+        self.embedding = target.embedding if head.embedding is None else head.embedding
+        self.lm_head = target.lm_head if head.lm_head is None else head.lm_head
+        self.tied = target.embedding if self.lm_head is None else None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings `[..., H]` of a block's tokens, as the target numbers them."""

@@ -50,7 +50,7 @@ class Eagle3Head(nn.Module):
     def fuse(self, features: Tensor) -> Tensor:
         """Map the target's features `[..., 3 * Ht]` to h `[..., H]`; an input of width H is h and passes unchanged.
 
-        Where 3 * Ht equals H, features and h cannot be told apart, and the input counts as features.
+        Where 3 * Ht equals H, the input counts as features.
         """
         if features.shape[-1] == self.config.hidden_size != self.config.feature_size:
             return features
@@ -64,7 +64,7 @@ class Eagle3Head(nn.Module):
         """Return the h `[..., H]` that `logits` reads and the next level feeds back.
 
         `embedded` `[..., H]` are the embeddings of the tokens paired with `h`; `index` is the layer number passed to
-        the execution, so that levels of one graph can be told apart.
+        the execution, which differs between the levels of one graph.
         """
         c = self.config
         x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(h)), dim=-1)

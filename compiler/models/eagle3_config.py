@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from outrider.compiler.models.attention import PlainAttention
+from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.rope import RopeScaling
 
 TAPS = 3
@@ -29,7 +29,7 @@ class Eagle3Overrides(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Eagle3Config(PlainAttention):
+class Eagle3Config(Attention):
     """Geometry of one draft head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
 
     `fc_norm`: each stream is normed before `fc`. `norm_output`: levels feed back h after the final norm, not before it

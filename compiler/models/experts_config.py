@@ -54,7 +54,7 @@ def read_experts(
     """Return the experts of `layers` layers and the layers that have them; None where none has.
 
     A layer has experts where `decoder_sparse_step` divides its number, counted from 1, unless `mlp_only_layers` lists
-    it, counted from 0. Raises `CheckpointError`.
+    it, counted from 0.
     """
     usual = family.experts
     if usual is None:

@@ -47,12 +47,12 @@ class Family:
     """One `model_type` of Hugging Face.
 
     `title` is what people call its models. A flag that is None follows the checkpoint's `attention_bias` (`mlp_bias`:
-    its own key); one that is not stands, whatever that key says, as in transformers. `activation_names` are the values
-    of `activation_key` that mean the activation. `weights`
-    maps a parameter name of `models.decoder.Decoder` (`{i}` is the layer) to the tensor's name in the checkpoint.
-    `fused` maps a projection of the checkpoint that is several in one, by the last part of its name, to those that it
-    holds, one below the other. `stacked` maps a tensor of all experts of a layer, `[experts, in, out]`, to the products
-    that it holds, whose outputs take turns; its biases have `_bias` after its name. MXFP4 is read of these alone.
+    its own key); one that is not stands, independent of that key, as in transformers. `activation_names` are the values
+    of `activation_key` that mean the activation. `weights` maps a parameter name of `models.decoder.Decoder` (`{i}` is
+    the layer) to the tensor's name in the checkpoint. `fused` maps a projection of the checkpoint that is several in
+    one, by the last part of its name, to those that it holds, one below the other. `stacked` maps a tensor of all
+    experts of a layer, `[experts, in, out]`, to the products that it holds, whose outputs take turns; its biases have
+    `_bias` after its name. MXFP4 is read of these alone.
 
     What stands for an absent key: `head_dim` (None: the hidden size divided by the heads), `window` for
     `sliding_window`, `slides` for `layer_types`, `rope_theta`, `rope_scaling`, `rms_norm_eps`, `tie_embeddings`,
@@ -78,7 +78,7 @@ class Family:
     qk_norm: QkNorm = "none"
     sinks: bool = False
     norm_before: bool = True
-    norm_behind: bool = False
+    norm_after: bool = False
     norm_offset: float = 0.0
     activation: Activation = "silu"
     activation_key: str = "hidden_act"
@@ -124,24 +124,12 @@ def _weights(**norms: str) -> dict[str, str]:
         "norm.weight": "model.norm.weight",
         "lm_head.weight": "lm_head.weight",
     }
-    parts = dict.fromkeys(("q", "k", "v", "o"), "self_attn.{}_proj") | dict.fromkeys(
-        ("gate", "up", "down"), "mlp.{}_proj"
-    )
-    for part, place in parts.items():
-        for kind in ("weight", "bias"):
-            named[f"layers.{{i}}.{part}.{kind}"] = f"model.layers.{{i}}.{place.format(part)}.{kind}"
-    for norm in ("q_norm", "k_norm"):
-        named[f"layers.{{i}}.{norm}.weight"] = f"model.layers.{{i}}.self_attn.{norm}.weight"
-    for norm, stored in norms.items():
+    for module, parts in (("self_attn", ("q", "k", "v", "o")), ("mlp", ("gate", "up", "down"))):
+        for part in parts:
+            for kind in ("weight", "bias"):
+                named[f"layers.{{i}}.{part}.{kind}"] = f"model.layers.{{i}}.{module}.{part}_proj.{kind}"
+    for norm, stored in (norms | {norm: f"self_attn.{norm}" for norm in ("q_norm", "k_norm")}).items():
         named[f"layers.{{i}}.{norm}.weight"] = f"model.layers.{{i}}.{stored}.weight"
-    return named
-
-
-def _expert_weights(router: str, expert: str, **products: str) -> dict[str, str]:
-    """Return the names of experts' weights below a layer; `products` maps gate, up and down to theirs."""
-    named = {"layers.{i}.experts.router": f"model.layers.{{i}}.{router}.weight"}
-    for product, stored in products.items():
-        named[f"layers.{{i}}.experts.{product}"] = f"model.layers.{{i}}.{expert}.{stored}.weight"
     return named
 
 
@@ -165,7 +153,7 @@ def stacked_part(stored: str, expert: int | str, product: str) -> str:
 
 
 _BEFORE = _weights(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-_BEHIND = _weights(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+_AFTER = _weights(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
 _BOTH = _weights(
     attention_norm="input_layernorm",
     attention_out_norm="post_attention_layernorm",
@@ -176,7 +164,10 @@ _LLAMA = Family("llama", "Llama 2, 3", _BEFORE, qkv_bias=None, output_bias=None,
 _MISTRAL = Family("mistral", "Mistral", _BEFORE, window=4096, slides="all", fixed_layer_types=True)
 _QWEN2 = Family("qwen2", "Qwen2, Qwen2.5", _BEFORE, qkv_bias=True, window=4096, slides="switched")
 _QWEN3 = replace(_QWEN2, name="qwen3", title="Qwen3", qkv_bias=None, output_bias=None, qk_norm="head", head_dim=128)
-_EXPERTS = _expert_weights("mlp.gate", "mlp.experts.{e}", gate="gate_proj", up="up_proj", down="down_proj")
+_EXPERTS = {"layers.{i}.experts.router": "model.layers.{i}.mlp.gate.weight"} | {
+    f"layers.{{i}}.experts.{each}": f"model.layers.{{i}}.mlp.experts.{{e}}.{each}_proj.weight"
+    for each in ("gate", "up", "down")
+}
 _STACKED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _SINKS = {"layers.{i}.sinks": "model.layers.{i}.self_attn.sinks"}
 _GEMMA = replace(
@@ -198,7 +189,7 @@ _GEMMA2 = replace(
     activation_key="hidden_activation",
     activation_names=("gelu_pytorch_tanh",),
     weights=_BOTH,
-    norm_behind=True,
+    norm_after=True,
     window=4096,
     slides=2,
     factors={
@@ -212,10 +203,10 @@ _OLMO2 = replace(
     name="olmo2",
     title="OLMo 2",
     mlp_bias=False,
-    weights=_BEHIND,
+    weights=_AFTER,
     qk_norm="whole",
     norm_before=False,
-    norm_behind=True,
+    norm_after=True,
     rms_norm_eps=1e-5,
 )
 

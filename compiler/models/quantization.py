@@ -25,13 +25,12 @@ _NAMES = {
     "awq": "AWQ",
     "fp8": "FP8",
     "fbgemm_fp8": "FP8",
-    "compressed-tensors": "compressed-tensors",
-    "bitsandbytes": "bitsandbytes",
     "bitnet": "BitNet",
     "mxfp4": "MXFP4",
     "modelopt": "ModelOpt",
     "torchao": "TorchAO",
 }
+"""Methods that are written otherwise in messages."""
 _READ = "read are AWQ (gemm), GPTQ and compressed-tensors (pack-quantized) of 4 and 8 bits, and decoders in GGUF files"
 _ADVICE = "give the checkpoint that it was made from, in float32, float16 or bfloat16"
 
@@ -157,7 +156,6 @@ def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
     """Return the packing that the `config.json` at `path` describes; None for weights in floating point.
 
     MXFP4 of families whose experts are stacked is None too: `StackedExperts` knows it by the names of tensors.
-    Raises `CheckpointError` naming the kind that is not read, or the key that says so.
     """
     key = next((each for each in SETTINGS if raw.get(each)), None)
     if key is None:
@@ -184,27 +182,19 @@ def refuse_quantized_tensors(stored: Iterable[tuple[str, str]], path: Path) -> N
     """
     pairs = list(stored)
     last = {name.rpartition(".")[2] for name, _ in pairs}
-    packed = True
-    if "g_idx" in last:
-        kind = "GPTQ"
-    elif "qweight" in last:
-        kind = "AWQ or GPTQ"
-    elif "weight_packed" in last:
-        kind = "compressed-tensors"
-    elif any(".quant_state" in name or name.endswith(".absmax") for name, _ in pairs):
-        kind, packed = "bitsandbytes", False
-    elif any(dtype.startswith("F8_") for _, dtype in pairs):
-        kind, packed = "FP8", False
-    else:
-        return
-    if packed:
-        raise CheckpointError(
-            f"{path}: this is {_article(kind)} checkpoint by its tensors, but config.json has no quantization_config, "
-            "which says how they are packed; add the one that it was made with"
-        )
-    raise CheckpointError(
-        f"{path}: this is {_article(kind)} checkpoint by its tensors, which is not read; {_READ}: {_ADVICE}"
+    packed = {"g_idx": "GPTQ", "qweight": "AWQ or GPTQ", "weight_packed": "compressed-tensors"}
+    kind = next((kind for part, kind in packed.items() if part in last), None)
+    why = (
+        "but config.json has no quantization_config, which says how they are packed; add the one that it was made with"
     )
+    if kind is None:
+        why = f"which is not read; {_READ}: {_ADVICE}"
+        if any(".quant_state" in name or name.endswith(".absmax") for name, _ in pairs):
+            kind = "bitsandbytes"
+        elif any(dtype.startswith("F8_") for _, dtype in pairs):
+            kind = "FP8"
+    if kind is not None:
+        raise CheckpointError(f"{path}: this is {_article(kind)} checkpoint by its tensors, {why}")
 
 
 def _article(kind: str) -> str:

@@ -84,7 +84,7 @@ class RopeScaling:
         """Return the scaling of sequences of up to `context` tokens.
 
         longrope has a table of divisors for contexts up to the original one and a table for longer ones. A plan takes
-        the one for its longest context, whatever a sequence's length: keys that were rotated by one table would be
+        the one for its longest context, for sequences of any length: keys that were rotated by one table would be
         wrong under the other.
         """
         if self.kind != "longrope":

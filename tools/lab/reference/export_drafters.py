@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from outrider.compiler.block_checkpoint import stored_block_name
 from outrider.compiler.block_layouts import DEEPSPEC_CLASS
-from outrider.compiler.draft_vocabulary import D2T, T2D
 from outrider.compiler.eagle3_checkpoint import EMBEDDING, K_PROJ, Q_PROJ
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import Confidence
@@ -23,6 +22,7 @@ from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.quantization import SETTINGS
+from outrider.compiler.open_head import D2T, T2D
 from outrider.compiler.slots import slots
 from outrider.plans.errors import CheckpointError
 from outrider.tools.lab.reference.acceptance import NEW_TOKENS, Acceptance
