@@ -49,6 +49,10 @@ def _begins(tokenizer: Tokenizer, bos: str) -> Tokenizer:
     return tokenizer
 
 
+def _plain(*tokens: str) -> list[AddedToken]:
+    return [AddedToken(token, normalized=False) for token in tokens]
+
+
 def _fallback(strip: bool) -> decoders.Decoder:
     stripped = [decoders.Strip(" ", 1, 0)] if strip else []
     return decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
@@ -72,7 +76,7 @@ def _pieces(special: Sequence[str]) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer.add_special_tokens(_plain(*special))
     return tokenizer
 
 
@@ -83,11 +87,9 @@ def gemma() -> Tokenizer:
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = _fallback(strip=False)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False) for token in ("<start_of_turn>", "<end_of_turn>")]
-    )
-    plain = [*(f"<unused{number}>" for number in range(20)), "\n\n", "\n\n\n", "<b>", "</b>"]
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    tokenizer.add_special_tokens(_plain("<start_of_turn>", "<end_of_turn>"))
+    unused = (f"<unused{number}>" for number in range(20))
+    tokenizer.add_tokens(_plain(*unused, "\n\n", "\n\n\n", "<b>", "</b>"))
     return _begins(tokenizer, "<bos>")
 
 
@@ -146,16 +148,12 @@ def unigram(byte_fallback: bool = True) -> Tokenizer:
     model = sentencepiece_model_pb2.ModelProto.FromString(sentencepiece_model("unigram", byte_fallback))
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=model.trainer_spec.unk_id, byte_fallback=byte_fallback))
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap),
-            normalizers.Replace(Regex(" {2,}"), " "),
-        ]
-    )
+    table = normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap)
+    tokenizer.normalizer = normalizers.Sequence([table, normalizers.Replace(Regex(" {2,}"), " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = _fallback(strip=True) if byte_fallback else decoders.Metaspace(prepend_scheme="always")
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>", "<pad>")])
-    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    tokenizer.add_special_tokens(_plain("<unk>", "<s>", "</s>", "<pad>"))
+    tokenizer.add_tokens(_plain("<tool>"))
     return _begins(tokenizer, "<s>")
 
 
@@ -163,13 +161,9 @@ def _byte_level(
     split: pre_tokenizers.PreTokenizer | str | None,
     special: Sequence[str],
     plain: Sequence[AddedToken] = (),
-    *,
     ignore_merges: bool = False,
-    normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
     if isinstance(split, str):
         split = pre_tokenizers.Split(Regex(split), "isolated")
     first = [] if split is None else [split]
@@ -204,9 +198,10 @@ def gpt_oss() -> Tokenizer:
 @cache
 def qwen() -> Tokenizer:
     """Normal form C first; some added tokens are text that a reader sees."""
-    plain = [AddedToken(token, normalized=False) for token in ("<tool>", "</tool>", "<think>", "日 é")]
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    return _byte_level(QWEN2, special, plain, normalizer=normalizers.NFC())
+    tokenizer = _byte_level(QWEN2, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens(_plain("<tool>", "</tool>", "<think>", "日 é"))
+    return tokenizer
 
 
 @cache
@@ -225,15 +220,6 @@ def granite() -> Tokenizer:
 
 
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {
-    "gemma": gemma,
-    "llama": llama,
-    "phi3": phi3,
-    "metaspace": metaspace,
-    "unigram": unigram,
+    **{make.__name__: make for make in (gemma, llama, phi3, metaspace, unigram, tekken, gpt_oss, qwen, olmo, granite)},
     "unigram without bytes": lambda: unigram(byte_fallback=False),
-    "tekken": tekken,
-    "gpt-oss": gpt_oss,
-    "qwen": qwen,
-    "olmo": olmo,
-    "granite": granite,
 }

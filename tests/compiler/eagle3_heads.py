@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.compiler.eagle3_checkpoint import open_eagle3
-from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.config import DecoderConfig, WeightType, config_from
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides
-from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
 
 Layout = Literal["safeailab", "specforge", "angelslim"]
@@ -26,7 +25,7 @@ WIDE: dict[str, Any] = {"target_hidden": 32, "intermediate": 64}
 """Sizes of a head for `target_config(hidden=32)`, all projections of which have a multiple of 32 inputs."""
 Q, K, V, O = (f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo")  # noqa: E741
 
-
+NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 GIVEN = Eagle3Overrides()
 
 
@@ -46,26 +45,10 @@ def defer_eagle3(path: Path, target: DecoderConfig, dtype: WeightType = "float32
 
 def target_config(*, layers: int = 8, hidden: int = 16, vocab: int = 60) -> DecoderConfig:
     """The geometry of a target that a head may belong to."""
-    return DecoderConfig(
-        family="llama",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=32,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=RopeScaling(),
-        max_positions=256,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm="none",
-        tie_embeddings=False,
-        eos_token_ids=(0,),
-    )
+    sizes = {"hidden_size": hidden, "vocab_size": vocab, "num_hidden_layers": layers, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+    file = Path("config.json")
+    return config_from({"model_type": "llama", **sizes, **heads}, file, 0, file, None)
 
 
 def write_eagle3(
@@ -108,9 +91,7 @@ def write_eagle3(
 
     tensors = {
         "fc.weight": matrix(hidden, 3 * target_hidden),
-        "midlayer.hidden_norm.weight": norm(hidden),
-        "midlayer.input_layernorm.weight": norm(hidden),
-        "midlayer.post_attention_layernorm.weight": norm(hidden),
+        **{f"midlayer.{name}.weight": norm(hidden) for name in NORMS},
         Q: matrix(heads * head_dim, 2 * hidden),
         K: matrix(kv_heads * head_dim, 2 * hidden),
         V: matrix(kv_heads * head_dim, 2 * hidden),
@@ -131,11 +112,9 @@ def write_eagle3(
         tensors["d2t"] = ids - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
 
-    architectures = {
-        "safeailab": "LlamaForCausalLM",
-        "specforge": "LlamaForCausalLMEagle3",
-        "angelslim": "Eagle3LlamaForCausalLM",
-    }
+    architectures = dict(
+        zip(LAYOUTS, ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), strict=True)
+    )
     values: dict[str, object] = {
         "architectures": [architectures[layout]],
         "model_type": "llama",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from outrider.compiler.checkpoint import checkpoint_hashes
 from outrider.compiler.models.config import WeightType
 from outrider.compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides, Taps
 from outrider.compiler.models.rope import RopeScaling
-from outrider.plans.errors import CheckpointError
 
 from .eagle3_heads import (
     LAYOUTS,
@@ -60,14 +58,15 @@ def test_geometry_is_read_from_config_and_shapes(layout: Layout, tmp_path: Path)
     )
 
 
-def test_rope_theta_is_the_callers_then_the_checkpoints_then_ten_thousand(tmp_path: Path) -> None:
+def test_the_recipe_overrides_what_the_config_claims(tmp_path: Path) -> None:
     target = target_config()
     write_eagle3(tmp_path)
     assert read_eagle3_config(tmp_path, target).rope_theta == 10000
-    write_eagle3(tmp_path, rope_theta=1e6)
-    assert read_eagle3_config(tmp_path, target).rope_theta == 1e6
-    assert read_eagle3_config(tmp_path, target, Eagle3Overrides(rope_theta=5e5)).rope_theta == 5e5
-    assert load_eagle3(tmp_path, target, given=Eagle3Overrides(rope_theta=5e5)).config.rope_theta == 5e5
+    write_eagle3(tmp_path, rope_theta=1e6, norm_output=True)
+    read, given = read_eagle3_config(tmp_path, target), Eagle3Overrides(rope_theta=5e5, norm_output=False)
+    assert (read.rope_theta, read.norm_output) == (1e6, True)
+    head = load_eagle3(tmp_path, target, given=given)
+    assert (head.config.rope_theta, head.config.norm_output) == (5e5, False)
 
 
 @pytest.mark.parametrize("absent", [(), ("t2d",), ("d2t",)])
@@ -80,15 +79,7 @@ def test_target_ids_come_from_whichever_map_is_there(absent: tuple[str, ...], tm
     assert torch.equal(ids, tensors["t2d"].nonzero().flatten())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_vocabulary_needs_no_map(layout: Layout, tmp_path: Path) -> None:
-    tensors = write_eagle3(tmp_path, layout=layout)
-    assert ("d2t" in tensors) == (layout != "safeailab")
-    assert torch.equal(load_eagle3(tmp_path, target_config()).target_ids, torch.arange(60))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("layout", "dtype"), [*zip(LAYOUTS, ("float32", "float16", "bfloat16"), strict=True)])
 def test_weights_are_in_the_type_and_layout_asked_for(dtype: WeightType, layout: Layout, tmp_path: Path) -> None:
     tensors = write_eagle3(tmp_path, layout=layout, draft_vocab=25, dtype=torch.bfloat16)
     head = load_eagle3(tmp_path, target_config(), dtype)
@@ -98,17 +89,6 @@ def test_weights_are_in_the_type_and_layout_asked_for(dtype: WeightType, layout:
     assert torch.equal(head.q.weight, tensors[Q].T.to(kind))
     assert head.target_ids.dtype == torch.int64
     assert not head.training
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_survive_a_change_of_the_file(layout: Layout, tmp_path: Path) -> None:
-    write_eagle3(tmp_path, layout=layout, draft_vocab=25)
-    head = load_eagle3(tmp_path, target_config())
-    before = {name: weight.clone() for name, weight in head.state_dict().items()}
-    for file in (*tmp_path.glob("*.bin"), *tmp_path.glob("*.safetensors")):
-        with file.open("r+b") as opened:
-            opened.write(b"\xff" * file.stat().st_size)
-    assert all(torch.equal(weight, before[name]) for name, weight in head.state_dict().items())
 
 
 def shaped(*shape: int) -> Callable[[Tensor], Tensor]:
@@ -127,21 +107,11 @@ MOST = torch.iinfo(torch.int64).max
 ASCENDING = "(draft_id + d2t, ascending)"
 TENSORS: list[tuple[str, Callable[[Tensor], Tensor] | None, tuple[str, ...]]] = [
     (UP, None, (f"tensor '{UP}' is missing", "EAGLE3 head", "[40, 16]", "give a complete checkpoint")),
-    *((name, None, (f"tensor '{name}' is missing",)) for name in (Q, K, "fc.weight", "lm_head.weight", "norm.weight")),
-    *((name, shaped(32), (f"tensor '{name}' is unexpected", "EAGLE3 head", "config.json")) for name in (
-        "midlayer.self_attn.q_proj.bias", "midlayer.self_attn.q_norm.weight", "layers.1.mlp.up_proj.weight",
-    )),
+    ("midlayer.self_attn.q_norm.weight", shaped(32), ("q_norm.weight' is unexpected", "EAGLE3 head", "config.json")),
     *((name, shaped(*shape), (f"tensor '{name}' has shape {list(shape)}", f"asks for {wanted}"))
       for name, shape, wanted in (
-        ("fc.weight", (16, 80), "[16, 48]"),
-        ("norm.weight", (17,), "[16]"),
-        ("lm_head.weight", (26, 16), "[25, 16]"),
-        ("midlayer.self_attn.v_proj.weight", (32, 32), "[16, 32]"),
-        (Q, (32, 16), "[32, 32]"),
-        (Q, (32,), "[32, 32]"),
-        ("embed_tokens.weight", (59, 16), "[60, 16]"),
-        ("d2t", (24,), "[25]"),
-        ("t2d", (61,), "[60]"),
+        ("fc.weight", (16, 80), "[16, 48]"), ("lm_head.weight", (26, 16), "[25, 16]"), (Q, (32, 16), "[32, 32]"),
+        ("embed_tokens.weight", (59, 16), "[60, 16]"), ("d2t", (24,), "[25]"), ("t2d", (61,), "[60]"),
     )),
     *((name, typed(dtype), (f"tensor '{name}' is stored as ", f"expected {wanted}; ", "give the original one"))
       for name, dtype, wanted in (
@@ -149,67 +119,40 @@ TENSORS: list[tuple[str, Callable[[Tensor], Tensor] | None, tuple[str, ...]]] = 
     )),
     ("d2t", added(24, 60), ("tensor 'd2t' makes draft token ", "below 60", ASCENDING)),
     ("d2t", added(0, -40), ("tensor 'd2t' makes draft token ", "above -1", ASCENDING)),
-    ("d2t", added(10, -30), ("tensor 'd2t' makes draft token ", "above ", ASCENDING)),
     ("d2t", added(10, 30), ("tensor 'd2t' makes draft token ", "above ", ASCENDING)),
-    ("d2t", lambda d2t: d2t + 3 * torch.arange(25), ("tensor 'd2t' makes draft token ", "below 60")),
     ("d2t", lambda d2t: d2t.index_fill(0, torch.tensor(3), MOST), ("tensor 'd2t' makes draft token 3 ",)),
     ("t2d", lambda t2d: t2d.roll(1), ("'t2d' and 'd2t' disagree: draft token ",)),
     ("t2d", torch.ones_like, ("tensor 't2d' marks 60 tokens, expected 25",)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["angelslim", "safeailab"])
 @pytest.mark.parametrize(("name", "edit", "words"), TENSORS)
 def test_what_is_wrong_with_a_tensor_is_named(
-    name: str, edit: Callable[[Tensor], Tensor] | None, words: tuple[str, ...], layout: Layout, tmp_path: Path
+    name: str, edit: Callable[[Tensor], Tensor] | None, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    tensors = write_eagle3(tmp_path, layout=layout, draft_vocab=25, own_embedding=True)
-    value = None if edit is None else edit(tensors.get(name, torch.zeros(1)))
-    change(tmp_path, lambda stored: stored.pop(name) if value is None else stored.update({name: value}))
-    refused(tmp_path, str(tmp_path / (PICKLED if layout == "safeailab" else SAFETENSORS)), *words)
+    for layout, file in (("angelslim", SAFETENSORS), ("safeailab", PICKLED)):
+        folder = tmp_path / layout
+        tensors = write_eagle3(folder, layout=layout, draft_vocab=25, own_embedding=True)  # type: ignore[arg-type]
+        value = None if edit is None else edit(tensors.get(name, torch.zeros(1)))
+        change(folder, lambda stored, value=value: stored.update({name: value}) if edit else stored.pop(name))  # type: ignore[misc]
+        refused(folder, str(folder / file), *words)
 
 
 def test_a_map_that_is_needed_or_is_none(tmp_path: Path) -> None:
     write_eagle3(tmp_path, draft_vocab=25)
     change(tmp_path, lambda tensors: [tensors.pop("d2t"), tensors.pop("t2d")])
     refused(tmp_path, "tensor 'd2t' is missing", "draft vocabulary (25)", "target's (60)")
-    write_eagle3(tmp_path)
-    change(tmp_path, lambda tensors: tensors["d2t"].add_(1))
-    refused(tmp_path, "tensor 'd2t' makes draft token 59 target token 60", "below 60")
+    assert "d2t" not in write_eagle3(tmp_path / "whole", layout="safeailab")
+    assert torch.equal(load_eagle3(tmp_path / "whole", target_config()).target_ids, torch.arange(60))
 
 
-def test_names_of_another_layout_are_shown(tmp_path: Path) -> None:
-    tensors = write_eagle3(tmp_path)
-
-    def rename(stored: dict[str, Tensor]) -> None:
-        stored.clear()
-        stored.update({f"model.{name}": tensor for name, tensor in tensors.items()})
-
-    change(tmp_path, rename)
-    refused(tmp_path, "tensor 'fc.weight', ", "(and 10 more) is missing", "found instead 'model.")
-
-
-def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    write_eagle3(tmp_path, layout="safeailab")
-    change(tmp_path, lambda tensors: tensors[UP][1, 2].fill_(float("nan")))
-    with pytest.raises(CheckpointError, match=f"'{UP}' holds values that are not finite in float32; the file is"):
-        load_eagle3(tmp_path, target_config())
-
-
-def test_target_of_another_width(tmp_path: Path) -> None:
-    target = target_config(hidden=32)
-    write_eagle3(tmp_path)
-    refused(tmp_path, "config.json: hidden_size, which stands for the absent target_hidden_size, is 16", target=target)
-    write_eagle3(tmp_path, hidden=24, own_embedding=True)
-    refused(tmp_path, "target_hidden_size is 16, but the target's is 32", "this target", target=target)
-
-
-def test_target_of_another_vocabulary(tmp_path: Path) -> None:
+def test_another_target_is_refused(tmp_path: Path) -> None:
+    wide = target_config(hidden=32)
     write_eagle3(tmp_path)
     refused(tmp_path, "config.json: vocab_size is 60, but the target's is 61", target=target_config(vocab=61))
-
-
-def test_target_embedding_of_another_width_cannot_stand_in(tmp_path: Path) -> None:
+    refused(tmp_path, "config.json: hidden_size, which stands for the absent target_hidden_size, is 16", target=wide)
+    write_eagle3(tmp_path, hidden=24, own_embedding=True)
+    refused(tmp_path, "target_hidden_size is 16, but the target's is 32", "this target", target=wide)
     write_eagle3(tmp_path, hidden=24)
     refused(tmp_path, "tensor 'embed_tokens.weight' is missing", "embedding is 16 wide, not 24", "that holds one")
 
@@ -217,27 +160,12 @@ def test_target_embedding_of_another_width_cannot_stand_in(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual must be False"),
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, found 2"),
-        ({"hidden_size": "16"}, "hidden_size must be a whole number, found '16'"),
         ({"intermediate_size": None}, "intermediate_size is missing; add it"),
-        ({"intermediate_size": 48}, "asks for [16, 48]"),
         ({"draft_vocab_size": 61}, "draft_vocab_size 61 is greater than vocab_size 60"),
-        ({"num_attention_heads": 5}, "num_attention_heads 5 is not a multiple of num_key_value_heads 2"),
-        ({"num_attention_heads": 6}, "has 32 rows, expected an even number for each of the 6 heads"),
-        ({"num_attention_heads": 32}, "has 32 rows, expected an even number for each of the 32 heads"),
         ({"num_attention_heads": 8}, "head_dim is 8, but tensor 'midlayer.self_attn.q_proj.weight' has 32 rows"),
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4, but tensor 'midlayer.self_attn.k_proj.weight' has 16"),
-        ({"head_dim": 16}, "head_dim is 16, but tensor"),
-        ({"fc_norm": "yes"}, "fc_norm must be true or false, found 'yes'"),
         ({"fc_norm": True}, "tensor 'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is missing"),
-        ({"norm_output": 1}, "norm_output must be true or false, found 1"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number, found 'small'"),
-        ({"rope_theta": -1}, "rope_theta must be at least 1.001, found -1"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', found 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window must be False"),
-        ({"eagle_config": [1]}, "eagle_config must be a mapping of keys to values, found [1]"),
     ],
 )
 def test_wrong_config_names_the_key(values: dict[str, object], sentence: str, tmp_path: Path) -> None:
@@ -246,49 +174,22 @@ def test_wrong_config_names_the_key(values: dict[str, object], sentence: str, tm
     refused(tmp_path, str(tmp_path), sentence)
 
 
-def test_recipe_overrides_the_feedback_that_the_config_claims(tmp_path: Path) -> None:
-    write_eagle3(tmp_path, norm_output=True)
-    assert read_eagle3_config(tmp_path, target_config()).norm_output
-    plain = Eagle3Overrides(norm_output=False)
-    assert not read_eagle3_config(tmp_path, target_config(), plain).norm_output
-    assert not load_eagle3(tmp_path, target_config(), given=plain).config.norm_output
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_kind_of_quantised_head_that_is_not_read_is_named(layout: Layout, tmp_path: Path) -> None:
-    write_eagle3(tmp_path, layout=layout)
+def test_a_kind_of_quantised_head_that_is_not_read_is_named(tmp_path: Path) -> None:
+    write_eagle3(tmp_path)
     change_config(tmp_path, quantization_config={"quant_method": "fp8"})
     refused(tmp_path, "config.json: this is an FP8 checkpoint (quantization_config), which is not read; read are AWQ")
-    settings = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    change_config(tmp_path, quantization_config=settings)
-    refused(tmp_path, "config.json: quantization_config.format must be 'pack-quantized'", "'float-quantized'")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_tensors_that_the_config_does_not_describe_are_named(layout: Layout, tmp_path: Path) -> None:
+def test_packed_projections_that_are_incomplete_or_not_described_are_named(layout: Layout, tmp_path: Path) -> None:
+    target, name = target_config(hidden=32), f"{UP.removesuffix('.weight')}.weight_scale"
     write_eagle3(tmp_path, layout=layout, **WIDE)
     pack_head(tmp_path)
+    change(tmp_path, lambda tensors: tensors.pop(name))
+    refused(tmp_path, f"tensor '{name}' is missing beside", target=target)
     change_config(tmp_path, quantization_config=None)
     kind = "a compressed-tensors checkpoint by its tensors, but config.json has no quantization_config"
-    refused(tmp_path, kind, target=target_config(hidden=32))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("part", ["weight_shape", "weight_scale"])
-def test_missing_part_of_a_packed_projection_is_named(part: str, layout: Layout, tmp_path: Path) -> None:
-    write_eagle3(tmp_path, layout=layout, **WIDE)
-    pack_head(tmp_path)
-    name = f"{UP.removesuffix('.weight')}.{part}"
-    change(tmp_path, lambda tensors: tensors.pop(name))
-    refused(tmp_path, f"tensor '{name}' is missing beside", target=target_config(hidden=32))
-
-
-def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
-    write_eagle3(tmp_path, **(WIDE | {"intermediate": 96}))
-    pack_head(tmp_path)
-    change_config(tmp_path, intermediate_size=64)
-    names = "'midlayer.mlp.down_proj.weight' has shape [32, 96]", "asks for [32, 64]"
-    refused(tmp_path, *names, target=target_config(hidden=32))
+    refused(tmp_path, kind, target=target)
 
 
 def test_floats_and_integers_may_stand_side_by_side(tmp_path: Path) -> None:
@@ -298,7 +199,6 @@ def test_floats_and_integers_may_stand_side_by_side(tmp_path: Path) -> None:
     head = load_eagle3(tmp_path, target_config(hidden=32))
     assert torch.equal(head.q.weight.T, tensors[Q])
     assert torch.equal(head.k.weight.T, numbers[K])
-    assert not torch.equal(numbers[K], tensors[K])
 
 
 def test_norms_that_the_config_denies(tmp_path: Path) -> None:
@@ -309,14 +209,10 @@ def test_norms_that_the_config_denies(tmp_path: Path) -> None:
     refused(tmp_path, "'fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight' is unexpected")
 
 
-def test_folder_without_weights_or_config(tmp_path: Path) -> None:
-    refused(tmp_path / "absent", f"{tmp_path / 'absent'} is not a folder")
-    refused(tmp_path, f"{tmp_path / 'config.json'} does not exist")
+def test_folder_without_weights(tmp_path: Path) -> None:
     write_eagle3(tmp_path)
-    (tmp_path / SAFETENSORS).unlink()
-    refused(tmp_path, f"{tmp_path} holds no {SAFETENSORS}", PICKLED)
-    (tmp_path / "head.pt").write_bytes(b"")
-    refused(tmp_path, "beside head.pt")
+    (tmp_path / SAFETENSORS).rename(tmp_path / "head.pt")
+    refused(tmp_path, f"{tmp_path} holds no {SAFETENSORS}", PICKLED, "beside head.pt")
 
 
 class Harmful:
@@ -330,17 +226,10 @@ class TestPickle:
         write_eagle3(tmp_path, layout="safeailab")
         return tmp_path / PICKLED
 
-    @pytest.mark.parametrize(
-        "content", [b"", b"no weights", pickle.dumps({"fc.weight": 1}, 2)[:9], b"PK\x03\x04 no archive"]
-    )
-    def test_that_cannot_be_read(self, content: bytes, file: Path) -> None:
-        file.write_bytes(content)
-        refused(file.parent, f"{file} is damaged or holds more than tensors", "download it again", SAFETENSORS)
-
-    @pytest.mark.parametrize("keep", [100, -1])
+    @pytest.mark.parametrize("keep", [0, 100, -1])
     def test_that_is_cut_short(self, keep: int, file: Path) -> None:
         file.write_bytes(file.read_bytes()[:keep])
-        refused(file.parent, f"{file} is damaged")
+        refused(file.parent, f"{file} is damaged or holds more than tensors", "download it again", SAFETENSORS)
 
     def test_that_would_run_code(self, file: Path, capfd: pytest.CaptureFixture[str]) -> None:
         torch.save({"fc.weight": Harmful()}, file)
@@ -351,9 +240,7 @@ class TestPickle:
         ("content", "found"),
         [
             ([torch.zeros(1)], "must hold tensors by name, found a list"),
-            ({}, "must hold tensors by name"),
             ({"state_dict": {"fc.weight": torch.zeros(1)}}, "'state_dict' must be a plain tensor, found a dict"),
-            ({3: torch.zeros(1)}, "3 must be a plain tensor"),
             ({"fc.weight": torch.zeros(2, 2).to_sparse()}, "'fc.weight' must be a plain tensor"),
         ],
     )
@@ -361,18 +248,17 @@ class TestPickle:
         torch.save(content, file)
         refused(file.parent, str(file), found)
 
-    def test_of_the_old_format_is_read(self, file: Path) -> None:
+    def test_of_the_old_format_is_read_into_memory_of_its_own(self, file: Path) -> None:
         content = torch.load(file, weights_only=True)
-        torch.save(content, file, _use_new_zipfile_serialization=False)
-        assert torch.equal(load_eagle3(file.parent, target_config()).fc.weight, content["fc.weight"].T)
+        for new in (False, True):
+            torch.save(content, file, _use_new_zipfile_serialization=new)
+            head = load_eagle3(file.parent, target_config())
+            file.write_bytes(b"\xff" * file.stat().st_size)
+            assert torch.equal(head.fc.weight, content["fc.weight"].T)
 
     def test_beside_safetensors_is_left_alone(self, file: Path) -> None:
+        assert checkpoint_hashes(file.parent)[PICKLED] == hashlib.sha256(file.read_bytes()).hexdigest()
         tensors = write_eagle3(file.parent, layout="specforge", seed=1)
         file.write_bytes(b"no weights")
         assert torch.equal(load_eagle3(file.parent, target_config()).fc.weight, tensors["fc.weight"].T)
         assert set(checkpoint_hashes(file.parent)) == {"config.json", SAFETENSORS}
-
-    def test_is_hashed(self, file: Path) -> None:
-        hashes = checkpoint_hashes(file.parent)
-        assert set(hashes) == {"config.json", PICKLED}
-        assert hashes[PICKLED] == hashlib.sha256(file.read_bytes()).hexdigest()

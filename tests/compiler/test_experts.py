@@ -1,7 +1,10 @@
-"""Experts of a layer: the module, its graph, its weights quantised, and its tensors in a checkpoint."""
+"""Experts of a layer: the module, its graph, its weights quantised, and its tensors in a checkpoint, one for each
+expert, or those of a layer together as floats or in MXFP4."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -9,26 +12,31 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GptOssConfig, Qwen3MoeConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from outrider.compiler.deferred import StackedTensor, defer, deferred, rebind
+from outrider.compiler.checkpoint import defer_decoder, load_decoder
+from outrider.compiler.deferred import StackedTensor, deferred
+from outrider.compiler.export import export_target
 from outrider.compiler.export.tracing import name_inputs, trace
+from outrider.compiler.fused_tensors import from_mxfp4
 from outrider.compiler.lowering import lower
+from outrider.compiler.models.config import WeightType
+from outrider.compiler.models.eager import sequence_logits
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ClampedUnit, ExpertsConfig
+from outrider.compiler.opening import stores_integers
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
-from outrider.compiler.slots import EXPERT, check_tensors, fill, slots
-from outrider.compiler.tensor_source import Stored
-from outrider.compiler.weights import Weights
 from outrider.plans.errors import CheckpointError
 from outrider.plugins.reference import Expert, clamped_unit, gated_unit, mixture_of_experts, quant_matmul, route
 from tests.cpu_session import cpu_session
+
+from .conftest import MakeCheckpoint
+from .formats.packed import SETTINGS, mxfp4_parts, pack_experts, rounded
 
 HIDDEN, CPU = 64, "onnxruntime-cpu"
 PLAIN = ExpertsConfig(count=6, top_k=2, size=32, normalise=True)
@@ -50,39 +58,6 @@ def experts(config: ExpertsConfig = PLAIN, seed: int = 0) -> Experts:
 
 def tokens(count: int = 50) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)) * 2
-
-
-@pytest.mark.parametrize("normalise", [False, True])
-def test_they_are_those_of_qwen3_moe(normalise) -> None:
-    ours = experts(ExpertsConfig(6, 2, 32, normalise))
-    theirs = Qwen3MoeSparseMoeBlock(
-        Qwen3MoeConfig(
-            hidden_size=HIDDEN, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=2, norm_topk_prob=normalise
-        )
-    )
-    with torch.no_grad():
-        theirs.gate.weight.copy_(ours.router.T)
-        theirs.experts.gate_up_proj.copy_(torch.cat([ours.gate, ours.up], -1).transpose(1, 2))
-        theirs.experts.down_proj.copy_(ours.down.transpose(1, 2))
-        wanted = theirs(tokens()[None])[0]
-    torch.testing.assert_close(ours(tokens()), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_they_are_those_of_gpt_oss() -> None:
-    ours = experts(CONFIGS["clamped"])
-    theirs = GptOssMLP(
-        GptOssConfig(hidden_size=HIDDEN, intermediate_size=64, num_local_experts=5, num_experts_per_tok=2)
-    )
-    with torch.no_grad():
-        theirs.router.weight.copy_(ours.router.T)
-        theirs.router.bias.copy_(ours.router_bias)
-        for side, (weight, bias) in enumerate([(ours.gate, ours.gate_bias), (ours.up, ours.up_bias)]):
-            theirs.experts.gate_up_proj[..., side::2] = weight
-            theirs.experts.gate_up_proj_bias[:, side::2] = bias
-        theirs.experts.down_proj.copy_(ours.down)
-        theirs.experts.down_proj_bias.copy_(ours.down_bias)
-        wanted = theirs(tokens()[None])[0][0]
-    torch.testing.assert_close(ours(tokens()), wanted, rtol=1e-4, atol=1e-4)
 
 
 def graph_of(module: Experts) -> ir.Model:
@@ -114,16 +89,17 @@ def test_the_graph_computes_what_the_module_does(name, target, tmp_path: Path) -
     torch.testing.assert_close(torch.from_numpy(run(model, tokens(), tmp_path)), module(tokens()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_of_odd_sizes_are_not_quantised() -> None:
+    report = quantize("target", graph_of(experts(CONFIGS["odd"])), WeightForm(4, None))
+    assert report.declined == {"sizes of experts are no multiples of 32": 3}
+
+
+@pytest.mark.parametrize(("name", "bits"), [("normalised", 8), ("not normalised", 4), ("clamped", 4), ("clamped", 8)])
 def test_quantised_experts_are_the_references(name, bits, tmp_path: Path) -> None:
     """Each expert's matrices are rounded on their own, and the router is not."""
     c, module = CONFIGS[name], experts(CONFIGS[name])
     model = graph_of(module)
     report = quantize("target", model, WeightForm(bits, None))
-    if name == "odd":
-        assert report.declined == {"sizes of experts are no multiples of 32": 3}
-        return
     assert (report.applied, report.declined) == (3, {})
     lower("target", model, CPU, 1)
     assert [node.op_type for node in model.graph] == ["Route", "QuantMixtureOfExperts"]
@@ -141,8 +117,7 @@ def test_quantised_experts_are_the_references(name, bits, tmp_path: Path) -> Non
     np.testing.assert_array_equal(run(model, tokens(), tmp_path), mixture_of_experts(x, weights, each, unit))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("name", ["normalised", "clamped"])
+@pytest.mark.parametrize(("name", "bits"), [("normalised", 4), ("clamped", 8)])
 def test_the_body_has_the_same_quantised_weights(name, bits, tmp_path: Path) -> None:
     model = graph_of(experts(CONFIGS[name]))
     quantize("target", model, WeightForm(bits, None))
@@ -166,69 +141,169 @@ def test_a_drafters_experts_are_floats_for_tensorrt(name, tmp_path: Path) -> Non
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-def stored_name(parameter: str) -> str:
-    if parameter == "router":
-        return "mlp.gate.weight"
-    return f"mlp.experts.{EXPERT}.{parameter}_proj.weight"
+@pytest.fixture
+def separate(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
+    """A checkpoint that stores each expert by itself."""
+    sizes = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+    make_checkpoint("qwen3_moe", head_dim=16, **sizes)
+    return tmp_path
+
+
+def test_tensors_of_experts_are_stacked(separate: Path) -> None:
+    loaded, stored = load_decoder(separate).state_dict(), deferred(defer_decoder(separate))
+    products = {f"layers.{i}.experts.{each}" for i in (0, 1) for each in ("gate", "up", "down")}
+    assert {name for name, each in stored.items() if isinstance(each, StackedTensor)} == products
+    assert all(torch.equal(each.read(), loaded[name]) for name, each in stored.items())
+
+
+def test_what_is_missing_or_too_much_is_named(separate: Path) -> None:
+    expert = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    wrong(separate, {expert.format(3): None}, f"'{expert.format(3)}' is missing", "[32, 32]")
+    wrong(separate, {expert.format(6): torch.zeros(32, 32)}, f"'{expert.format(6)}' is unexpected")
+
+
+FILE = "model.safetensors"
+EXPERTS = "model.layers.1.mlp.experts"
+UP, DOWN = f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"
+SIZES = {
+    "head_dim": 16, "intermediate_size": 64, "sliding_window": 20, "num_local_experts": 5, "num_experts_per_tok": 4,
+    "dtype": torch.bfloat16,
+}  # fmt: skip
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> tuple[Experts, Path]:
-    module = experts()
-    tensors = {"mlp.gate.weight": module.router.T.contiguous()}
-    for e in range(PLAIN.count):
-        for name in ("gate", "up", "down"):
-            tensors[f"mlp.experts.{e}.{name}_proj.weight"] = getattr(module, name)[e].T.contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    return module, tmp_path
+def floats(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
+    make_checkpoint("gpt_oss", **SIZES)
+    tensors = load_file(tmp_path / FILE)
+    for name in tensors:
+        if name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = rounded(tensors[name].transpose(1, 2)).transpose(1, 2).bfloat16().contiguous()
+    save_file(tensors, tmp_path / FILE)
+    return tmp_path
 
 
-def test_tensors_of_experts_are_stacked(checkpoint) -> None:
-    module, folder = checkpoint
-    weights, wanted = Weights(folder), slots(module, stored_name)
-    check_tensors(weights, folder, folder, "experts", wanted)
-    for name, values in fill(weights, wanted, "float32").items():
-        assert torch.equal(values, getattr(module, name)), name
-    with torch.device("meta"):
-        unread = Experts(PLAIN, HIDDEN)
-    defer(unread, weights, wanted, "float32")
-    stored = deferred(unread)
-    assert {name for name, each in stored.items() if isinstance(each, StackedTensor)} == {"gate", "up", "down"}
-    assert all(torch.equal(each.read(), getattr(module, name)) for name, each in stored.items())
-    rebind(unread, weights)
+@pytest.fixture
+def mxfp4(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as it is published."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    shutil.copytree(floats, folder, dirs_exist_ok=True)
+    pack_experts(folder)
+    return folder
 
 
-@pytest.mark.parametrize("form", [None, WeightForm(4, None)])
-def test_a_graph_of_experts_that_are_read_late_is_the_same(checkpoint, form, tmp_path: Path) -> None:
-    module, folder = checkpoint
-    weights = Weights(folder)
-    with torch.device("meta"):
-        unread = Experts(PLAIN, HIDDEN)
-    defer(unread, weights, slots(module, stored_name), "float32")
+def refused(path: Path, *parts: str, dtype: WeightType = "float32") -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_decoder(path, dtype)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_every_byte_is_what_transformers_makes_of_it() -> None:
+    scales = torch.arange(100, 116, dtype=torch.uint8).repeat(2, 1)
+    blocks = torch.arange(2 * 16 * 16).remainder(256).to(torch.uint8).view(2, 16, 16)
+    theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
+    assert torch.equal(from_mxfp4(blocks, scales), theirs)
+    numbers = rounded(torch.randn(8, 96, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(from_mxfp4(*mxfp4_parts(numbers)), numbers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mxfp4_is_the_same_model_as_its_floats(floats: Path, mxfp4: Path, dtype: WeightType) -> None:
+    wanted, found = (load_decoder(path, dtype).state_dict() for path in (floats, mxfp4))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], values) for name, values in wanted.items())
+    stored = load_file(floats / FILE)
+    assert torch.equal(found["layers.1.experts.up"], stored[UP][..., 1::2].to(found["embedding"].dtype))
+    assert not stores_integers(mxfp4)
+
+
+def test_experts_are_read_late_and_one_at_a_time(mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, ...]] = []
+
+    def noted(blocks: Tensor, scales: Tensor) -> Tensor:
+        read.append(tuple(blocks.shape))
+        return from_mxfp4(blocks, scales)
+
+    monkeypatch.setattr("outrider.compiler.fused_tensors.from_mxfp4", noted)
+    wanted, unread = load_decoder(mxfp4).state_dict(), deferred(defer_decoder(mxfp4))
+    products = {name for name, each in unread.items() if isinstance(each, StackedTensor) and "bias" not in name}
+    assert products == {f"layers.{i}.experts.{each}" for i in (0, 1) for each in ("gate", "up", "down")}
+    read.clear()
+    for name, each in unread.items():
+        assert torch.equal(each.read(), wanted[name])
+    assert set(read) == {(64, 1, 16), (32, 2, 16)}
+    assert len(read) == 2 * 5 * 3
+
+
+def test_transformers_reads_the_same_from_mxfp4(mxfp4: Path) -> None:
+    same_as_transformers(mxfp4, list(range(1, 60)), quantization_config=Mxfp4Config(dequantize=True))
+
+
+@pytest.mark.parametrize("form", [None, WeightForm(4, 8)])
+def test_graphs_have_the_same_weights(floats: Path, mxfp4: Path, form: WeightForm | None) -> None:
     found = []
-    for each in (unread, module):
-        model = graph_of(each)
-        quantize("target", model, form)
-        lower("target", model, CPU, 1)
-        found.append({name: value.const_value.numpy() for name, value in model.graph.initializers.items()})
+    for path in (floats, mxfp4):
+        graph = export_target(defer_decoder(path), 32)
+        quantize("target", graph, form)
+        found.append({name: value.const_value for name, value in graph.graph.initializers.items()})
     assert found[0].keys() == found[1].keys()
     for name, values in found[0].items():
-        np.testing.assert_array_equal(values, found[1][name])
+        assert values is not None
+        np.testing.assert_array_equal(values.numpy(), found[1][name].numpy())  # type: ignore[union-attr]
 
 
-def test_what_is_missing_or_too_much_is_named(checkpoint) -> None:
-    module, folder = checkpoint
-    weights, wanted = Weights(folder), slots(module, stored_name)
-    held = dict(weights.found)
-    weights.found = {name: each for name, each in held.items() if name != "mlp.experts.3.up_proj.weight"}
-    with pytest.raises(CheckpointError, match=r"'mlp.experts.3.up_proj.weight' is missing.*\[32, 64\]"):
-        check_tensors(weights, folder, folder, "experts", wanted)
-    weights.found = held | {"mlp.experts.6.up_proj.weight": held["mlp.experts.0.up_proj.weight"]}
-    with pytest.raises(CheckpointError, match=r"'mlp.experts.6.up_proj.weight' is unexpected"):
-        check_tensors(weights, folder, folder, "experts", wanted)
-    packed = Stored(folder, (32, 64), "GPTQ int4", packed=True)
-    weights.found = held | {"mlp.experts.2.gate_proj.weight": packed}
-    with pytest.raises(
-        CheckpointError, match=r"'mlp.experts.2.gate_proj.weight' .*GPTQ int4, and experts are not read"
-    ):
-        check_tensors(weights, folder, folder, "experts", wanted)
+def test_absent_keys_stand_for_what_transformers_has(floats: Path) -> None:
+    config = floats / "config.json"
+    absent = {"rope_parameters", "layer_types", "sliding_window", "attention_bias", "swiglu_alpha", "swiglu_limit"}
+    config.write_text(
+        json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key not in absent})
+    )
+    same_as_transformers(floats, [each % 97 for each in range(180)])
+
+
+def same_as_transformers(folder: Path, ids: list[int], **how: object) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(sequence_logits(load_decoder(folder), ids), wanted, rtol=0, atol=1e-4)
+
+
+def wrong(path: Path, changes: dict[str, Tensor | None], *said: str, dtype: WeightType = "float32") -> None:
+    """Loading fails with a sentence that holds every part, where tensors are replaced, or removed."""
+    whole = load_file(path / FILE)
+    save_file({name: tensor for name, tensor in (whole | changes).items() if tensor is not None}, path / FILE)
+    refused(path, *said, dtype=dtype)
+    save_file(whole, path / FILE)
+
+
+def test_tensors_of_experts_are_named(floats: Path) -> None:
+    whole = load_file(floats / FILE)
+    wrong(floats, {UP: None}, f"'{UP}[0].gate'", "is missing", "gpt_oss")
+    turned = f"{floats / FILE}: tensor '{UP}' has shape [5, 128, 32]"
+    wrong(floats, {UP: whole[UP].transpose(1, 2).contiguous()}, turned, "asks for [5, 32, 128]")
+    few = whole[f"{DOWN}_bias"][:4].contiguous()
+    wrong(floats, {f"{DOWN}_bias": few}, f"tensor '{DOWN}_bias' has shape [4, 32]", "asks for [5, 32]")
+    odd = whole[DOWN].clone().index_fill_(0, torch.tensor([3]), float("nan"))
+    wrong(floats, {DOWN: odd}, f"tensor '{DOWN}[3].down' holds values that are not finite")
+    sinks = "model.layers.1.self_attn.sinks"
+    wrong(floats, {sinks: None}, f"'{sinks}' is missing")
+
+
+def test_tensors_of_mxfp4_are_named(mxfp4: Path) -> None:
+    whole, blocks, scales = load_file(mxfp4 / FILE), f"{UP}_blocks", f"{UP}_scales"
+    wrong(mxfp4, {scales: None}, f"tensor '{scales}' is missing beside '{blocks}'")
+    wrong(mxfp4, {blocks: None}, f"tensor '{blocks}' is missing beside '{scales}'")
+    half = whole[blocks][:, :64].contiguous()
+    wrong(mxfp4, {blocks: half}, f"tensor '{blocks}' has shape [5, 64, 1, 16]", "asks for [5, 128, 1, 16]")
+    wrong(mxfp4, {scales: whole[scales].float()}, f"tensor '{scales}' is stored as F32", "bytes (U8)")
+    wrong(mxfp4, {UP: torch.zeros(5, 32, 128)}, f"'{blocks}' stands beside '{UP}'")
+    for scale, dtype in ((255, "float32"), (147, "float16")):
+        said = f"'{UP}[0].gate' holds values that are not finite in {dtype}"
+        wrong(mxfp4, {scales: torch.full_like(whole[scales], scale)}, said, dtype=dtype)  # type: ignore[arg-type]
+
+
+def test_no_other_model_is_read_in_mxfp4(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    make_checkpoint("qwen3")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": SETTINGS}))
+    refused(tmp_path, "MXFP4 checkpoint (quantization_config), which is not read")

@@ -16,33 +16,21 @@ def test_texts_and_tasks(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "task": "long"}\n\n{"prompt": "b"}\n', encoding="utf-8")
     assert read_tasks(path) == [Prompt("a", "long"), Prompt("b")]
     assert read_prompts(path) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("[]", 'must be a JSON object with a text under "prompt"'),
-        ('{"prompt": ""}', 'must be a JSON object with a text under "prompt"'),
-        ("[" * 100_000, 'must be a JSON object with a text under "prompt"'),
-        ("{", 'must be a JSON object with a text under "prompt"'),
-        ('{"prompt": "a", "task": 3}', '"task" must be a name; correct it, or leave it out'),
-        ('{"prompt": "a", "task": ""}', '"task" must be a name'),
-    ],
-)
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'{{"prompt": "a"}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(RecipeError, match=rf"prompts\.jsonl:2: .*{said}"):
-        read_tasks(path)
-
-
-def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(RecipeError, match="holds no prompts"):
         read_tasks(path)
     with pytest.raises(RecipeError, match="cannot be read as UTF-8 text"):
         read_tasks(tmp_path / "away.jsonl")
+
+
+def test_a_wrong_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    no_text = 'must be a JSON object with a text under "prompt"'
+    task = '"task" must be a name; correct it, or leave it out'
+    for line in ("[]", '{"prompt": ""}', "[" * 100_000, '{"prompt": "a", "task": 3}'):
+        path.write_text(f'{{"prompt": "a"}}\n{line}\n', encoding="utf-8")
+        with pytest.raises(RecipeError, match=rf"prompts\.jsonl:2: .*{task if 'task' in line else no_text}"):
+            read_tasks(path)
 
 
 def test_a_gzipped_file_reads_as_the_plain_one_and_a_broken_one_is_named(tmp_path: Path) -> None:

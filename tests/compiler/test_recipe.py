@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Literal
 
 import pytest
-from pydantic import BaseModel, Field, ValidationError
 
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.rope import RopeScaling
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe, check_capacity, load_recipe
-from outrider.compiler.recipe_source import RecipeSource
 from outrider.plans.errors import RecipeError
 
 FULL = """\
@@ -59,6 +56,7 @@ def refusal(file: Path, text: str, *overrides: str) -> str:
 
 def test_every_field_is_read(recipe_file: Path) -> None:
     recipe = load(recipe_file, FULL)
+    assert load(recipe_file, SHORT, "capacity.context=100").capacity.prefill_chunk == 100
     assert recipe.name == "reference"
     assert recipe.target.dtype == "bfloat16"
     assert recipe.rope_scaling == RopeScaling("yarn", 4.0, 8192)
@@ -67,22 +65,6 @@ def test_every_field_is_read(recipe_file: Path) -> None:
     assert recipe.capacity.branches == 4
     assert recipe.checkpoint_path == recipe_file.parent.parent / "model"
     assert recipe.held_out_path == recipe_file.parent.parent / "held_out.jsonl"
-
-
-def test_a_short_context_shortens_the_default_chunk(recipe_file: Path) -> None:
-    assert load(recipe_file, SHORT, "capacity.context=100").capacity.prefill_chunk == 100
-    with pytest.raises(RecipeError, match=r"^[^\n]*capacity.context must be a whole number, found 'lots'[^\n]*$"):
-        load(recipe_file, SHORT, "capacity.context=lots")
-
-
-def test_defaults(recipe_file: Path) -> None:
-    recipe = load(recipe_file, SHORT)
-    assert recipe.drafters == ()
-    assert [target.kind for target in recipe.backends] == ["onnxruntime-cpu"]
-    assert recipe.target.dtype == "float32"
-    assert (recipe.capacity.branches, recipe.capacity.prefill_chunk) == (1, 256)
-    assert recipe.held_out_path is None
-    assert recipe.rope_scaling is None
 
 
 def test_resolved_is_json_with_defaults_and_without_absolute_paths(recipe_file: Path, tmp_path: Path) -> None:
@@ -101,117 +83,56 @@ def test_resolved_is_json_with_defaults_and_without_absolute_paths(recipe_file: 
     assert json.dumps(load(recipe_file, FULL).resolved()) == json.dumps(same)
 
 
-def test_sentence_explains_the_key_that_is_at_fault(recipe_file: Path) -> None:
-    assert refusal(recipe_file, FULL.replace("name: short", "name: none")).endswith(
-        "choose another name (what requests call the drafter: small letters, digits, and -_. after the first)"
-    )
-
-
-def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
-    recipe = load(recipe_file, SHORT)
-    with pytest.raises(ValidationError, match="frozen"):
-        recipe.capacity.context = 4  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("dtype: bfloat16", "dtyp: float32", "FILE:4: target.dtyp is not a known key (did you mean 'dtype'?); "),
-        ("dtype: bfloat16", "dtyp: float32", "known keys: checkpoint, dtype, weights, rope_scaling"),
-        ("name: reference", "name: reference\nzzz: 1", "FILE:2: zzz is not a known key; known keys: name, target"),
+        ("dtype: bfloat16", "dtyp: float32", "FILE:4: target.dtyp is not a known key (did you mean 'dtype'?); known"),
         ("backends: [", "targets: [", "FILE:15: targets is not a known key; known keys: name, target, drafters"),
-        ("max_draft: 2", "max_drafts: 2", "FILE:10: drafters[1].max_drafts is not a known key (did you mean 'max"),
-        ("factor: 4.0", "factr: 4.0", "FILE:5: target.rope_scaling.factr is not a known key (did you mean 'factor'?)"),
         ("factor: 4.0, ", "", "FILE:5: target.rope_scaling is wrong: rope scaling 'yarn' needs a 'factor'"),
         ("factor: 4.0", "factor: .inf", "FILE:5: target.rope_scaling.factor must be a finite number, found inf"),
-        ("bfloat16", "float64", "FILE:4: target.dtype must be 'float32', 'float16' or 'bfloat16', found 'float64'"),
-        (
-            "name: reference",
-            "name: reference\nkv_cache: int4",
-            "FILE:2: kv_cache must be 'float32', 'float16' or 'int8', found 'int4'",
-        ),
+        ("name: reference", "name: a\nkv_cache: int4", "FILE:2: kv_cache must be 'float32', 'float16' or 'int8',"),
         ("  context: 4096\n", "", "FILE:11: capacity.context is missing; add it (tokens of the longest sequence"),
-        ("context: 4096", "context: big", "FILE:12: capacity.context must be a whole number, found 'big' (tokens of"),
-        ("context: 4096", "context: '4096'", "FILE:12: capacity.context must be a whole number, found '4096'"),
-        ("branches: 4", "branches: 17", "FILE:13: capacity.branches must be at most 16, found 17"),
         ("branches: 4", "branches: 1\n  batching: true", "FILE:14: capacity.batching is true, and"),
-        ("branches: 4", "branches: 0", "FILE:13: capacity.branches must be at least 1, found 0"),
-        ("branches: 4", "branches: true", "FILE:13: capacity.branches must be a whole number, found true"),
         ("branches: 4", "branches:", "FILE:13: capacity.branches must be a whole number, found nothing"),
         ("chunk: 128", "chunk: 8192", "FILE:14: capacity.prefill_chunk is 8192, more than capacity.context 4096; set"),
         ("name: short", "name: ngram", "FILE:8: drafters[1].name is 'ngram', which is the name of an earlier drafter"),
         ("name: short", "name: none", "FILE:8: drafters[1].name is 'none', which means no drafter; choose another"),
-        ("name: short", "name: 1", "FILE:8: drafters[1].name must be text (quote it if it looks like a number)"),
-        (
-            "kind: ngram\n",
-            "kind: oracle\n",
-            "FILE:9: drafters[1].kind must be one of 'ngram', 'eagle3', 'block', 'model', found 'oracle'",
-        ),
-        ("    kind: ngram\n", "", "FILE:8: drafters[1].kind is missing; add it"),
+        ("  - name: short\n    kind: ngram", "  - name: short\n    kind: oracle",
+         "FILE:9: drafters[1].kind must be one of 'ngram', 'eagle3', 'block', 'model', found 'oracle'"),
+        ("  - name: short\n    kind: ngram", "  - name: short", "FILE:8: drafters[1].kind is missing; add it"),
         ("min_context: 2", "min_context: 9", "FILE:7: drafters[0].min_context is 9, more than max_context 3; lower it"),
-        ("1e-1", "1.5", "FILE:7: drafters[0].min_confidence must be at most 1.0, found 1.5"),
         ("max_draft: 2", "max_draft: 2\n    memory: 9", "FILE:11: drafters[1].memory is 9; raise it to at least 1024"),
-        ("max_draft: 2", "max_draft: 2\n    memory: 2000000000", "FILE:11: drafters[1].memory must be at most"),
-        ("max_draft: 2", "max_draft: 2\n    memory: -1", "FILE:11: drafters[1].memory must be at least 0, found -1"),
         ("max_draft: 2", "max_draft: 2\n    least: 3", "FILE:11: drafters[1].least is 3, more than max_draft 2; lower"),
-        (
-            "max_draft: 2", "max_draft: 2\n    otherwise: ngram",
-            "FILE:11: drafters[1].otherwise is 'ngram'; name a model, eagle3 or block drafter, not of rejection: none",
-        ),
-        (
-            "held_out:", "skeleton: {branch: '{outline}'}\nheld_out:",
-            "FILE:16: skeleton.branch must have {point}, and may have {outline}; double other braces",
-        ),
-        (
-            "held_out:", "skeleton: {branch: '{point} {name}'}\nheld_out:",
-            "FILE:16: skeleton.branch must have {point}",
-        ),
-        ("held_out:", "skeleton: {tools: ['<a>']}\nheld_out:", "FILE:16: skeleton.tools[0] must match"),
-        ("name: reference", "name: Big Model", "FILE:1: name must match ^[a-z0-9][a-z0-9_.-]*$, found 'Big Model'"),
-        ("name: reference", "name: ..", "FILE:1: name must match"),
+        ("max_draft: 2", "max_draft: 2\n    otherwise: ngram",
+         "FILE:11: drafters[1].otherwise is 'ngram'; name a model, eagle3 or block drafter, not of rejection: none"),
+        ("held_out:", "skeleton: {branch: '{outline}'}\nheld_out:",
+         "FILE:16: skeleton.branch must have {point}, and may have {outline}; double other braces"),
         ("[onnxruntime-cpu]", "[cpu]", "FILE:15: backends[0].kind must be one of 'onnxruntime-cpu', 'onnxruntime-cu"),
-        ("[onnxruntime-cpu]", "[3]", "FILE:15: backends[0] must be a mapping of keys to values, found 3"),
-        (
-            "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_90]}]",
-            "FILE:15: backends[0].compute_capabilities[0] must be 'sm_75', 'sm_80', 'sm_86', 'sm_89', 'sm_120' or",
-        ),
-        (
-            "[onnxruntime-cpu]", "[{kind: cuda, compute_capabilities: [sm_75]}]",
-            "FILE:15: backends[0].compute_capabilities[0] must be 'sm_80', 'sm_86', 'sm_87', 'sm_89', 'sm_90'",
-        ),
-        (
-            "[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_80, sm_80]}]",
-            "FILE:15: backends[0].compute_capabilities[1] repeats 'sm_80'; keep one of them",
-        ),
-        (
-            "[onnxruntime-cpu]", "[{kind: tensorrt, hardware_compatibility: all}]",
-            "FILE:15: backends[0].hardware_compatibility must be 'none', 'same_compute_capability' or 'ampere_plus'",
-        ),
-        (
-            "[onnxruntime-cpu]", "[{kind: tensorrt, version_compatible: 1}]",
-            "FILE:15: backends[0].version_compatible must be",
-        ),
+        ("[onnxruntime-cpu]", "[{kind: cuda, compute_capabilities: [sm_75]}]",
+         "FILE:15: backends[0].compute_capabilities[0] must be 'sm_80', 'sm_86', 'sm_87', 'sm_89', 'sm_90'"),
+        ("[onnxruntime-cpu]", "[{kind: tensorrt-rtx, compute_capabilities: [sm_80, sm_80]}]",
+         "FILE:15: backends[0].compute_capabilities[1] repeats 'sm_80'; keep one of them"),
         ("[onnxruntime-cpu]", "[{kind: tensorrt, timing_cache: a/b}]", "a/b, which can be no file; name one in"),
         ("[onnxruntime-cpu]", "[]", "FILE:15: backends must have at least 1 entry, found []"),
-        ("[onnxruntime-cpu]", "onnxruntime-cpu", "FILE:15: backends must be a list, found 'onnxruntime-cpu'"),
-        ("../model", "../modle", "/modle, which is neither a folder nor a GGUF file; correct the path"),
         ("../model", '"a\\0b"', "FILE:3: target.checkpoint holds a character that cannot be printed; correct the path"),
         ("../model", "''", "FILE:3: target.checkpoint must not be empty"),
-        ("../model", "~nobody-here/x", "/~nobody-here/x, which is neither a folder nor a GGUF file"),
-        ("../model", "../modle", "FILE:3: target.checkpoint names "),
+        ("../model", "~nobody-here/x", "/~nobody-here/x, which is neither a folder nor a GGUF file; correct the path"),
         ("../held_out.jsonl", "../model", "FILE:16: held_out names "),
-        ("name: reference", "name: a\nname: b", "FILE:2: name is given twice; keep one of them"),
         ("branches: 4", "context: 4", "FILE:13: capacity.context is given twice; keep one of them"),
         ("branches: 4", "1: 4", "FILE:13: the key 1 is not text; quote it or remove it"),
-        ("branches: 4", "branches: [4", "FILE:14: is not valid YAML: "),
         ("name: reference", "name: !!python/name:os.system", "FILE:1: is not valid YAML: could not determine"),
         ("name: reference", "name: &a reference\nother: *a", "FILE:2: is not valid YAML: aliases are not read"),
         ("branches: 4", "branches: 2024-99-99", "FILE: is not valid YAML: month must be in 1..12"),
+        (FULL, "# nothing\n", "FILE: is empty, expected a mapping that starts with 'name:'"),
+        (FULL, "- a\n- b\n", "FILE: holds ['a', 'b'], expected a mapping"),
+        (FULL, "a: 1\n---\nb: 2\n", "FILE:2: is not valid YAML: but found another document"),
+        (FULL, "a: \x01", "FILE: is not valid YAML: unacceptable character"),
+        (FULL, "[" * 5000, "FILE: is nested too deeply"),
     ],
 )  # fmt: skip
 def test_wrong_recipe_names_line_and_key(old: str, new: str, sentence: str, recipe_file: Path) -> None:
     assert FULL.count(old) >= 1
-    message = refusal(recipe_file, FULL.replace(old, new, 1) if old != "kind: ngram\n" else _last(old, new))
+    message = refusal(recipe_file, FULL.replace(old, new, 1))
     assert sentence in message
     assert message.count("FILE") == 1
     assert "\n" not in message
@@ -221,22 +142,6 @@ def test_all_faults_are_reported_in_the_order_of_the_file(recipe_file: Path) -> 
     text = FULL.replace("branches: 4", "branches: 40").replace("bfloat16", "int8").replace("max_draft: 2", "max: 2")
     lines = refusal(recipe_file, text).splitlines()
     assert [line.split(" ")[0] for line in lines] == ["FILE:4:", "FILE:10:", "FILE:13:"]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("", "FILE: is empty, expected a mapping that starts with 'name:'"),
-        ("# nothing\n", "FILE: is empty"),
-        ("- a\n- b\n", "FILE: holds ['a', 'b'], expected a mapping"),
-        ("hello", "FILE: holds 'hello', expected a mapping"),
-        ("a: 1\n---\nb: 2\n", "FILE:2: is not valid YAML: but found another document"),
-        ("a: \x01", "FILE: is not valid YAML: unacceptable character"),
-        ("[" * 5000, "FILE: is nested too deeply"),
-    ],
-)
-def test_file_that_is_no_recipe(text: str, sentence: str, recipe_file: Path) -> None:
-    assert sentence in refusal(recipe_file, text)
 
 
 def test_file_that_cannot_be_read(recipe_file: Path) -> None:
@@ -277,20 +182,20 @@ def test_overrides_win_over_the_file(recipe_file: Path) -> None:
     ("override", "sentence"),
     [
         ("capacity.context=big", "override 'capacity.context=big': capacity.context must be a whole number"),
-        ("capacity.contxt=1", "override 'capacity.contxt=1': capacity.contxt is not a known key (did you mean 'con"),
         ("capcity.context=1", "override 'capcity.context=1': capcity is not a known key (did you mean 'capacity'?)"),
         ("drafters.5.name=a", "override 'drafters.5.name=a': drafters.5.name does not lead to a value of FILE"),
         ("name.x=1", "override 'name.x=1': name.x does not lead to a value"),
         ("capacity.context", "override 'capacity.context': must have the form key=value"),
-        ("=3", "override '=3': must have the form key=value"),
         ("name=[", "override 'name=[': is not valid YAML"),
         ("capacity={context: 1, context: 2}", "capacity.context is given twice"),
-        ("partial_kv={budget: x}", "partial_kv.budget must be a whole number or 'auto', found 'x' (blocks"),
         ("partial_kv={budget: {a: 1}}", "partial_kv.budget must be a whole number or 'auto', found {'a': 1} ("),
+        ("partial_kv={n_sink_blocks: 1000000000}", "partial_kv.n_sink_blocks must be at most 16777216"),
+        ("target.rope_scaling={rope_type: linear, factor: 1e300}", "factor must be at most 1000000000000.0, found"),
     ],
 )  # fmt: skip
 def test_wrong_override_is_named(override: str, sentence: str, recipe_file: Path) -> None:
     assert sentence in refusal(recipe_file, FULL, override)
+    assert "\n" not in refusal(recipe_file, SHORT, "capacity.context=big")  # on which a default depends
 
 
 def test_every_whole_number_of_a_recipe_has_a_largest_value() -> None:
@@ -307,21 +212,6 @@ def test_every_whole_number_of_a_recipe_has_a_largest_value() -> None:
     assert {name for name in unbounded if not name.startswith("RopeScaling")} == by_another_key
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("capacity.context=1000000000", "capacity.context must be at most 8388608, found 1000000000"),
-        ("partial_kv={n_sink_blocks: 1000000000}", "partial_kv.n_sink_blocks must be at most 16777216"),
-        (
-            "target.rope_scaling={rope_type: linear, factor: 1e300}",
-            "factor must be at most 1000000000000.0, found 1e+300",
-        ),
-    ],
-)
-def test_numbers_that_no_plan_can_hold_are_refused(override: str, sentence: str, recipe_file: Path) -> None:
-    assert sentence in refusal(recipe_file, SHORT, override)
-
-
 class TestCapacity:
     @pytest.fixture
     def config(self, tmp_path: Path) -> DecoderConfig:
@@ -330,10 +220,8 @@ class TestCapacity:
         (tmp_path / "config.json").write_text(json.dumps(raw))
         return read_config(tmp_path)
 
-    def test_context_within_the_model(self, recipe_file: Path, config: DecoderConfig) -> None:
-        check_capacity(load(recipe_file, SHORT, "capacity.context=1024"), config)
-
     def test_context_beyond_the_model_names_both_numbers(self, recipe_file: Path, config: DecoderConfig) -> None:
+        check_capacity(load(recipe_file, SHORT, "capacity.context=1024"), config)
         recipe = load(recipe_file, SHORT.replace("512", "3000"))
         with pytest.raises(RecipeError) as error:
             check_capacity(recipe, config)
@@ -354,119 +242,50 @@ class TestCapacity:
             check_capacity(load(recipe_file, SHORT, f"target.rope_scaling={scaling}", "capacity.context=4000"), config)
 
 
-def test_sentences_leave_out_the_tags_of_unions(tmp_path: Path) -> None:
-    class Cat(BaseModel, extra="forbid"):
-        kind: Literal["cat"]
-        lives: int = 9
-
-    class Dog(BaseModel, extra="forbid"):
-        kind: Literal["dog"]
-        tricks: int = 0
-
-    class Zoo(BaseModel):
-        animals: list[Annotated[Cat | Dog, Field(discriminator="kind")]]
-
-    file = tmp_path / "zoo.yaml"
-    file.write_text("animals:\n- {kind: cat, lives: x}\n- {kind: dog, trick: 1}\n- {kind: cow}\n- {lives: 1}\n")
-    source = RecipeSource.read(file)
-    with pytest.raises(ValidationError) as invalid:
-        Zoo.model_validate(source.values)
-    lines = str(source.errors(invalid.value, Zoo)).replace(str(file), "FILE").splitlines()
-    assert lines[1] == "FILE:3: animals[1].trick is not a known key (did you mean 'tricks'?); known keys: kind, tricks"
-    assert lines[2] == "FILE:4: animals[2].kind must be one of 'cat', 'dog', found 'cow'"
-    assert lines[3] == "FILE:5: animals[3].kind is missing; add it"
-
-
-def _last(old: str, new: str) -> str:
-    head, _, tail = FULL.rpartition(old)
-    return head + new + tail
-
-
-DRAFTER = "\n  - {name: tall, kind: model, checkpoint: target, SHAPE}\n"
-
-
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [
-        ("tree: {top_k: 2, depth: 1, nodes: 30}", "drafters[0].tree has 30 nodes, but grows only 7; lower nodes"),
-        ("tree: {top_k: 0, depth: 1, nodes: 3}", "drafters[0].tree.top_k must be at least 1"),
-        ("tree: {top_k: 2, nodes: 3}", "drafters[0].tree.depth is missing; add it"),
-        ("tree: tall", "drafters[0].tree must be {top_k, depth, nodes}, or auto"),
-        ("gamma: 2, tree: auto", "drafters[0].gamma stands beside tree"),
-        ("gamma: 0", "drafters[0].gamma must be at least 1"),
-        ("depth: 2", "drafters[0].depth is not a known key"),
-        ("acceptance: maybe", "drafters[0].acceptance must be"),
-    ],
-)
-def test_a_wrong_drafter_with_weights_gets_a_sentence(tmp_path: Path, shape: str, said: str) -> None:
-    (tmp_path / "target").mkdir()
-    file = tmp_path / "model.yaml"
-    text = "name: a\ntarget: {checkpoint: target}\ncapacity: {context: 64}\ndrafters:"
-    file.write_text(text + DRAFTER.replace("SHAPE", shape))
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(file)
-    (line,) = str(refused.value).splitlines()
-    assert line.startswith(f"{file}:5: {said}")
-
-
 SEARCHED = "{type: int4, method: awq, calibration: text.jsonl}"
 
 
 @pytest.mark.parametrize(
-    ("target", "drafter", "said"),
+    ("weights", "drafter", "said"),
     [
         ("{type: int4, method: awq}", "", "target.weights.method is awq, which searches on text; name it with"),
-        (
-            "{type: int4, calibration: text.jsonl}",
-            "",
-            "target.weights.calibration is read by method: awq alone; set that",
-        ),
-        ("{type: int4, method: gptq}", "", "target.weights.method must be 'rtn' or 'awq'"),
-        (
-            "{type: int4, method: awq, calibration: gone.jsonl}",
-            "",
-            "target.weights.calibration names FOLDER/gone.jsonl, which is not a file; correct it",
-        ),
-        (
-            "{type: int8}",
-            "{name: d, kind: model, checkpoint: target, weights: {type: int4, method: awq, calibration: target}}",
-            "drafters[0].weights.calibration names FOLDER/target, which is not a file; correct it",
-        ),
-        (
-            "{type: int8}",
-            f"{{name: d, kind: eagle3, checkpoint: target, weights: {SEARCHED}}}",
-            "drafters[0].weights.method is awq, which searches on text, and a head reads the target's features; leave",
-        ),
+        ("{type: int4, calibration: text.jsonl}", "", "target.weights.calibration is read by method: awq alone; set"),
+        ("{type: int4, method: awq, calibration: gone.jsonl}", "",
+         "target.weights.calibration names FOLDER/gone.jsonl, which is not a file; correct it"),
+        (None, "kind: model, checkpoint: target, weights: {type: int4, method: awq, calibration: target}",
+         "drafters[0].weights.calibration names FOLDER/target, which is not a file; correct it"),
+        (None, f"kind: eagle3, checkpoint: target, weights: {SEARCHED}",
+         "drafters[0].weights.method is awq, which searches on text, and a head reads the target's features; leave"),
+        (None, "kind: block, checkpoint: gone", "drafters[0].checkpoint names FOLDER/gone, which is not a folder"),
+        *((None, f"kind: model, checkpoint: target, {shape}", f"drafters[0].{said}") for shape, said in (
+            ("tree: {top_k: 2, depth: 1, nodes: 30}", "tree has 30 nodes, but grows only 7; lower nodes"),
+            ("tree: {top_k: 2, nodes: 3}", "tree.depth is missing; add it"),
+            ("tree: tall", "tree must be {top_k, depth, nodes}, or auto"),
+            ("gamma: 2, tree: auto", "gamma stands beside tree"),
+            ("gamma: 0", "gamma must be at least 1"),
+            ("gamma: {min: 3, max: 2}", "gamma has min 3, more than max 2; lower min"),
+        )),
     ],
-)
-def test_a_search_of_weights_needs_text_and_a_model_that_reads_it(
-    tmp_path: Path, target: str, drafter: str, said: str
+)  # fmt: skip
+def test_wrong_weights_and_shapes_of_drafts_are_named(
+    tmp_path: Path, weights: str | None, drafter: str, said: str
 ) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "text.jsonl").write_text('{"prompt": "a"}\n')
-    file = tmp_path / "model.yaml"
-    file.write_text(
-        f"name: a\ntarget: {{checkpoint: target, weights: {target}}}\n"
-        f"capacity: {{context: 64}}\ndrafters: [{drafter}]\n"
-    )
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(file)
-    (line,) = str(refused.value).replace(str(tmp_path), "FOLDER").splitlines()
-    assert said in line
+    text = f"name: a\ntarget: {{checkpoint: target, weights: {weights or 'null'}}}\ncapacity: {{context: 64}}\n"
+    entry = f"{{name: d, {drafter}}}" if drafter else ""
+    message = refusal(tmp_path / "model.yaml", f"{text}drafters: [{entry}]\n").replace(str(tmp_path), "FOLDER")
+    assert message.startswith(f"FILE:{4 if drafter else 2}: {said}")
+    assert "\n" not in message
 
 
-def test_where_the_text_of_a_search_lies_is_no_part_of_the_recipe(tmp_path: Path) -> None:
+def test_where_the_text_of_a_search_lies_is_no_part_of_the_recipe(recipe_file: Path, tmp_path: Path) -> None:
     """Its contents are hashed apart."""
-    (tmp_path / "target").mkdir()
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"prompt": "a"}\n')
-    file = tmp_path / "model.yaml"
-    weights = SEARCHED.replace("text.jsonl", str(text))
-    file.write_text(f"name: a\ntarget: {{checkpoint: target, weights: {weights}}}\ncapacity: {{context: 64}}\n")
-    recipe = load_recipe(file)
+    text = tmp_path / "held_out.jsonl"
+    recipe = load(recipe_file, SHORT, f"target.weights={SEARCHED.replace('text.jsonl', str(text))}")
     assert recipe.calibration_path(recipe.target.weights) == text
     target = recipe.resolved()["target"]
     assert isinstance(target, dict)
     assert target["weights"] == {
-        "type": "int4", "lm_head": "int8", "method": "awq", "calibration": "text.jsonl", "requantize": False,
+        "type": "int4", "lm_head": "int8", "method": "awq", "calibration": "held_out.jsonl", "requantize": False,
     }  # fmt: skip

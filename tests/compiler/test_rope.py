@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from outrider.compiler.models.rope import RopeScaling, rope_tables
@@ -32,28 +31,18 @@ SCALINGS: dict[str, dict[str, object]] = {
     },
     "yarn": YARN,
     "yarn-original-from-maximum": {"rope_type": "yarn", "factor": 2.0},
-    "yarn-factor-one": YARN | {"factor": 1.0},
     "yarn-attention-factor": YARN | {"attention_factor": 1.25},
     "yarn-mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
-    "yarn-mscale-alone": YARN | {"mscale": 0.7},
     "yarn-betas": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
     "yarn-not-truncated": YARN | {"truncate": False},
-    "yarn-ramp-of-no-width": YARN | {"original_max_position_embeddings": 6},
     "yarn-ramp-reversed": YARN | {"original_max_position_embeddings": 4},
 }
 
 
 SIZES: dict[str, object] = {
-    "model_type": "qwen3",
-    "vocab_size": 10,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": POSITIONS,
-}
+    "model_type": "qwen3", "vocab_size": 10, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
 
 
 def write_config(folder: Path, **keys: object) -> None:
@@ -77,16 +66,15 @@ def compare_with_transformers(folder: Path) -> None:
     np.testing.assert_allclose(sin[:2], expected_sin[0, :2, :32].numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_tables_equal_transformers(name: str, spelling: str, tmp_path: Path) -> None:
-    if spelling == "rope_parameters":
-        write_config(tmp_path, rope_parameters=SCALINGS[name] | {"rope_theta": THETA})
-    else:
-        write_config(tmp_path, rope_theta=THETA, rope_scaling=None if name == "default" else SCALINGS[name])
+def test_tables_equal_transformers_in_both_spellings(name: str, tmp_path: Path) -> None:
+    write_config(tmp_path, rope_parameters=SCALINGS[name] | {"rope_theta": THETA})
+    compare_with_transformers(tmp_path)
+    write_config(tmp_path, rope_theta=THETA, rope_scaling=None if name == "default" else SCALINGS[name])
     compare_with_transformers(tmp_path)
 
 
+TRAINED = "original_max_position_embeddings"
 PLAIN = {"rope_type": "default", "rope_theta": THETA}
 
 
@@ -94,21 +82,11 @@ PLAIN = {"rope_type": "default", "rope_theta": THETA}
     "keys",
     [
         {},
-        {"rope_parameters": {"rope_type": "default"}},
-        {"rope_parameters": PLAIN, "rope_scaling": None},
-        {"rope_parameters": PLAIN, "rope_scaling": {}},
-        {"rope_parameters": PLAIN, "rope_theta": THETA},
         {"rope_parameters": YARN | {"rope_theta": THETA}, "rope_scaling": YARN | {"rope_theta": THETA}},
         {"rope_parameters": YARN | {"rope_theta": THETA}, "rope_scaling": YARN, "rope_theta": THETA},
-        {"rope_parameters": YARN, "rope_scaling": YARN},
         {"rope_parameters": None, "rope_scaling": YARN | {"rope_theta": THETA}},
-        {"rope_theta": THETA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        {
-            "rope_theta": THETA,
-            "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
-            "original_max_position_embeddings": 512,
-        },
-        {"rope_parameters": PLAIN | {"partial_rotary_factor": 1.0}},
+        {"rope_theta": THETA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}, TRAINED: 512},
+        {"rope_theta": THETA, "rope_scaling": {"type": "linear", "factor": 4.0}},
     ],
 )
 def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tmp_path: Path) -> None:
@@ -120,33 +98,15 @@ def test_keys_that_agree_are_read_as_by_transformers(keys: dict[str, object], tm
     ("keys", "sentence"),
     [
         ({"rope_parameters": PLAIN, "rope_scaling": YARN}, "rope_parameters and rope_scaling contradict each other"),
-        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "default"}}, "move all keys into rope_parameters"),
-        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not supported"),
         (
             {"rope_parameters": PLAIN, "rope_scaling": YARN | {"rope_theta": 1e4}},
             "rope_parameters.rope_theta is 500000.0 and rope_scaling.rope_theta is 10000.0; remove the wrong one",
         ),
-        ({"rope_parameters": PLAIN, "rope_theta": 1e4}, "is 500000.0 and rope_theta is 10000.0; remove the wrong one"),
         ({"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, "its older spelling 'type' is"),
-        (
-            {"rope_scaling": YARN, "original_max_position_embeddings": 64},
-            "rope_scaling.original_max_position_embeddings is 512 and original_max_position_embeddings is 64",
-        ),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling must be a mapping of keys to values, found ['yarn']"),
-        (
-            {"rope_parameters": {"full_attention": PLAIN}},
-            "rope_parameters is by kind of layer, which Qwen3 models do not have",
-        ),
-        (
-            {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
-            "rope_parameters.partial_rotary_factor is 0.5; Qwen3 models rotate whole heads",
-        ),
+        ({"rope_scaling": YARN, TRAINED: 64}, f"rope_scaling.{TRAINED} is 512 and {TRAINED} is 64"),
+        ({"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters is by kind of layer, which Qwen3 models do"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; Qwen3 models rotate whole heads"),
         ({"rope_theta": float("nan")}, "rope_theta must be a finite number, found nan"),
-        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be at least 1.001, found 1.0"),
-        ({"rope_theta": 1e-50}, "rope_theta must be at least 1.001"),
-        ({"rope_parameters": PLAIN | {"rope_theta": 1e300}}, "rope_theta must be at most 1000000000000.0"),
-        ({"rms_norm_eps": 1e-60}, "rms_norm_eps must be at least 1e-30, found 1e-60"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], sentence: str, tmp_path: Path) -> None:
@@ -157,32 +117,14 @@ def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], se
     assert sentence in str(refused.value)
 
 
-def test_llama_spelling_with_type_is_read(tmp_path: Path) -> None:
-    old = {"type": "linear", "factor": 4.0}
-    config = LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
-    expected, _ = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(16)[None])
-    cos, _ = rope_tables(10000.0, 128, 16, RopeScaling.from_huggingface(old))
-    np.testing.assert_allclose(cos, expected[0, :, :64].numpy(), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("scaling", "sentence"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic' is not supported; known kinds: default, linear"),
         ({"rope_type": "linear"}, "needs a 'factor'"),
-        ({"rope_type": "linear", "factor": "4"}, "factor must be a number, found '4'"),
-        ({"rope_type": "linear", "factor": 1e300}, "factor must be at most 1000000000000.0, found 1e+300"),
         ({"rope_type": "linear", "factor": 0}, "factor must be at least 1e-06"),
-        ({"rope_type": "linear", "factor": 1e-300}, "factor must be at least 1e-06"),
-        (SCALINGS["llama3"] | {"factor": 1e-44}, "factor must be at least 1e-06"),
-        (YARN | {"attention_factor": 1e12}, "attention_factor must be at most 1000000.0"),
-        (YARN | {"attention_factor": 0}, "attention_factor must be at least 1e-06"),
-        (YARN | {"beta_slow": 1e-300}, "beta_slow must be at least 1e-06"),
         (YARN | {"beta_fast": 10**4000}, "beta_fast must be a number, found 1000"),
         ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, "unknown key 'short_factor'; known keys"),
-        ({"rope_type": "linear", "factor": 2.0, "kind": "yarn"}, "unknown key 'kind'"),
-        (YARN | {"truncate": 1}, "truncate must be true or false, found 1"),
-        (YARN | {"original_max_position_embeddings": 1.5}, "original_max_position_embeddings must be a whole number"),
         ({"rope_type": "yarn", "factor": 2.0}, "needs 'original_max_position_embeddings'"),
         (SCALINGS["llama3"] | {"high_freq_factor": 1.0}, "must be greater than 'low_freq_factor'"),
     ],
@@ -197,18 +139,12 @@ def test_wrong_scaling_is_refused(scaling: dict[str, object], sentence: str) -> 
     theta=st.sampled_from([1.001, 10000.0, 1e12]),
     kind=st.sampled_from(["linear", "llama3", "yarn"]),
     numbers=st.fixed_dictionaries(
-        {
-            "factor": st.sampled_from([1e-6, 1.0, 1e12]),
-            "original_max_position_embeddings": st.sampled_from([1, 10**12]),
-        },
+        {"factor": st.sampled_from([1e-6, 1.0, 1e12]), TRAINED: st.sampled_from([1, 10**12])},
         optional={
             "low_freq_factor": st.sampled_from([0, 1e-300, 9e5]),
             "high_freq_factor": st.sampled_from([1e-299, 1e-6, 1e6]),
-            "beta_fast": st.sampled_from([1e-6, 1e6]),
-            "beta_slow": st.sampled_from([1e-6, 1e6]),
-            "attention_factor": st.sampled_from([1e-6, 1e6]),
-            "mscale": st.sampled_from([0, 1e-300, 1e6]),
-            "mscale_all_dim": st.sampled_from([0, 1e-300, 1e6]),
+            **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), st.sampled_from([1e-6, 1e6])),
+            **dict.fromkeys(("mscale", "mscale_all_dim"), st.sampled_from([0, 1e-300, 1e6])),
             "truncate": st.booleans(),
         },
     ),
@@ -224,21 +160,8 @@ def test_every_setting_that_is_read_gives_numbers(theta: float, kind: str, numbe
         assert np.isfinite(table).all()
 
 
-def test_qwen3_heads_are_128_wide_where_nothing_says_so(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in SIZES.items() if k != "head_dim"}))
-    assert read_config(tmp_path).head_dim == Qwen3Config.from_pretrained(tmp_path).head_dim == 128
-
-
 def test_unsupported_scaling_of_a_checkpoint_names_the_file_and_can_be_replaced(tmp_path: Path) -> None:
-    sizes = {
-        "vocab_size": 9,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    raw = {"model_type": "llama", **sizes, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    write_config(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     with pytest.raises(CheckpointError, match=r"config\.json: rope scaling 'dynamic' is not supported"):
         read_config(tmp_path)
     linear = RopeScaling(kind="linear", factor=2.0)

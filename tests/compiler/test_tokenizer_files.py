@@ -18,8 +18,6 @@ from outrider.plans.errors import CheckpointError
 from tests import tokenizer_families as families
 from tests.compiler.checkpoint_texts import checkpoint, loaded, prompt_ids, read
 
-# Special tokens and end tokens.
-
 
 def test_tokens_that_the_settings_alone_call_special_print_nothing(tmp_path: Path) -> None:
     """As in transformers: those with a name, those of a list, one that has been a plain token of the vocabulary."""
@@ -42,11 +40,6 @@ def test_tokens_that_the_settings_alone_call_special_print_nothing(tmp_path: Pat
             assert tokenizer.encode(text) == oracle(text).input_ids
 
 
-def test_settings_that_say_nothing_new_leave_the_tokenizer_as_it_is(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "checkpoint", families.gemma(), {"bos_token": "<bos>", "eos_token": "<eos>"})
-    assert read(folder).tokenizer == (folder / "tokenizer.json").read_bytes()
-
-
 def decoder_of(tokenizer: tokenizers.Tokenizer, **changes: dict[str, bool]) -> dict[str, Any]:
     """The `added_tokens_decoder` that transformers saves beside a tokenizer, with other flags of some tokens."""
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
@@ -64,14 +57,12 @@ THE = {"__type": "AddedToken", "content": "the", "normalized": False, "single_wo
 @pytest.mark.parametrize(
     ("further", "changes", "oracle"),
     [
-        ({}, {}, AutoTokenizer),
         ({}, {"think": {"special": True}, "tool": STRIPS}, AutoTokenizer),
         ({}, {"im_start": {"special": False}}, AutoTokenizer),
         ({}, {"im_end": STRIPS}, PreTrainedTokenizerFast),
         ({"mask_token": {**THE, "content": "<think>"}}, {"think": {"lstrip": True}}, PreTrainedTokenizerFast),
         ({"additional_special_tokens": ["<think>"]}, {}, AutoTokenizer),
         ({"mask_token": THE}, {}, PreTrainedTokenizerFast),
-        ({"mask_token": THE, "pad_token": "the"}, {}, PreTrainedTokenizerFast),
     ],
 )
 def test_the_settings_flags_of_added_tokens_win(
@@ -101,19 +92,14 @@ def test_tokens_that_the_settings_alone_add_are_added_and_counted(tmp_path: Path
     checkpoint(folder, families.qwen(), {"added_tokens_decoder": table})
     with pytest.raises(CheckpointError, match=f"has tokens up to id {size}, and the model {size} of them"):
         read(folder)
-    checkpoint(folder, families.qwen(), {"added_tokens_decoder": {"1": "<s>"}})
-    with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
-        read(folder)
 
 
 @pytest.mark.parametrize(
     ("make", "end", "listed", "expected"),
     [
         (families.gemma, "<eos>", ["<eos>", "<end_of_turn>"], ["<eos>", "<end_of_turn>"]),
-        (families.gemma, "<eos>", ["<end_of_turn>"], ["<end_of_turn>", "<eos>"]),
         (families.phi3, {"content": "<|endoftext|>"}, ["<|end|>"], ["<|end|>", "<|endoftext|>"]),
         (families.gpt_oss, "<|return|>", ["<|call|>", "<|return|>"], ["<|call|>", "<|return|>"]),
-        (families.olmo, "<|im_end|>", None, ["<|im_end|>"]),
         (families.olmo, None, ["<|im_end|>"], ["<|im_end|>"]),
         (families.olmo, "<nowhere>", ["<|im_end|>"], ["<|im_end|>"]),
     ],
@@ -128,11 +114,8 @@ def test_a_plan_has_all_end_tokens(
     assert read(folder).text.eos_token_ids == tuple(tokenizer.token_to_id(token) for token in expected)
 
 
-# Files that a tokenizer is made of.
-
-
 def without_json(folder: Path, settings: Mapping[str, Any], ends: object = None) -> Path:
-    """A checkpoint with SentencePiece's file alone."""
+    """Write a checkpoint with SentencePiece's file alone."""
     checkpoint(folder, families.gemma(), settings, ends)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("bpe"))
@@ -154,20 +137,16 @@ def test_a_tokenizer_is_made_of_sentencepieces_file(tmp_path: Path) -> None:
     before = checkpoint_hashes(folder)
     (folder / "tokenizer.model").write_bytes(families.sentencepiece_model("unigram"))
     assert before != checkpoint_hashes(folder)
+    older = without_json(tmp_path / "older", {"eos_token": "<|end|>"})  # with added tokens in a file of their own
+    (older / "added_tokens.json").write_text(json.dumps({"<|end|>": size}))
+    assert read(older).text.eos_token_ids == (size,)
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"1": "<s>"}}))
     with pytest.raises(CheckpointError, match="added_tokens_decoder must be an object of tokens such as"):
         read(folder)
 
 
-def test_older_checkpoints_have_added_tokens_in_a_file_of_their_own(tmp_path: Path) -> None:
-    folder = without_json(tmp_path / "checkpoint", {"eos_token": "<|end|>"})
-    size = sentencepiece.SentencePieceProcessor(model_proto=families.sentencepiece_model("bpe")).vocab_size()
-    (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": size}))
-    assert read(folder).text.eos_token_ids == (size,)
-
-
 @pytest.mark.parametrize("others", [(), ("tekken.json",), ("vocab.json", "merges.txt")])
-def test_a_checkpoint_without_a_tokenizer_is_told_what_to_do(others: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_refused_with_a_remedy(others: tuple[str, ...], tmp_path: Path) -> None:
     folder = without_json(tmp_path / "checkpoint", {})
     (folder / "tokenizer.model").unlink()
     for name in others:

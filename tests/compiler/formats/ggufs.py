@@ -15,32 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
-
-
-def own_name(name: str) -> str:
-    """llama.cpp's name of a tensor of transformers."""
-    module, _, last = name.rpartition(".")
-    if module in NAMES:
-        return f"{NAMES[module]}.{last}"
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{last}"
 
 
 def random_blocks(kind: str, rows: int, inputs: int, seed: int) -> NDArray[np.uint8]:
@@ -67,7 +42,7 @@ def stored_as(kind: str, weight: NDArray[np.float32], seed: int) -> NDArray[Any]
 
 
 def rotated(weight: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows as llama.cpp's converter orders q and k of Llama: the two halves of a head alternate."""
+    """Rows as llama.cpp's converter orders q and k of Llama: the two halves of a head take turns."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -94,44 +69,41 @@ def write_model(
     config: Any = model.config
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    own_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_vocab_size(config.vocab_size)
+    facts = {
+        "{arch}.context_length": config.max_position_embeddings,
+        "{arch}.embedding_length": config.hidden_size,
+        "{arch}.block_count": config.num_hidden_layers,
+        "{arch}.feed_forward_length": config.intermediate_size,
+        "{arch}.attention.head_count": config.num_attention_heads,
+        "{arch}.attention.head_count_kv": config.num_key_value_heads,
+        "{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        **dict.fromkeys(("{arch}.rope.dimension_count", "{arch}.attention.key_length"), head_dim),
+        "{arch}.attention.value_length": head_dim,
+        "{arch}.vocab_size": config.vocab_size,
+    }
     if tokenizer is not None:
         write_byte_level(writer, tokenizer)
     if vocabulary is not None:
         writer.add_token_list(vocabulary[0])
         writer.add_token_types(vocabulary[1])
-    for key, value in (metadata or {}).items():
-        add = (
-            writer.add_string
-            if isinstance(value, str)
-            else writer.add_bool
-            if isinstance(value, bool)
-            else (writer.add_uint32 if isinstance(value, int) else writer.add_float32)
-        )
-        add(key.format(arch=arch), value)  # type: ignore[arg-type]
+    adds = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in (facts | dict(metadata or {})).items():
+        adds[type(value)](key.format(arch=arch), value)  # type: ignore[operator]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for seed, (name, parameter) in enumerate(model.named_parameters()):
         weight = parameter.detach().float().numpy()
         turned = next((heads[each] for each in heads if f".{each}." in name), 0) if arch == "llama" else 0
         weight = rotated(weight, turned) if turned else weight
+        own = str(own_names.get_name(name, (".weight", ".bias")))
         wanted = kind if isinstance(kind, str) else next(v for k, v in kind.items() if k in name)
         if weight.ndim == 1 or wanted == "F32":
-            writer.add_tensor(own_name(name), np.ascontiguousarray(weight))
+            writer.add_tensor(own, np.ascontiguousarray(weight))
             continue
         stored = stored_as(wanted, weight, seed)
-        writer.add_tensor(own_name(name), stored, raw_dtype=Type[wanted])
+        writer.add_tensor(own, stored, raw_dtype=Type[wanted])
         numbers = gguf.quants.dequantize(stored, Type[wanted])
         numbers = unrotated(numbers, turned) if turned else numbers
         parameter.data = torch.from_numpy(np.ascontiguousarray(numbers))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
+from outrider.compiler.checkpoint import load_decoder
 from outrider.compiler.formats.gguf_file import GgufFile
 from outrider.compiler.models.config import read_folder_config
 from outrider.compiler.models.eager import sequence_logits
@@ -41,7 +41,8 @@ MODELS: dict[str, tuple[str, str | Mapping[str, str], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_decoder_is_transformers_at_every_position(name: str, tmp_path: Path) -> None:
+def test_decoder_is_transformers_at_every_position_and_keeps_integers(name: str, tmp_path: Path) -> None:
+    """With rows reordered as the numbers are; and a matrix has no integers only where its type has no form."""
     family, kind, changes = MODELS[name]
     model = random_model(family, **changes)
     model.save_pretrained(tmp_path / "original")
@@ -52,23 +53,16 @@ def test_decoder_is_transformers_at_every_position(name: str, tmp_path: Path) ->
     given = read_folder_config(tmp_path / "original")
     assert (decoder.config.rope_scaling.kind, given.rope_scaling.kind) == ("default", "default")
     assert replace(decoder.config, rope_scaling=given.rope_scaling, eos_token_ids=given.eos_token_ids) == given
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if "f16" not in name and "f32" not in name])
-def test_integers_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
-    """With rows reordered as the numbers are; and a matrix has no integers only where its type has no form."""
-    family, kind, changes = MODELS[name]
-    write_model(tmp_path / "model.gguf", random_model(family, **changes), kind)
-    tensors, kept = open_checkpoint(tmp_path / "model.gguf").tensors, 0
-    for name, stored in tensors.found.items():
-        source = tensors.quantized(name)
-        assert (source is None) == (stored.dtype in ("F32", "Q6_K"))
+    tensors, kept = open_checkpoint(file).tensors, 0
+    for stored_name, stored in tensors.found.items():
+        source = tensors.quantized(stored_name)
+        assert (source is None) == (stored.dtype in ("F32", "F16", "BF16", "Q6_K"))
         if source is not None:
             made = source.read()
             numbers = dequantize(made.integers, made.scales, made.minimums)
-            np.testing.assert_array_equal(numbers, tensors.read(name).numpy())
+            np.testing.assert_array_equal(numbers, tensors.read(stored_name).numpy())
             kept += 1
-    assert kept
+    assert bool(kept) == (kind not in ("F32", "F16", "BF16"))
 
 
 def frequencies(model: Any) -> torch.Tensor:
@@ -93,8 +87,8 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "written", "original"),
     [
-        ("linear", {"type": "linear"}, None),
         ("linear", {}, None),  # llama.cpp's default type
+        ("default", {"factor": 1.0}, None),
         ("yarn", {"type": "yarn", "original_context_length": 64}, 64),
         ("yarn", {"type": "yarn"}, 256),  # the model's own context length
     ],
@@ -102,19 +96,13 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
 def test_rotary_scaling_of_the_metadata(
     kind: str, written: dict[str, object], original: int | None, tmp_path: Path
 ) -> None:
-    parameters = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    parameters = {"rope_type": kind, "rope_theta": 10000.0} | ({} if kind == "default" else {"factor": 4.0})
     context = {} if original is None else {"original_max_position_embeddings": original}
     model = random_model("qwen2", rope_parameters=parameters | context)
-    metadata = {f"{{arch}}.rope.scaling.{key}": value for key, value in (written | {"factor": 4.0}).items()}
+    metadata = {f"{{arch}}.rope.scaling.{key}": value for key, value in ({"factor": 4.0} | written).items()}
     write_model(tmp_path / "model.gguf", model, "F32", metadata=metadata)
     found = sequence_logits(load_decoder(tmp_path / "model.gguf"), IDS)
     torch.testing.assert_close(found, logits_of(model, IDS), atol=5e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_a_factor_of_the_metadata_that_scales_nothing(factor: float, tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", random_model(), metadata={"{arch}.rope.scaling.factor": factor})
-    assert read_config(tmp_path / "model.gguf").rope_scaling.kind == "default"
 
 
 CONTROL, NORMAL, USER = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED
@@ -127,10 +115,8 @@ CONTROL, NORMAL, USER = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.Toke
         ({"<|end_of_text|>": USER, "<EOT>": NORMAL, "_<EOT>": NORMAL, "<|flush|>": NORMAL}, (7, 3, 8, 9, 10)),
         ({"t": CONTROL, "<end_of_utterance>": CONTROL, "[EOS]": CONTROL, "\uff5cend\uff5c": CONTROL}, (7, 3, 8, 9)),
         ({"t": NORMAL, "<\uff5cend\u2581of\u2581sentence\uff5c>": CONTROL}, (7, 3, 8)),
-        ({"t": NORMAL, "</s>": CONTROL}, (7, 3, 8)),
         ({"t": NORMAL, "</s>": NORMAL}, (7, 3)),  # a tag of HTML
         ({"<|return|>": CONTROL, "<|call|>": CONTROL, "<|end|>": CONTROL}, (7, 3, 8)),  # of a part of an answer
-        ({"<|return|>": CONTROL, "<|end|>": CONTROL}, (7, 3, 8)),
     ],
 )
 def test_end_tokens_are_those_named_and_those_known_by_name(
@@ -145,22 +131,6 @@ def test_end_tokens_are_those_named_and_those_known_by_name(
     assert read_config(tmp_path / "model.gguf").eos_token_ids == found
 
 
-def test_hash_is_the_files_whatever_its_name(tmp_path: Path) -> None:
-    write_model(tmp_path / "one.gguf", random_model())
-    (tmp_path / "two.GGUF").write_bytes((tmp_path / "one.gguf").read_bytes())
-    hashes = checkpoint_hashes(tmp_path / "one.gguf")
-    assert hashes == checkpoint_hashes(tmp_path / "two.GGUF")
-    assert list(hashes) == ["model.gguf"]
-
-
-def rename(file: Path, old: str, new: str) -> None:
-    """Rename a key or tensor in place, by a name of the same length."""
-    content = file.read_bytes()
-    assert len(old) == len(new)
-    assert content.count(old.encode()) == 1
-    file.write_bytes(content.replace(old.encode(), new.encode()))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -169,39 +139,38 @@ def rename(file: Path, old: str, new: str) -> None:
         ("general.architecture", "general.architektur!", "general.architecture is None; GGUF files of llama, qwen2"),
         ("blk.0.attn_q.weight", "blk.9.attn_q.weight", "'model.layers.0.self_attn.q_proj.weight' is missing"),
         ("blk.0.attn_q.weight", "blk.0.attn_x.weight", "tensor 'blk.0.attn_x.weight' is unexpected"),
-        ("output_norm.weight", "outputanorm.weight", "tensor 'outputanorm.weight' is unexpected"),
         ("token_embd.weight", "token_embb.weight", "tensor 'token_embd.weight' is missing"),
     ],
 )
 def test_what_is_missing_or_unknown_is_named(old: str, new: str, said: str, tmp_path: Path) -> None:
+    """Keys and tensors, renamed in place by names of the same length."""
     file = tmp_path / "model.gguf"
     write_model(file, random_model())
-    rename(file, old, new)
-    with pytest.raises(CheckpointError) as error:
-        load_decoder(file)
-    assert str(file) in str(error.value)
-    assert said in str(error.value)
+    content = file.read_bytes()
+    assert content.count(old.encode()) == 1
+    file.write_bytes(content.replace(old.encode(), new.encode()))
+    refused(file, said)
 
 
 @pytest.mark.parametrize(
     ("metadata", "extra", "said"),
     [
         ({"{arch}.expert_count": 8}, {}, "llama.expert_count is 8, which no decoder here computes"),
-        ({"{arch}.attention.sliding_window": 4096}, {}, "llama.attention.sliding_window is 4096"),
         ({"{arch}.rope.scaling.type": "longrope"}, {}, "rope_scaling is of longrope"),
         ({"split.count": 3}, {}, "one of 3 parts"),
         ({}, {"rope_freqs.weight": np.ones(5, "f4")}, "'rope_freqs.weight' is F32 of shape [5], expected F32 of [32]"),
         ({}, {"rope_freqs.weight": np.zeros(32, "f4")}, "divisors.0 must be at least 1e-06, found 0.0"),
-        ({}, {"blk.0.ffn_gate_exps.weight": np.ones((4, 32), "f4")}, "'blk.0.ffn_gate_exps.weight' is unexpected"),
         ({}, {f"{Q_PROJ}.weight": np.ones((256, 256), "f4")}, f"'{Q_PROJ}.weight' is unexpected: GGUF files of llama"),
-        ({}, {"blk.1.ffn_up.weight": np.ones((4, 32), "f4")}, "'model.layers.1.mlp.up_proj.weight' is unexpected"),
     ],
 )  # fmt: skip
 def test_what_no_decoder_computes_is_named(
     metadata: dict[str, object], extra: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "model.gguf"
-    write_model(file, random_model(), metadata=metadata, extra=extra)
+    write_model(tmp_path / "model.gguf", random_model(), metadata=metadata, extra=extra)
+    refused(tmp_path / "model.gguf", said)
+
+
+def refused(file: Path, said: str) -> None:
     with pytest.raises(CheckpointError) as error:
         load_decoder(file)
     assert str(file) in str(error.value)
