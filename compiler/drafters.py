@@ -231,7 +231,8 @@ def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockCon
 def _differing_token(target: Path, drafter: Path) -> str | None:
     """Say which id is another token, where both have a tokenizer: of such a drafter nothing is accepted."""
     wanted, own = read_vocabulary(target), read_vocabulary(drafter)
-    for token, number in (own or {}).items() if wanted is not None else ():
-        if wanted.get(token) != number:
-            return f"{token!r} is token {number}, in the target's it is {wanted.get(token)}"
+    if wanted is not None and own is not None:
+        for token, number in own.items():
+            if wanted.get(token) != number:
+                return f"{token!r} is token {number}, in the target's it is {wanted.get(token)}"
     return None

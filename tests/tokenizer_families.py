@@ -220,15 +220,6 @@ def granite() -> Tokenizer:
 
 
 FAMILIES: dict[str, Callable[[], Tokenizer]] = {
-    "gemma": gemma,
-    "llama": llama,
-    "phi3": phi3,
-    "metaspace": metaspace,
-    "unigram": unigram,
+    **{make.__name__: make for make in (gemma, llama, phi3, metaspace, unigram, tekken, gpt_oss, qwen, olmo, granite)},
     "unigram without bytes": lambda: unigram(byte_fallback=False),
-    "tekken": tekken,
-    "gpt-oss": gpt_oss,
-    "qwen": qwen,
-    "olmo": olmo,
-    "granite": granite,
 }

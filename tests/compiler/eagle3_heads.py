@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.compiler.eagle3_checkpoint import open_eagle3
-from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.config import DecoderConfig, WeightType, config_from
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides
-from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
 
 Layout = Literal["safeailab", "specforge", "angelslim"]
@@ -46,26 +45,10 @@ def defer_eagle3(path: Path, target: DecoderConfig, dtype: WeightType = "float32
 
 def target_config(*, layers: int = 8, hidden: int = 16, vocab: int = 60) -> DecoderConfig:
     """The geometry of a target that a head may belong to."""
-    return DecoderConfig(
-        family="llama",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=32,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=RopeScaling(),
-        max_positions=256,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm="none",
-        tie_embeddings=False,
-        eos_token_ids=(0,),
-    )
+    sizes = {"hidden_size": hidden, "vocab_size": vocab, "num_hidden_layers": layers, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+    file = Path("config.json")
+    return config_from({"model_type": "llama", **sizes, **heads}, file, 0, file, None)
 
 
 def write_eagle3(

@@ -234,14 +234,6 @@ def test_zlabs_default_taps_are_one_for_each_draft_layer(
     assert taps.reason.endswith("z-lab's default: config.json names none")
 
 
-def test_absent_architectures_and_unknown_keys_with_nothing_in_them_are_let_pass(tmp_path: Path) -> None:
-    write_block(tmp_path)
-    change_config(tmp_path, architectures=None)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"embedding_scale": None}))
-    assert not read_block_config(tmp_path, target_config()).causal
-
-
 NESTED, DECODER = "dflash_config", "transformer_layer_config"
 TYPE, ABOUT = "speculators_model_type", "speculators_config"
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
@@ -298,10 +290,17 @@ def test_what_is_wrong_is_named(layout: Layout, edit: dict[str, object], words: 
     refused(tmp_path, str(tmp_path), words)
 
 
-def test_block_size_within_dflash_config(tmp_path: Path) -> None:
-    """Where newer heads of z-lab have it."""
+def test_keys_that_may_be_absent_or_elsewhere(tmp_path: Path) -> None:
+    """The block's size is within `dflash_config` in newer heads of z-lab; DSpark's absent keys are speculators'."""
+    write_block(tmp_path / "dspark", layout="speculators-dspark", markov=("vanilla", 256), confidence="markov")
+    absent = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    change_config(tmp_path / "dspark", **dict.fromkeys(absent))
+    config = load_block(tmp_path / "dspark", target_config()).config
+    assert (config.markov, config.confidence) == (Markov("vanilla", 256), Confidence.HIDDEN_AND_MARKOV)
     write_block(tmp_path)
-    change_config(tmp_path, dflash_config={"block_size": 5})
+    change_config(tmp_path, dflash_config={"block_size": 5}, architectures=None)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"embedding_scale": None}))  # nothing in it
     assert read_block_config(tmp_path, target_config()).block_size == 5
     change_config(tmp_path, dflash_config={"block_size": 9}, block_size=None)
     assert read_block_config(tmp_path, target_config()).block_size == 9
@@ -325,14 +324,6 @@ def test_sampling_from_the_anchor_drafts_one_more_and_is_dsparks_default(
     assert read_block_config(tmp_path, target_config()).drafted == drafted
 
 
-def test_absent_keys_of_a_dspark_head_mean_what_speculators_means(tmp_path: Path) -> None:
-    write_block(tmp_path, layout="speculators-dspark", markov=("vanilla", 256), confidence="markov")
-    absent = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-    change_config(tmp_path, **dict.fromkeys(absent))
-    config = load_block(tmp_path, target_config()).config
-    assert (config.markov, config.confidence) == (Markov("vanilla", 256), Confidence.HIDDEN_AND_MARKOV)
-
-
 def test_layers_of_a_llama_target_are_qwen3s(tmp_path: Path) -> None:
     """speculators keeps the target's kind of configuration; head_dim is then by default what Llama's is."""
     geometry = {"model_type": "llama", "head_dim": None, "pretraining_tp": 1, "mlp_bias": False}
@@ -343,9 +334,3 @@ def test_layers_of_a_llama_target_are_qwen3s(tmp_path: Path) -> None:
     write_block(tmp_path, decoder={"model_type": "llama"})
     with pytest.raises(CheckpointError, match=r"model_type is .llama.; the layers of .* are those of qwen3"):
         read_block_config(tmp_path, target_config())
-
-
-def test_rope_in_the_spelling_of_transformers_5(tmp_path: Path) -> None:
-    rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7000.0}}
-    write_block(tmp_path, layout="speculators-dflash", decoder=rope)
-    assert read_block_config(tmp_path, target_config()).rope_theta == 7000

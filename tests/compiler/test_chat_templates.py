@@ -274,11 +274,8 @@ def test_conversations_with_tools_have_the_template_that_is_named_for_them(as_fi
         expected = oracle.apply_chat_template([USER], tokenize=False, **variables)
         assert tokenizer.apply_chat_template([USER], True, variables) == expected
     assert tokenizer.check_chat(tools=True) is not tokenizer.check_chat()
-
-
-def test_a_template_for_tools_alone_serves_no_plain_conversation(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    tokenizer = loaded(checkpoint(folder, families.qwen(), named(None, "tools{{ tools | length }}", folder, True)))
+    alone = tmp_path / "alone"
+    tokenizer = loaded(checkpoint(alone, families.qwen(), named(None, "tools{{ tools | length }}", alone, True)))
     assert tokenizer.apply_chat_template([USER], True, {"tools": [TOOL]}) == "tools1"
     with pytest.raises(RequestError, match="has no chat template"):
         tokenizer.apply_chat_template([USER])

@@ -21,7 +21,6 @@ from outrider.compiler.models.eagle3_config import Eagle3Overrides
 from .eagle3_heads import (
     LAYOUTS,
     SAFETENSORS,
-    WIDE,
     Layout,
     change,
     change_config,
@@ -32,13 +31,6 @@ from .eagle3_heads import (
     target_config,
     write_eagle3,
 )
-from .packed_heads import pack_head
-
-
-@pytest.mark.parametrize(("layers", "taps"), [(7, (2, 3, 4)), (8, (2, 4, 5)), (36, (2, 18, 33))])
-def test_default_taps_of_a_target(layers: int, taps: tuple[int, ...], tmp_path: Path) -> None:
-    write_eagle3(tmp_path)
-    assert read_eagle3_config(tmp_path, target_config(layers=layers)).aux_layers == taps
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,12 +90,6 @@ def test_the_reason_is_in_the_plan_and_shown(tmp_path: Path, toy_plan: Path, ref
     assert "2, 4, 5: eagle_config.eagle_aux_hidden_state_layer_ids [1, 3, 4], first id 1: layers whose" in printed
 
 
-def test_target_with_too_few_layers_for_three_taps(tmp_path: Path) -> None:
-    write_eagle3(tmp_path)
-    few = "the target has 6 layers, but three distinct default taps need 7"
-    refused(tmp_path, few, "the recipe's aux_layers", target=target_config(layers=6))
-
-
 @pytest.mark.parametrize("ids", [[0, 1], [0, 1, 1], [-1, 2, 3], [1, 3, 7], [1, 3, "5"], 3])
 @pytest.mark.parametrize("layout", ["specforge", "angelslim"])
 def test_wrong_taps(ids: list[int], layout: Layout, tmp_path: Path) -> None:
@@ -111,18 +97,16 @@ def test_wrong_taps(ids: list[int], layout: Layout, tmp_path: Path) -> None:
     refused(tmp_path, "config.json: ", "layer_ids", "must be ", ", found ")
 
 
-def test_taps_that_contradict_each_other(tmp_path: Path) -> None:
+def test_taps_that_contradict_each_other_and_targets_of_few_layers(tmp_path: Path) -> None:
     write_eagle3(tmp_path, layout="specforge", aux_layer_ids=[1, 2, 3])
     change_config(tmp_path, aux_hidden_states_layer_ids=[1, 2, 4])
-    refused(
-        tmp_path,
-        "layer_ids [1, 2, 3], first id 1",
-        "([2, 3, 4]); and aux_hidden_states_layer_ids [1, 2, 4], layers",
-        "([2, 3, 5])",
-        "set aux_layers in the recipe",
-    )
+    other = "([2, 3, 4]); and aux_hidden_states_layer_ids [1, 2, 4], layers", "([2, 3, 5])"
+    refused(tmp_path, "layer_ids [1, 2, 3], first id 1", *other, "set aux_layers in the recipe")
     change_config(tmp_path, aux_hidden_states_layer_ids=None, eagle_aux_hidden_state_layer_ids=[2, 3, 5])
     refused(tmp_path, "eagle_aux_hidden_state_layer_ids [2, 3, 5], first id not 1")
+    write_eagle3(tmp_path)
+    few = "the target has 6 layers, but three distinct default taps need 7"
+    refused(tmp_path, few, "the recipe's aux_layers", target=target_config(layers=6))
 
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -161,19 +145,6 @@ def test_the_head_is_the_one_that_others_write(head: dict[str, Any], tmp_path: P
     assert ours.config.__dict__ | {"taps": other.config.taps} == other.config.__dict__
     unread = defer_eagle3(tmp_path, target_config())
     assert all(torch.equal(each.read(), ours.state_dict()[name]) for name, each in deferred(unread).items())
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_packed_head_is_the_one_that_others_write(bits: int, tmp_path: Path) -> None:
-    """compressed-tensors describes weights beside `transformer_layer_config`, not in it."""
-    write_speculators(tmp_path, **WIDE, draft_vocab=25, fc_norm=True)
-    target, given = target_config(hidden=32), Eagle3Overrides(aux_layers=(1, 4, 6))
-    for folder in (tmp_path, tmp_path / "other"):
-        pack_head(folder, bits)
-    other, ours = load_eagle3(tmp_path / "other", target, given=given), load_eagle3(tmp_path, target)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in ours.state_dict().items())
-    kept = [each.tensors.quantized(each.stored_name) for each in deferred(defer_eagle3(tmp_path, target)).values()]
-    assert sum(source is not None and source.bits == bits for source in kept) == 9
 
 
 def test_taps_name_the_layers_that_streams_enter_with_any_first_id(tmp_path: Path) -> None:

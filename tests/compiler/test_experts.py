@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
-from outrider.compiler.deferred import StackedTensor, defer, deferred, rebind
+from outrider.compiler.deferred import StackedTensor, deferred
 from outrider.compiler.export import export_target
 from outrider.compiler.export.tracing import name_inputs, trace
 from outrider.compiler.fused_tensors import from_mxfp4
@@ -31,9 +31,6 @@ from outrider.compiler.opening import stores_integers
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
-from outrider.compiler.slots import EXPERT, check_tensors, fill, slots
-from outrider.compiler.tensor_source import Stored
-from outrider.compiler.weights import Weights
 from outrider.plans.errors import CheckpointError
 from outrider.plugins.reference import Expert, clamped_unit, gated_unit, mixture_of_experts, quant_matmul, route
 from tests.cpu_session import cpu_session
@@ -144,54 +141,25 @@ def test_a_drafters_experts_are_floats_for_tensorrt(name, tmp_path: Path) -> Non
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-def stored_name(parameter: str) -> str:
-    if parameter == "router":
-        return "mlp.gate.weight"
-    return f"mlp.experts.{EXPERT}.{parameter}_proj.weight"
-
-
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> tuple[Experts, Path]:
-    module = experts()
-    tensors = {"mlp.gate.weight": module.router.T.contiguous()}
-    for e in range(PLAIN.count):
-        for name in ("gate", "up", "down"):
-            tensors[f"mlp.experts.{e}.{name}_proj.weight"] = getattr(module, name)[e].T.contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    return module, tmp_path
+def separate(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
+    """A checkpoint that stores each expert by itself."""
+    sizes = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+    make_checkpoint("qwen3_moe", head_dim=16, **sizes)
+    return tmp_path
 
 
-def test_tensors_of_experts_are_stacked(checkpoint) -> None:
-    module, folder = checkpoint
-    weights, wanted = Weights(folder), slots(module, stored_name)
-    check_tensors(weights, folder, folder, "experts", wanted)
-    for name, values in fill(weights, wanted, "float32").items():
-        assert torch.equal(values, getattr(module, name)), name
-    with torch.device("meta"):
-        unread = Experts(PLAIN, HIDDEN)
-    defer(unread, weights, wanted, "float32")
-    stored = deferred(unread)
-    assert {name for name, each in stored.items() if isinstance(each, StackedTensor)} == {"gate", "up", "down"}
-    assert all(torch.equal(each.read(), getattr(module, name)) for name, each in stored.items())
-    rebind(unread, weights)
+def test_tensors_of_experts_are_stacked(separate: Path) -> None:
+    loaded, stored = load_decoder(separate).state_dict(), deferred(defer_decoder(separate))
+    products = {f"layers.{i}.experts.{each}" for i in (0, 1) for each in ("gate", "up", "down")}
+    assert {name for name, each in stored.items() if isinstance(each, StackedTensor)} == products
+    assert all(torch.equal(each.read(), loaded[name]) for name, each in stored.items())
 
 
-def test_what_is_missing_or_too_much_is_named(checkpoint) -> None:
-    module, folder = checkpoint
-    weights, wanted = Weights(folder), slots(module, stored_name)
-    held = dict(weights.found)
-    weights.found = {name: each for name, each in held.items() if name != "mlp.experts.3.up_proj.weight"}
-    with pytest.raises(CheckpointError, match=r"'mlp.experts.3.up_proj.weight' is missing.*\[32, 64\]"):
-        check_tensors(weights, folder, folder, "experts", wanted)
-    weights.found = held | {"mlp.experts.6.up_proj.weight": held["mlp.experts.0.up_proj.weight"]}
-    with pytest.raises(CheckpointError, match=r"'mlp.experts.6.up_proj.weight' is unexpected"):
-        check_tensors(weights, folder, folder, "experts", wanted)
-    packed = Stored(folder, (32, 64), "GPTQ int4", packed=True)
-    weights.found = held | {"mlp.experts.2.gate_proj.weight": packed}
-    with pytest.raises(
-        CheckpointError, match=r"'mlp.experts.2.gate_proj.weight' .*GPTQ int4, and experts are not read"
-    ):
-        check_tensors(weights, folder, folder, "experts", wanted)
+def test_what_is_missing_or_too_much_is_named(separate: Path) -> None:
+    expert = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    wrong(separate, {expert.format(3): None}, f"'{expert.format(3)}' is missing", "[32, 32]")
+    wrong(separate, {expert.format(6): torch.zeros(32, 32)}, f"'{expert.format(6)}' is unexpected")
 
 
 FILE = "model.safetensors"

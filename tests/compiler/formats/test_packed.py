@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,8 @@ class Held:
         return None
 
 
-def opened(parts: dict[str, Any], packing: Packing, *groups: WeightGroup) -> PackedTensors:
-    held = Held({f"{NAME}.{last}": part for last, part in parts.items()})
-    return PackedTensors(held, replace(packing, groups=groups))
+def opened(parts: dict[str, Any], packing: Packing) -> PackedTensors:
+    return PackedTensors(Held({f"{NAME}.{last}": part for last, part in parts.items()}), packing)
 
 
 def kept(source: WeightSource) -> NDArray[np.float32]:
@@ -200,81 +198,54 @@ def packed_weights(symmetric: bool) -> tuple[dict[str, Any], dict[str, Any], dic
 (AWQ, GPTQ, COMPRESSED), (_, _, SYMMETRIC) = map(packed_weights, (False, True))
 
 
+def declared(method: Any, **settings: object) -> Packing:
+    """A packing whose settings stand under `q` of the file."""
+    return Packing(method, zeros_less_one=method == "gptq", declared={f"q.{key}": v for key, v in settings.items()})
+
+
+def group(number: int, target: str, bits: int, symmetric: bool, size: int | None = None) -> WeightGroup:
+    return WeightGroup(f"config_groups.group_{number}", (target,), bits, symmetric, size)
+
+
+def of_groups(*groups: WeightGroup) -> Packing:
+    return Packing("compressed-tensors", groups=groups)
+
+
+LINEAR, BY_PATTERN = group(0, "Linear", 4, False), group(1, "re:.*o_proj$", 4, True)
+OTHER_ZEROS = gptq_tensors(round_in_groups(weights(1), 4, 32, symmetric=True), less_one=False)
+
+
 @pytest.mark.parametrize(
-    ("method", "parts", "said"),
+    ("packing", "parts", "said"),
     [
-        ("awq", {last: AWQ[last] for last in ("qweight", "scales")}, (f"'{NAME}.qzeros' is missing", "AWQ needs it")),
-        ("awq", AWQ | {"qweight": AWQ["qweight"].astype(np.int64)}, ("qweight'", "I64", "expected I32")),
-        ("awq", AWQ | {"scales": AWQ["scales"][:7]}, ("scales'", "[7, 24]", "256 inputs")),
-        ("gptq", GPTQ | {"g_idx": GPTQ["g_idx"][:8]}, ("g_idx'", "[8]", "expected [256]")),
-        ("gptq", GPTQ | {"qzeros": np.zeros((8, 18), np.int32)}, ("qzeros'", "24 bits")),
-        ("awq", AWQ | {"weight": np.ones((24, 256), "f4")}, ("weight' stands beside packed tensors of the same",)),
-        ("compressed-tensors", COMPRESSED | {"weight_shape": np.array([24, 99])}, ("weight_packed'", "[24, 99]")),
-        ("compressed-tensors", COMPRESSED | {"weight_scale": np.ones((24, 7), "f2")}, ("weight_scale'", "[24, 7]")),
+        (Packing("awq"), {last: AWQ[last] for last in ("qweight", "scales")}, f"'{NAME}.qzeros' is missing"),
+        (Packing("awq"), AWQ | {"qweight": AWQ["qweight"].astype(np.int64)}, "qweight' of AWQ is stored as I64"),
+        (Packing("awq"), AWQ | {"scales": AWQ["scales"][:7]}, "scales' of AWQ has shape [7, 24], which does not"),
+        (Packing("awq"), AWQ | {"weight": np.ones((24, 256), "f4")}, "weight' stands beside packed tensors of the"),
+        (Packing("gptq"), GPTQ | {"g_idx": GPTQ["g_idx"][:8]}, "g_idx' of GPTQ has shape [8], expected [256]"),
+        (Packing("gptq"), GPTQ | {"qzeros": np.zeros((8, 18), np.int32)}, "qzeros' of GPTQ has integers of 24 bits"),
+        (of_groups(), COMPRESSED | {"weight_shape": np.array([24, 99])}, "which holds no [24, 99] integers"),
+        (of_groups(), COMPRESSED | {"weight_scale": np.ones((24, 7), "f2")}, "weight_scale' of compressed-tensors has"),
+        (declared("gptq", sym=True), OTHER_ZEROS, "has a zero point of 9, and q.sym is true, so that all are 8"),
+        (declared("gptq", bits=8), GPTQ, "has integers of 4 bits, and q.bits is 8"),
+        (declared("gptq", group_size=128), GPTQ, "has 8 groups for 256 inputs, and q.group_size is 128"),
+        (declared("awq", zero_point=False), AWQ, "and q.zero_point is false, so that all are 8"),
+        (declared("awq", zero_point=True, group_size=32, bits=4), AWQ, None),
+        (of_groups(LINEAR), COMPRESSED, None),
+        (of_groups(LINEAR), SYMMETRIC, f"'{NAME}.weight_zero_point' is missing, and config_gr"),
+        (of_groups(LINEAR, BY_PATTERN), SYMMETRIC, None),
+        (of_groups(LINEAR, BY_PATTERN), COMPRESSED, "has zero points, and config_groups.group_1"),
+        (of_groups(LINEAR, group(2, NAME, 8, True)), SYMMETRIC, "and config_groups.group_2 has 8"),
+        (of_groups(group(3, "Linear", 4, True, 64)), SYMMETRIC, "those of config_groups.group_3"),
+        (of_groups(group(4, "re:lm_head", 8, False)), SYMMETRIC, None),
     ],
 )  # fmt: skip
-def test_tensors_that_do_not_fit_are_named(method: Any, parts: dict[str, Any], said: tuple[str, ...]) -> None:
-    with pytest.raises(CheckpointError) as error:
-        opened(parts, Packing(method))
-    for part in ("model.safetensors", *said):
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("method", "symmetric", "less_one", "said", "words"),
-    [
-        ("gptq", True, True, {"bits": 4, "group_size": 32, "sym": True}, None),
-        ("gptq", False, True, {"bits": 4, "group_size": 32, "sym": False}, None),
-        ("gptq", True, False, {"sym": True}, "has a zero point of 9, and q.sym is true, so that all are 8"),
-        ("gptq", True, True, {"bits": 8}, "has integers of 4 bits, and q.bits is 8"),
-        ("gptq", True, True, {"group_size": 128}, "has 8 groups for 256 inputs, and q.group_size is 128"),
-        ("awq", True, True, {"group_size": 32, "zero_point": False}, None),
-        ("awq", False, True, {"group_size": 32, "zero_point": True}, None),
-        ("awq", False, True, {"zero_point": False}, "and q.zero_point is false, so that all are 8"),
-    ],
-)
-def test_settings_are_what_the_tensors_say(
-    method: Any, symmetric: bool, less_one: bool, said: dict[str, Any], words: str | None
-) -> None:
-    made = round_in_groups(weights(1), 4, 32, symmetric=symmetric)
-    parts = awq_tensors(made) if method == "awq" else gptq_tensors(made, less_one=less_one)
-    packing = Packing(
-        method, zeros_less_one=method == "gptq", declared={f"q.{key}": value for key, value in said.items()}
-    )
-    with nullcontext() if words is None else pytest.raises(CheckpointError, match=words):
-        opened(parts, packing)
-
-
-GROUPS = (
-    WeightGroup("config_groups.group_0", ("Linear",), 4, False),
-    WeightGroup("config_groups.group_1", ("re:.*o_proj$",), 4, True),
-    WeightGroup("config_groups.group_2", ("model.layers.0.self_attn.o_proj",), 8, True),
-)
-
-
-@pytest.mark.parametrize(
-    ("groups", "parts", "said"),
-    [
-        (GROUPS[:1], COMPRESSED, None),
-        (GROUPS[:1], SYMMETRIC, f"'{NAME}.weight_zero_point' is missing, and config_groups.group_0 is not symmetric"),
-        (GROUPS[:2], SYMMETRIC, None),
-        (GROUPS[:2], SYMMETRIC | {"weight_zero_point": np.zeros((24, 8), np.int8)}, None),
-        (GROUPS[:2], COMPRESSED, "weight_zero_point' of compressed-tensors has zero points, and config_groups.group_1"),
-        (GROUPS, SYMMETRIC, "weight_packed' of compressed-tensors has integers of 4 bits, and config_groups.group_2"),
-        (
-            (WeightGroup("g", ("Linear",), 4, True, 64),),
-            SYMMETRIC,
-            "has 8 groups for 256 inputs, and those of g have 64",
-        ),
-        ((WeightGroup("config_groups.group_3", ("Embedding", "re:lm_head"), 8, False),), SYMMETRIC, None),
-    ],
-)
-def test_tensors_are_as_their_group_says(
-    groups: tuple[WeightGroup, ...], parts: dict[str, Any], said: str | None
+def test_tensors_that_do_not_fit_each_other_or_the_settings_are_named(
+    packing: Packing, parts: dict[str, Any], said: str | None
 ) -> None:
     words = None if said is None else f"model.safetensors.*{re.escape(said)}"
     with nullcontext() if words is None else pytest.raises(CheckpointError, match=words):
-        opened(parts, Packing("compressed-tensors"), *groups)
+        opened(parts, packing)
 
 
 def test_groups_of_a_configuration() -> None:
