@@ -16,25 +16,16 @@ from outrider.plans.formulas import formula
 )
 def test_values(text: str, value: int) -> None:
     assert formula(text).value({"N": 5, "T": 11}) == value
+    assert formula(text).names == {"N", "T"} & set(text)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "N +", "N ** 2", "N / 2", "1.5", "True", "N.bit_length()", "abs(N)", "min(N)", "min(N, key=T)", "[N]", "'N'",
-     "__import__('os')", "N if T else 1", "lambda: N", "N < T", "N" * 600],
-)  # fmt: skip
+    ["", "N ** 2", "N / 2", "1.5", "True", "N.bit_length()", "abs(N)", "min(N)", "min(N, key=T)", "'N'", "N" * 600],
+)
 def test_nothing_else_is_a_formula(text: str) -> None:
     with pytest.raises(ValueError, match="formula"):
         formula(text)
-
-
-def test_a_division_by_zero_is_told() -> None:
-    with pytest.raises(ValueError, match="'N // T' divides by zero"):
-        formula("N // T").value({"N": 1, "T": 0})
-
-
-def test_the_names_of_a_formula() -> None:
-    assert formula("min(N, T * 2)").names == {"N", "T"}
 
 
 SIZES = st.recursive(

@@ -52,7 +52,6 @@ def test_an_engine_without_faults() -> None:
         ({"blocks": "N - 65"}, "'N - 65', its blocks, is -1, not 0 to 2147483647, at the largest sizes"),
         ({"blocks": "N - 2"}, "'N - 2', its blocks, is -1, not 0 to 2147483647, at the smallest sizes"),
         ({"blocks": "M - 1"}, "'M - 1', its blocks, is -1, not 0 to 2147483647, at the smallest sizes"),
-        ({"blocks": "2147483648"}, "'2147483648', its blocks, is 2147483648, not 0 to"),
         ({"shared": "300000"}, "'300000', its bytes of shared memory, is 300000, not 0 to 232448, at the"),
         ({"moves": "R - 2"}, "'R - 2', its bytes moved, is -1"),
         ({"operations": "E - 3"}, "'E - 3', its operations, is -1"),
@@ -64,21 +63,16 @@ def test_an_engine_without_faults() -> None:
         ({"threads": 100}, "its blocks have 100 threads, and the kernel takes 32 to 256 in whole warps"),
         ({"kernel": "outrider_gone"}, "launch 0, 'outrider_gone': there is no such kernel"),
         ({"numbers": ["N"]}, "it has 3 tensors and 1 numbers, and the kernel takes 3 and 3"),
-        ({"tensors": ["x", "to"]}, "it has 2 tensors and 3 numbers, and the kernel takes 3 and 3"),
         ({"tensors": ["x", "", "to"]}, "tensor 1 is left out, and the kernel needs it"),
     ],
 )
-def test_faults_are_told(changes: dict[str, Any], said: str) -> None:
+def test_faults_are_named(changes: dict[str, Any], said: str) -> None:
     assert any(said in fault for fault in faults(engine(**changes)))
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"threads": 0}, {"threads": 2048}, {"kernel": "a b"}, {"weights": "../weights.bin"}, {"blocks": "os.getpid()"},
-        {"constants": {"w": {"offset": -1, "size": 1}}}, {"more": 1},
-    ],
-)  # fmt: skip
+    "changes", [{"threads": 2048}, {"kernel": "a b"}, {"weights": "../weights.bin"}, {"blocks": "os.getpid()"}]
+)
 def test_what_is_no_launch_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         faults(engine(**changes))

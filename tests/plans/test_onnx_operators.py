@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import onnx
@@ -65,16 +65,13 @@ def test_what_others_would_read_otherwise_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 200), st.binary(max_size=3))
-def test_a_file_that_is_damaged_ends(at: int, put: bytes) -> None:
+def test_reading_a_damaged_file_ends(at: int, put: bytes) -> None:
     data = model(ADD, DRAW).SerializeToString()
-    try:
+    with suppress(IndexError, ValueError):
         operators(data[:at] + put + data[at + len(put) :])
-    except (IndexError, ValueError):
-        return
 
 
-def test_a_plan_with_such_an_engine_does_not_load(toy_plan: Path, tmp_path: Path) -> None:
-    plan = Path(shutil.copytree(toy_plan, tmp_path / "plan"))
+def test_a_plan_with_such_an_engine_does_not_load(plan: Path) -> None:
     graph = onnx.load(str(plan / ENGINE), load_external_data=False)
     graph.graph.node.append(DRAW)
     (plan / ENGINE).write_bytes(graph.SerializeToString())

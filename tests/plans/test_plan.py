@@ -1,9 +1,10 @@
-"""A plan is opened strictly: whatever is wrong with it ends in a `PlanError`, when it is loaded and not later."""
+"""A plan is opened strictly: any fault ends in a `PlanError`, when it is loaded and not later."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,58 +18,96 @@ from outrider.plans.errors import PlanError
 from outrider.plans.plan import open_plan
 from tests.plans.damage import BACKEND, ENGINE, TEMPLATE, TOKENIZER, WEIGHTS, edit, list_again, refused, sign_again
 
-# Files.
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
 
 
-def test_an_untouched_copy_loads_and_gives_the_same_tokens(plan: Path, toy: Runtime) -> None:
+def link(file: Path, destination: str) -> None:
+    file.unlink()
+    file.symlink_to(destination)
+
+
+def put(plan: Path, name: str, data: bytes) -> None:
+    """Write a file that the list of files then says to be right."""
+    (plan / name).write_bytes(data)
+    list_again(plan)
+
+
+def edit_graph(plan: Path, change: Callable[[onnx.ModelProto], object]) -> None:
+    model = onnx.load(plan / ENGINE, load_external_data=False)
+    change(model)
+    put(plan, ENGINE, model.SerializeToString())
+
+
+def place_weights(plan: Path, location: str) -> None:
+    def change(model: onnx.ModelProto) -> None:
+        for initializer in model.graph.initializer:
+            for entry in initializer.external_data:
+                if entry.key == "location":
+                    entry.value = location
+
+    edit_graph(plan, change)
+
+
+def widen_logits(model: onnx.ModelProto) -> None:
+    next(v for v in model.graph.output if v.name == "logits").type.tensor_type.shape.dim[1].dim_value = 600
+
+
+GRAPH = "target.onnx"
+DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a file cut short": (lambda p: os.truncate(p / TEMPLATE, 5), (TEMPLATE, "bytes")),
+    "one flipped bit of the weights": (lambda p: flip_a_bit(p / WEIGHTS), (WEIGHTS, "sha256")),
+    "a missing file": (lambda p: (p / ENGINE).unlink(), (ENGINE, "missing")),
+    "a folder in the place of a file": (
+        lambda p: ((p / TOKENIZER).unlink(), (p / TOKENIZER).mkdir()),
+        (TOKENIZER, "missing"),
+    ),
+    "a file that is not listed": (lambda p: (p / f"engines/{BACKEND}/.hidden").write_text("x"), (".hidden",)),
+    "a chat template taken off the list": (
+        lambda p: edit(p, lambda m: m.update(files=[f for f in m["files"] if f["path"] != TEMPLATE])),
+        (TEMPLATE,),
+    ),
+    "an engine that is not listed": (
+        lambda p: edit(p, lambda m: m["backends"][BACKEND]["engines"]["target"].update(file="engines/other.onnx")),
+        ("engines/other.onnx",),
+    ),
+    "a linked folder": (lambda p: (p / "engines" / BACKEND / "more").symlink_to(p.parent), ("more",)),
+    "a link out of the plan": (lambda p: link(p / TOKENIZER, "/etc/hostname"), ("link",)),
+    "a link to itself": (lambda p: link(p / TOKENIZER, "tokenizer.json"), ("link",)),
+    "another version": (
+        lambda p: edit(p, lambda m: m.update(format_version=1)),
+        ("has format version 1, this runtime reads 17; build the plan with this version",),
+    ),
+    "a plan.json too large to be one": (lambda p: os.truncate(p / "plan.json", 2**33), ("larger",)),
+    "weights in another folder": (lambda p: place_weights(p, "../../tokenizer/tokenizer.json"), (GRAPH,)),
+    "weights anywhere": (lambda p: place_weights(p, "/etc/hostname"), (GRAPH,)),
+    "an engine that is no graph": (lambda p: put(p, ENGINE, b"\x08\x0a"), (GRAPH,)),
+    "weights cut short": (lambda p: put(p, WEIGHTS, bytes(4096)), (GRAPH,)),
+    "an engine with another signature": (lambda p: edit_graph(p, widen_logits), (GRAPH,)),
+    "a tokenizer that is none": (lambda p: put(p, TOKENIZER, b"[]"), (TOKENIZER,)),
+    "a chat template with a mistake": (
+        lambda p: put(p, TEMPLATE, b"{% break %}"),
+        (TEMPLATE, "correct it there, or remove it, so that the plan continues prompts and has no chat"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_plan_is_refused_and_the_place_is_named(plan: Path, case: str) -> None:
+    damage, named = DAMAGED[case]
+    damage(plan)
+    sentence = refused(plan)
+    assert [part for part in named if part not in sentence] == []
+
+
+def test_an_untouched_copy_gives_the_same_tokens_and_hashes_are_what_verify_is_about(plan: Path, toy: Runtime) -> None:
     copy = Runtime.load(plan)
     assert copy.generate("import", max_new_tokens=8).token_ids == toy.generate("import", max_new_tokens=8).token_ids
-
-
-@pytest.mark.parametrize("name", [ENGINE, WEIGHTS, TOKENIZER, TEMPLATE])
-def test_a_truncated_file_is_refused_by_its_size(plan: Path, name: str) -> None:
-    path = plan / name
-    path.write_bytes(path.read_bytes()[:-1])
-    sentence = refused(plan)
-    assert name in sentence
-    assert "bytes" in sentence
-
-
-@pytest.mark.parametrize("place", [0, 5000, -1])
-def test_one_flipped_bit_of_the_weights_is_refused_by_its_hash(plan: Path, place: int) -> None:
-    path = plan / WEIGHTS
-    data = bytearray(path.read_bytes())
-    data[place] ^= 4
-    path.write_bytes(data)
-    sentence = refused(plan)
-    assert WEIGHTS in sentence
-    assert "sha256" in sentence
-    open_plan(plan, verify=False)  # hashes are what `verify` is about
-
-
-@pytest.mark.parametrize("name", [ENGINE, WEIGHTS, TOKENIZER])
-def test_a_missing_file_is_named(plan: Path, name: str) -> None:
-    (plan / name).unlink()
-    sentence = refused(plan)
-    assert name in sentence
-    assert "missing" in sentence
-
-
-def test_a_folder_in_the_place_of_a_file_is_refused(plan: Path) -> None:
-    (plan / TOKENIZER).unlink()
-    (plan / TOKENIZER).mkdir()
-    assert "missing" in refused(plan)
-
-
-@pytest.mark.parametrize("name", ["tokenizer/added.txt", f"engines/{BACKEND}/.hidden", "extra.json"])
-def test_a_file_that_is_not_listed_is_refused(plan: Path, name: str) -> None:
-    (plan / name).write_text("x")
-    assert name in refused(plan)
-
-
-def test_a_chat_template_taken_off_the_list_is_not_read(plan: Path) -> None:
-    edit(plan, lambda m: m.update(files=[f for f in m["files"] if f["path"] != TEMPLATE]))
-    assert TEMPLATE in refused(plan)
+    flip_a_bit(plan / WEIGHTS)
+    open_plan(plan, verify=False)
 
 
 def test_a_link_to_the_plan_is_followed_to_where_it_leads_when_the_plan_is_opened(plan: Path, tmp_path: Path) -> None:
@@ -90,22 +129,12 @@ def test_a_link_to_the_plan_is_followed_to_where_it_leads_when_the_plan_is_opene
     assert "leads nowhere" in refused(current)
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-def test_a_path_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None:
-    assert "cannot be read" in refused(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ('{"most_points": 3, "branch": "{point}"}', None),
-        ("{}", None),
         ('{"branch": "{outline}"}', "skeleton.json: branch: Value error, is no template of a branch"),
-        ('{"branch": "{point.line}"}', "skeleton.json: branch"),
         ('{"most_points": 17}', "skeleton.json: most_points"),
-        ('{"color": 1}', "skeleton.json: color"),
-        ("[", "skeleton.json: the file"),
-        ("", "skeleton.json: the file"),
     ],
 )
 def test_how_answers_are_outlined_is_read_with_the_plan(plan: Path, text: str, said: str | None) -> None:
@@ -120,13 +149,9 @@ def test_how_answers_are_outlined_is_read_with_the_plan(plan: Path, text: str, s
         assert said in refused(plan)
 
 
-def test_a_linked_folder_is_refused(plan: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (plan / "engines" / BACKEND / "more").symlink_to(tmp_path / "elsewhere")
-    assert "more" in refused(plan)
-
-
-def test_no_folder_and_an_empty_folder_are_no_plans(tmp_path: Path) -> None:
+def test_what_is_no_folder_of_a_plan_is_refused(tmp_path: Path) -> None:
+    for name in ("x" * 300, "a\0b"):
+        assert "cannot be read" in refused(tmp_path / name)
     assert "outrider build" in refused(tmp_path)
     assert "outrider build" in refused(tmp_path / "none")
     (tmp_path / "file").write_text("x")
@@ -139,10 +164,8 @@ def test_no_folder_and_an_empty_folder_are_no_plans(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "../outside", "tokenizer/../../outside", "/etc/hostname", "C:/x", "tokenizer\\tokenizer.json",
-        "tokenizer//tokenizer.json", "./plan.json", "", "tokenizer/", "/", ".", "..", "tokenizer/\0", "a\nb", "a b",
-        "\u202etokenizer", "x" * 5000, "/".join(["x"] * 500), "~/x", "file:x", "con:",
-        "C:x", "tokenizer/tokenizer.json::$DATA",
+        "../outside", "tokenizer/../../outside", "/etc/hostname", "C:/x", "tokenizer\\tokenizer.json", "",
+        "tokenizer//tokenizer.json", "./plan.json", "tokenizer/", "..", "tokenizer/\0", "a b\n", "x" * 5000,
     ],
 )  # fmt: skip
 def test_a_path_that_is_none_of_a_plans_is_refused(plan: Path, path: str) -> None:
@@ -153,31 +176,16 @@ def test_a_path_that_is_none_of_a_plans_is_refused(plan: Path, path: str) -> Non
     assert len(sentence) < 500
 
 
-@pytest.mark.parametrize("destination", ["/etc/hostname", "../../outside", "tokenizer.json"])
-def test_a_link_out_of_the_plan_or_to_itself_is_refused(plan: Path, destination: str) -> None:
-    (plan.parent / "outside").write_text("x")
-    (plan / TOKENIZER).unlink()
-    (plan / TOKENIZER).symlink_to(destination)
-    assert "link" in refused(plan)
-
-
-def test_an_engine_that_is_not_listed_is_refused(plan: Path) -> None:
-    edit(plan, lambda m: m["backends"][BACKEND]["engines"]["target"].update(file="engines/other.onnx"))
-    assert "engines/other.onnx" in refused(plan)
-
-
 # plan.json as text.
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        b"", b"not json", b"\xff\xfe\x00", b"null", b"[]", b"7", b'"x"', b"{}", b'{"format_version": 3}',
-        b"[" * 200_000, b'{"format_version": 3, "recipe": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+        b"", b"\xff\xfe\x00", b"null", b"[]", b"{}", b"[" * 200_000, b'{"format_version": NaN}',
+        b'{"format_version": 17, "recipe": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
         b'{"format_version": ' + b"9" * 100_000 + b"}", b'{"format_version": ' + b"9" * 4000 + b"}",
-        b'{"format_version": 1e999}', b'{"format_version": NaN}', b'{"format_version": "1"}',
-        b'{"format_version": true}', b'{"format_version": 4}', b'{"format_version": {"a": "' + b"x" * 9999 + b'"}}',
-        b'{"format_version": 3, "name": "\\ud800"}', b"\xef\xbb\xbf{}",
+        b'{"format_version": {"a": "' + b"x" * 9999 + b'"}}', b'{"format_version": 17, "name": "\\ud800"}',
     ],
 )  # fmt: skip
 def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, text: bytes) -> None:
@@ -185,36 +193,26 @@ def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, tex
     assert len(refused(plan)) < 1000
 
 
-def test_a_plan_of_another_version_is_refused_with_what_to_do(plan: Path) -> None:
-    edit(plan, lambda m: m.update(format_version=1))
-    assert "has format version 1, this runtime reads 17; build the plan with this version" in refused(plan)
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_plan_json_that_was_edited_by_hand_is_refused(plan: Path, verify: bool) -> None:
+def test_a_plan_json_that_was_edited_by_hand_is_refused_and_its_layout_says_nothing(plan: Path) -> None:
     path = plan / "plan.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(manifest, indent=7), encoding="utf-8")
+    open_plan(plan)
     manifest["text"]["eos_token_ids"] = [5]
     path.write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(PlanError, match=r"plan\.json was changed after the build: .* build the plan again"):
-        Runtime.load(plan, verify=verify)
+    for verify in (True, False):
+        with pytest.raises(PlanError, match=r"plan\.json was changed after the build: .* build the plan again"):
+            Runtime.load(plan, verify=verify)
     del manifest["digest"]
     path.write_text(json.dumps(manifest), encoding="utf-8")
     assert "was changed after the build" in refused(plan)
-
-
-def test_the_layout_of_plan_json_says_nothing(plan: Path) -> None:
-    path = plan / "plan.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")), indent=7), encoding="utf-8")
-    open_plan(plan)
 
 
 def test_a_deeply_nested_recipe_is_refused_or_read(plan: Path) -> None:
     text = (plan / "plan.json").read_text(encoding="utf-8")
     for depth in (150, 300, 5000, 100_000):
         nested = '{"deep":' + "[" * depth + "]" * depth + ","
-        (plan / "plan.json").write_text(text.replace('"recipe":{', '"recipe":' + nested, 1).replace(
-            '"recipe": {', '"recipe": ' + nested, 1), encoding="utf-8")  # fmt: skip
+        (plan / "plan.json").write_text(text.replace('"recipe": {', '"recipe": ' + nested, 1), encoding="utf-8")
         sign_again(plan)
         try:
             open_plan(plan)
@@ -223,82 +221,13 @@ def test_a_deeply_nested_recipe_is_refused_or_read(plan: Path) -> None:
         assert depth < 1000
 
 
-def test_a_manifest_that_is_too_large_to_be_one_is_not_parsed(plan: Path) -> None:
-    os.truncate(plan / "plan.json", 2**33)
-    assert "larger" in refused(plan)
-
-
-# Contents that are whole but wrong.
-
-
-@pytest.mark.parametrize("location", ["../../tokenizer/tokenizer.json", "/etc/hostname", "../weights.bin", "none"])
-def test_weights_outside_the_engines_folder_are_refused(plan: Path, location: str) -> None:
-    model = onnx.load(plan / ENGINE, load_external_data=False)
-    for initializer in model.graph.initializer:
-        for entry in initializer.external_data:
-            if entry.key == "location":
-                entry.value = location
-    (plan / ENGINE).write_bytes(model.SerializeToString())
-    list_again(plan)
-    assert "target.onnx" in refused(plan)
-
-
-@pytest.mark.parametrize("data", [b"", b"x" * 100, b"\x08\x0a", b"\xff" * 5000])
-def test_an_engine_that_is_no_graph_is_refused(plan: Path, data: bytes) -> None:
-    (plan / ENGINE).write_bytes(data)
-    list_again(plan)
-    assert "target.onnx" in refused(plan)
-
-
-def test_weights_cut_short_are_refused_by_the_engine(plan: Path) -> None:
-    os.truncate(plan / WEIGHTS, 4096)
-    list_again(plan)
-    assert "target.onnx" in refused(plan)
-
-
-def test_an_engine_with_another_signature_is_refused(plan: Path) -> None:
-    model = onnx.load(plan / ENGINE, load_external_data=False)
-    dimension = next(v for v in model.graph.output if v.name == "logits").type.tensor_type.shape.dim[1]
-    dimension.dim_value = 600
-    (plan / ENGINE).write_bytes(model.SerializeToString())
-    list_again(plan)
-    assert "target.onnx" in refused(plan)
-
-
 def test_logits_that_are_not_numbers_end_the_generation_with_a_sentence(plan: Path) -> None:
-    weights = np.fromfile(plan / WEIGHTS, dtype=np.float32)
-    weights[:] = np.nan
-    weights.tofile(plan / WEIGHTS)
-    list_again(plan)
+    size = (plan / WEIGHTS).stat().st_size
+    put(plan, WEIGHTS, np.full(size // 4, np.nan, np.float32).tobytes())
     runtime = Runtime.load(plan)
     for drafter in ("none", "ngram"):
         with pytest.raises(PlanError, match="logits"):
             runtime.generate("import", drafter=drafter, temperature=1.0)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"model": {"type": "BPE"}}', "\ufeff{}"])
-def test_a_tokenizer_that_is_none_is_refused(plan: Path, text: str) -> None:
-    (plan / TOKENIZER).write_text(text, encoding="utf-8")
-    list_again(plan)
-    assert TOKENIZER in refused(plan)
-
-
-@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{", "{% endif %}", "{% break %}", "{{ " + "(" * 5000])
-def test_a_chat_template_with_a_mistake_is_refused_with_what_helps(plan: Path, text: str) -> None:
-    (plan / TEMPLATE).write_text(text, encoding="utf-8")
-    list_again(plan)
-    sentence = refused(plan)
-    assert str(plan / TEMPLATE) in sentence
-    assert "correct it there, or remove it, so that the plan continues prompts and has no chat" in sentence
-    assert ".." not in sentence.replace(str(plan), "")
-
-
-@pytest.mark.parametrize("text", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"])
-def test_a_chat_template_cannot_leave_its_sandbox(plan: Path, text: str) -> None:
-    (plan / TEMPLATE).write_text(text, encoding="utf-8")
-    list_again(plan)
-    with pytest.raises(PlanError):
-        Runtime.load(plan).tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
 # Anything at all.

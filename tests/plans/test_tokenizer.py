@@ -79,19 +79,12 @@ def pieces(decoder: decoders.Decoder | None) -> LibraryTokenizer:
     return tokenizer
 
 
-def test_encode_then_decode_gives_the_text_back() -> None:
-    tokenizer = Tokenizer(byte_level())
-    for text in ["", "hello world", "日本語 😀 wörld\n\t", " leading", "\x00"]:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_special_tokens_are_added_only_by_the_post_processor_and_only_when_wanted() -> None:
     library = byte_level()
-    assert Tokenizer(library).encode("hello")[0] != 0
+    bare = Tokenizer(library).encode("hello")
     library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = Tokenizer(library)
-    bare = tokenizer.encode("hello", add_special_tokens=False)
-    assert tokenizer.encode("hello") == [0, *bare]
+    assert Tokenizer(library).encode("hello", add_special_tokens=False) == bare
+    assert Tokenizer(library).encode("hello") == [0, *bare]
 
 
 def test_truncation_and_padding_saved_with_a_tokenizer_do_not_touch_prompts() -> None:
@@ -99,8 +92,8 @@ def test_truncation_and_padding_saved_with_a_tokenizer_do_not_touch_prompts() ->
     library.enable_truncation(3)
     library.enable_padding(length=64)
     tokenizer = Tokenizer(library)
-    text = "hello world, hello again and again"
-    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+    for text in ["", "hello world, hello again and again", "日本語 😀 wörld\n\t", " leading", "\x00"]:
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
 def test_decode_skips_special_tokens_and_unknown_ids_and_takes_arrays() -> None:
@@ -111,57 +104,35 @@ def test_decode_skips_special_tokens_and_unknown_ids_and_takes_arrays() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>hello</s>"
 
 
-@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [1.5]])
-def test_ids_that_are_none_are_refused(ids: list[int]) -> None:
-    with pytest.raises(RequestError, match=r"Pass integers from 0 to|must be whole numbers"):
-        Tokenizer(byte_level()).decode(ids)
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        ("decode", [-1], "Pass integers from 0 to"),
+        ("decode", [2**40], "Pass integers from 0 to"),
+        ("decode", ["a"], "must be whole numbers"),
+        ("encode", b"bytes", r"must be text \(str\), not bytes"),
+        ("encode", "abc\ud83d", r"U\+D83D at index 3 is a lone surrogate"),
+        ("apply_chat_template", MESSAGES, "has no chat template"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(method: str, given: object, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        getattr(Tokenizer(byte_level()), method)(given)
 
 
-def test_vocab_size_counts_added_tokens() -> None:
-    library = byte_level()
-    before = Tokenizer(library).vocab_size
-    library.add_tokens([AddedToken("<think>")])
-    assert Tokenizer(library).vocab_size == before + 1
-
-
-@pytest.mark.parametrize(("prompt", "says"), [(b"bytes", "bytes"), (None, "NoneType"), (["a"], "list")])
-def test_a_prompt_that_is_no_text_is_refused(prompt: object, says: str) -> None:
-    with pytest.raises(RequestError, match=rf"must be text \(str\), not {says}"):
-        Tokenizer(byte_level()).encode(prompt)  # type: ignore[arg-type]
-
-
-def test_a_lone_surrogate_is_refused_with_its_place() -> None:
-    with pytest.raises(RequestError, match=r"U\+D83D at index 3 is a lone surrogate"):
-        Tokenizer(byte_level()).encode("abc\ud83d")
-
-
-# Loading.
-
-
-def write_plan(folder: Path, tokenizer: str, template: str | None = None) -> Path:
-    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return folder
-
-
-def test_load_reads_the_plan_folder(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "{{ bos_token }}x"), {"bos_token": "<s>"})
-    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
-    assert tokenizer.apply_chat_template(MESSAGES) == "<s>x"
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', '{"model": {"type": "Oracle"}}'])
-def test_a_corrupt_tokenizer_is_a_plan_error_that_names_the_file(tmp_path: Path, content: str) -> None:
-    with pytest.raises(PlanError, match=r"tokenizer\.json is not a tokenizer .* build the plan again"):
-        Tokenizer.load(write_plan(tmp_path, content))
-
-
-def test_a_missing_or_binary_tokenizer_is_a_plan_error(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match=r"tokenizer\.json cannot be read as UTF-8"):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read as UTF-8"),
+        (b"[]", "is not a tokenizer"),
+        (b'{"model": {"type": "Oracle"}}', "is not a tokenizer"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(PlanError, match=rf"tokenizer\.json {said}.* build the plan again"):
         Tokenizer.load(tmp_path)
 
 
@@ -170,43 +141,35 @@ TOO_MUCH = [
     "{{ 'a'.zfill(width=2000000000) }}",
     "{{ '%2000000000d' % 1 }}",
     "{{ '%*d' % (2000000000, 1) }}",
-    "{{ '%2000000000d'|format(1) }}",
     "{{ '{:2000000000}'.format(1) }}",
     "{{ '\t'.expandtabs(2000000000) }}",
     "{{ ('a' * 1000000).replace('a', 'b' * 1000) }}",
     "{{ ('a' * 1000000)|replace('', 'b' * 1000) }}",
     "{{ 'a'|center(2000000000) }}",
-    "{{ 'a'|indent(2000000000) }}",
     "{{ 'a b'|wordwrap(1, wrapstring='x' * 2000000) }}",
-    "{{ {}|tojson(indent=500000000) }}",
     "{{ ([[[[[1]]]]] * 1000)|tojson(indent=10000) }}",
     "{{ (['a' * 100000] * 10000)|join }}",
     "{{ ','.join(['a' * 100000] * 10000) }}",
     "{{ ([[1] * 100000] * 1000)|sum(start=[]) }}",
     "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for i in range(90000) %}{{ 'a' * 10000 }}{% endfor %}",
     # What is made again and again, kept, or in blocks whose text is not printed.
     "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% if 'b' in x %}{% endif %}{% endfor %}",
     "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% set y = x.upper() %}{% endfor %}",
     "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% set y = x[1:] %}{% endfor %}",
     "{% set x = 'a' * 4000000 %}{% for i in range(90000) %}{% set y = x.rfind('b' + 'a' * 100000) %}{% endfor %}",
-    "{% set x = range(99999) | list %}{% for i in range(90000) %}{% set y = -1 in x %}{% endfor %}",
     "{% set x = range(99999) | list %}{% for i in range(90000) %}{% for j in x if false %}{% endfor %}{% endfor %}",
     "{% set x %}{% for i in range(90000) %}{{ 'a' * 4000000 }}{% endfor %}{% endset %}",
     "{% set a = 'a' * 1000000 %}{% filter length %}{% for i in range(90000) %}{{ a }}{% endfor %}{% endfilter %}",
     "{% macro f() %}{% for i in range(900) %}{{ 'a' * 4000000 }}{% endfor %}{% endmacro %}{% set x = f() %}",
     "{{ (['a' * 4000000] * 1000) | map('upper') | list | length }}",
-    "{{ (['a' * 4000000] * 4000000) | unique | list | length }}",
     "{{ ('<' * 4000000) | forceescape | urlencode | urlencode | urlencode | length }}",
     "{{ ('a' * 4000000) | batch(1) | batch(1) | batch(1) | batch(1) | batch(1) | list | length }}",
     # By arguments, tables and mappings.
     "{{ ('{0}' * 1000000).format('a' * 100000) }}",
     "{{ ('{a}' * 1000000).format_map({'a': 'a' * 100000}) }}",
-    "{{ '{0:{1}}'.format(1, 2000000000) }}",
     "{{ ('%(a)s' * 500000) % {'a': 'a' * 100000} }}",
     "{{ ('%999999d' * 1000) % ((1,) * 1000) }}",
     "{{ ('a' * 4000000).translate({97: 'b' * 4000000}) }}",
@@ -219,7 +182,6 @@ TOO_MUCH = [
         for printed in (
             "{{ ns.s }}",
             "{{ ns.s | tojson }}",
-            "{{ ns.s | string }}",
             "{{ ns.s ~ '' }}",
             "{{ '%s' % ns.s }}",
             "{{ '{}'.format(ns.s) }}",
@@ -235,19 +197,16 @@ TOO_MUCH = [
             "{{ 1 < 2 == (a.s >= b.s) }}",
             "{{ a.s in [b.s] }}",
             "{{ a.s is eq(b.s) }}",
-            "{{ [a.s] | select('in', [b.s]) | list }}",
             "{{ [a.s, b.s] | sort | length }}",
             "{{ [a.s].index(b.s) }}",
             "{{ {a.s: 1} | length }}",
             "{{ {}[a.s] }}",
             "{{ {}.get(a.s) }}",
-            "{{ [a.s] | unique | list | length }}",
         )
     ),
     "{% set n = namespace(l=[]) %}{% for i in range(99) %}{% set n.l = n.l + [[1]|batch(4000000, 'x')|first] %}"
     "{% endfor %}",
     "{% for i in range(99999) %}{% if range(99999)|select('none')|list %}{% endif %}{% endfor %}",
-    "{% for i in range(99999) %}{% set x = '{0}'.format(*range(99999)) %}{% endfor %}",
     "{% for i in range(99999) %}{% set x = cycler(*range(99999)) %}{% endfor %}",
 ]
 
@@ -263,6 +222,10 @@ def test_a_template_that_takes_all_time_or_memory_fails(template: str, monkeypat
 
 
 def test_limits_of_a_template_change_no_text() -> None:
+    products = (
+        "{{ 2 * 3 }} {{ 'ab' * 3 }} {{ 2 * [1] }} {{ 2 ** 10 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 0 ** 9 }} {{ -1 ** 8 }}"
+    )
+    assert with_template(products).apply_chat_template(MESSAGES) == "6 ababab [1, 1] 1024 0.5 3.0 0 1"
     text = (
         "{% macro m(x) %}<{{ x }}>{% endmacro %}{% for a in messages recursive %}{{ loop.index ~ '/' ~ loop.length }}"
         "{{ m(a.content | trim) }}{{ '%05.2f' % 1.5 }}{{ '{:>4}'.format('x') }}{{ a.content.ljust(4) + '|' }}"
@@ -273,19 +236,12 @@ def test_limits_of_a_template_change_no_text() -> None:
     assert found == "1/2<hi>01.50   x hi |user,assistant"
 
 
-def test_a_template_that_is_no_jinja_is_a_plan_error_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"chat_template\.jinja, line 2, is not a Jinja template"):
-        Tokenizer.load(write_plan(tmp_path, byte_level().to_str(), "a\n{% if %}"))
-
-
 @pytest.mark.parametrize(
     "decoder",
     [
         decoders.CTC(),
-        decoders.BPEDecoder(),
         decoders.Sequence([decoders.ByteLevel(), decoders.Replace("ab", "c")]),
         decoders.Sequence([decoders.Fuse(), decoders.ByteLevel()]),  # one character of no byte, and all are text
-        decoders.Sequence([decoders.Fuse(), decoders.Replace("▁▁", " ")]),
         decoders.Sequence([decoders.Sequence([decoders.Fuse()]), decoders.Replace("▁▁", " ")]),
         decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
     ],
@@ -295,19 +251,26 @@ def test_a_decoder_that_cannot_be_streamed_is_refused_when_loaded(decoder: decod
         Tokenizer(pieces(decoder))
 
 
-def test_a_normalizer_that_makes_texts_that_take_all_memory_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "part", "said"),
+    [
+        ("normalizer", normalizers.Sequence([normalizers.Replace("ab", "c" * 100)]), None),
+        (
+            "normalizer",
+            normalizers.Sequence([normalizers.Replace("a", "b" * 9), normalizers.Replace("b", "c" * 9)]),
+            "a normalizer that makes 81 characters of one",
+        ),
+        (
+            "decoder",
+            decoders.Sequence([decoders.Replace("a", "b" * 1000), decoders.Fuse()]),
+            "a decoder that makes 1000 characters of one",
+        ),
+    ],
+)
+def test_a_part_that_makes_texts_that_take_all_memory_is_refused(kind: str, part: object, said: str | None) -> None:
     library = byte_level()
-    library.normalizer = normalizers.Sequence([normalizers.Replace(" ", "▁"), normalizers.Replace("ab", "c" * 100)])
-    Tokenizer(library)
-    library.normalizer = normalizers.Sequence([normalizers.Replace("a", "b" * 9), normalizers.Replace("b", "c" * 9)])
-    with pytest.raises(PlanError, match="has a normalizer that makes 81 characters of one"):
-        Tokenizer(library)
-
-
-def test_a_decoder_that_makes_texts_that_take_all_memory_is_refused() -> None:
-    library = byte_level()
-    library.decoder = decoders.Sequence([decoders.Replace("a", "b" * 1000), decoders.Fuse()])
-    with pytest.raises(PlanError, match="has a decoder that makes 1000 characters of one"):
+    setattr(library, kind, part)
+    with pytest.raises(PlanError, match=said) if said else nullcontext():
         Tokenizer(library)
 
 
@@ -340,13 +303,6 @@ def test_decoders_within_decoders_are_read() -> None:
     assert not Tokenizer(pieces(inner)).byte_level
 
 
-def test_a_vocabulary_that_prints_nothing_is_refused() -> None:
-    library = LibraryTokenizer(models.BPE(vocab={"▁": 0}, merges=[]))
-    library.decoder = decoders.Metaspace()
-    with pytest.raises(PlanError, match="no token that prints"):
-        Tokenizer(library)
-
-
 # Chat templates.
 
 
@@ -373,21 +329,22 @@ def with_template(text: str) -> Tokenizer:
     return Tokenizer(byte_level(), ChatTemplate(text, source="chat_template.jinja"))
 
 
-def test_no_template_is_a_request_error() -> None:
-    with pytest.raises(RequestError, match="has no chat template"):
-        Tokenizer(byte_level()).apply_chat_template(MESSAGES)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "refuses these messages: Roles must alternate"),
+        ("{{ messages[0].nothing.at_all }}", r"chat_template\.jinja failed on these messages"),
+        ("{{ 1 / 0 }}", "failed on these messages"),
+        ("{{ messages[0].content.secret() }}", "failed on these messages"),  # messages are plain data there
+    ],
+)
+def test_a_template_that_fails_is_a_request_error(text: str, said: str) -> None:
+    class Text(str):
+        def secret(self) -> str:
+            return "leaked"
 
-
-def test_what_the_template_refuses_is_said_in_its_words() -> None:
-    tokenizer = with_template("{{ raise_exception('Roles must alternate') }}")
-    with pytest.raises(RequestError, match="refuses these messages: Roles must alternate"):
-        tokenizer.apply_chat_template(MESSAGES)
-
-
-@pytest.mark.parametrize("text", ["{{ messages[0].nothing.at_all }}", "{{ 1 / 0 }}", "{{ 'a' + messages }}"])
-def test_a_template_that_fails_is_a_request_error(text: str) -> None:
-    with pytest.raises(RequestError, match=r"chat_template\.jinja failed on these messages"):
-        with_template(text).apply_chat_template(MESSAGES)
+    with pytest.raises(RequestError, match=said):
+        with_template(text).apply_chat_template([{"role": "user", "content": Text("a")}])
 
 
 @pytest.mark.parametrize(
@@ -409,11 +366,9 @@ def test_a_template_cannot_leave_the_sandbox(text: str) -> None:
     "text",
     [
         "{{ 10**(10**7) }}",
-        "{% set x = 10**(10**7) %}",
         "{% if 10**(10**7) %}{% endif %}",
         "{{ 'a' * 10**9 }}",
         "{{ 10**9 * [1] }}",
-        "{% set ns = namespace(n=3) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
         "{{ range(10**9) | length }}",
     ],
 )
@@ -425,25 +380,6 @@ def test_a_template_makes_nothing_huge_and_nothing_at_all_when_it_is_loaded(text
     assert thread_time() - began < 2
     assert with_template("{{ 'x' | center(10**8) | length }}").check_chat()  # which would take 100 MB
     assert thread_time() - began < 2
-
-
-def test_products_of_a_usual_size_are_as_in_jinja() -> None:
-    text = (
-        "{{ 2 * 3 }} {{ 'ab' * 3 }} {{ 2 * [1] }} {{ 2 ** 10 }} {{ 2 ** -1 }} {{ 1.5 * 2 }} {{ 0 ** 9 }} {{ -1 ** 8 }}"
-    )
-    assert with_template(text).apply_chat_template(MESSAGES) == "6 ababab [1, 1] 1024 0.5 3.0 0 1"
-
-
-class Text(str):
-    def secret(self) -> str:
-        return "leaked"
-
-
-def test_messages_reach_the_template_as_plain_data() -> None:
-    with pytest.raises(RequestError, match="failed"):
-        with_template("{{ messages[0].content.secret() }}").apply_chat_template(
-            [{"role": "user", "content": Text("a")}]
-        )
 
 
 @pytest.mark.parametrize(
@@ -471,13 +407,10 @@ def nested(depth: int, within: str = "a") -> object:
     return value
 
 
-@pytest.mark.parametrize("depth", [65, 500, 100_000])
-@pytest.mark.parametrize("within", ["a", "list"])
+@pytest.mark.parametrize(("depth", "within"), [(65, "a"), (65, "list"), (100_000, "list")])
 def test_what_is_nested_too_deep_is_refused_by_its_key(depth: int, within: str) -> None:
-    tokenizer, value = (
-        with_template("{{ tone | tojson }}{{ tools | tojson }}{{ messages | tojson }}"),
-        nested(64, within),
-    )
+    tokenizer = with_template("{{ tone | tojson }}{{ tools | tojson }}{{ messages | tojson }}")
+    value = nested(64, within)
     tokenizer.apply_chat_template([{"role": "user", "content": "a", "x": value}], True, {"tone": value})
     value = nested(depth, within)
     question = {"role": "user", "content": "a"}
@@ -495,7 +428,9 @@ def test_what_is_nested_too_deep_is_refused_by_its_key(depth: int, within: str) 
 
 def test_byte_alphabet_is_that_of_the_library() -> None:
     library = byte_level()
+    before = Tokenizer(library).vocab_size
     library.add_tokens([AddedToken("é<x>", normalized=False), AddedToken("日 b", normalized=False)])
     tokenizer = Tokenizer(library)
+    assert tokenizer.vocab_size == before + 2
     for token_id in range(2, tokenizer.vocab_size):
         assert tokenizer.token_bytes(token_id).decode(errors="replace") == library.decode([token_id])
