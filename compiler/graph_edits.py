@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import onnx_ir as ir
+
+
+def attributes_of(node: ir.Node) -> dict[str, Any]:
+    return {name: attribute.value for name, attribute in node.attributes.items()}
+
+
+def given(values: Iterable[ir.Value | None]) -> list[ir.Value]:
+    """Return values that are all there."""
+    found = list(values)
+    assert None not in found
+    return found  # type: ignore[return-value]
 
 
 def replace(graph: ir.Graph, node: ir.Node, new: Sequence[ir.Value | None]) -> None:

@@ -2,6 +2,10 @@
 
 The graph then has the ops' inputs and outputs, under the names of the buffers: programs lose these stages, and no
 other stage changes. Ops that work in place on a KV cache stay outside.
+
+The node of an op takes the op's inputs and, after them, one int64 tensor for each size of the op that no input has, of
+which only the length counts. The node gives the op's outputs and, after them, `status` where the op can find a fault
+(`plugins.cuda.launches.FAULTS`). Tensors at the end that a graph lacks may be left out.
 """
 
 from __future__ import annotations
@@ -12,21 +16,44 @@ import numpy as np
 import onnx_ir as ir
 
 from outrider.compiler.engines.onnx_file import DTYPES
-from outrider.compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
 from outrider.plans import names
 from outrider.plans.buffers import Tensor
 from outrider.plans.manifest import Stage
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
+from outrider.plugins.schema import TensorSpec
 from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.tensorrt import PLUGINS, Declined
 
 _TYPES = {dtype: own for own, dtype in DTYPES.items()}
 _SAME_LENGTH = {names.PLACES: names.NEW}  # with one row, S equals N
 
 
+IR_TYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float64": ir.DataType.DOUBLE,
+    "int64": ir.DataType.INT64,
+    "uint64": ir.DataType.UINT64,
+}
+"""ONNX types by the schemas' dtype names; a dtype that stands for several types has no entry."""
+
+
+def node_inputs(op: str) -> tuple[TensorSpec, ...]:
+    schema = SCHEMAS[op]
+    known = {dim for spec in schema.inputs for dim in spec.shape}
+    missing = [size for size in schema.extents if size not in known]
+    return (*schema.inputs, *(TensorSpec(f"length.{size}", "int64", (size,)) for size in missing))
+
+
+def node_outputs(op: str) -> tuple[TensorSpec, ...]:
+    entry = PLUGINS[op]
+    given = [] if isinstance(entry, Declined) else [spec for plugin in entry for spec in plugin.outputs]
+    return (*SCHEMAS[op].outputs, *(spec for spec in given if spec.name == names.STATUS))
+
+
 def inline_stages(
     model: ir.Model,
     before: Sequence[Stage],
-    behind: Sequence[Stage],
+    after: Sequence[Stage],
     memory: Mapping[str, Tensor],
     free: Mapping[str, str],
 ) -> tuple[str, ...]:
@@ -39,9 +66,9 @@ def inline_stages(
     model.opset_imports.setdefault(DOMAIN, VERSION)
     for stage in before:
         graph.put_before(stage, free)
-    for stage in behind:
-        graph.put_behind(stage)
-    return tuple(stage.run for stage in (*before, *behind))
+    for stage in after:
+        graph.put_after(stage)
+    return tuple(stage.run for stage in (*before, *after))
 
 
 class _Inliner:
@@ -76,7 +103,7 @@ class _Inliner:
                 self._graph.inputs.remove(value)
         self._graph.insert_before(self._first, nodes)
 
-    def put_behind(self, stage: Stage) -> None:
+    def put_after(self, stage: Stage) -> None:
         """Append the op, which reads outputs and inputs of the graph, and add its outputs after the graph's own."""
         node, nodes = self._node(stage)
         for output, spec in zip(node.outputs, node_outputs(stage.run), strict=True):

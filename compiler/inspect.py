@@ -11,9 +11,11 @@ import onnx
 from rich.console import Console
 from rich.table import Table
 
-from outrider.compiler.kernel_listing import describe_kernels
+from outrider.plans import names
 from outrider.plans.build_record import read_build_record
 from outrider.plans.check import kv_bytes, kv_caches, session_bytes
+from outrider.plans.kernel_costs import launch_costs
+from outrider.plans.kernel_engine import KernelEngine
 from outrider.plans.manifest import BackendPlan, Engine
 from outrider.plans.plan import Plan, open_plan
 from outrider.plans.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -25,6 +27,7 @@ _PACKED = {
 }
 """The inputs with packed weights of ops whose attribute `bits` says of which."""
 _TYPES = {"float": "float32", "double": "float64"}  # as everybody calls them
+_ONE = dict.fromkeys(names.SYMBOLS, 1) | {names.ROW_EDGES: 2}
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -96,6 +99,28 @@ def _content(path: Path, engine: Engine, limits: Mapping[str, int]) -> dict[str,
     return describe_kernels(path, limits) if path.suffix == ".json" else _graph(path)
 
 
+def describe_kernels(path: Path, limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return the launches of a step with one new token after the most keys that are ever in view, by part of the model,
+    in the order in which parts begin."""
+    engine = KernelEngine.model_validate_json(path.read_bytes())
+    sizes = _ONE | {names.VIEW: limits[names.VIEW], names.CAPACITY: limits[names.VIEW]}
+    costs, parts = launch_costs(engine, sizes), dict[str, dict[str, Any]]()
+    for cost in costs:
+        part = parts.setdefault(
+            cost.launch.part or "other", {"kernels": [], "bytes_moved": 0, "operations": 0, "blocks": []}
+        )
+        part["kernels"].append(cost.launch.kernel.removeprefix("outrider_"))
+        part["blocks"].append(cost.blocks)
+        part["bytes_moved"] += cost.moved
+        part["operations"] += cost.operations
+    return {
+        "ops": dict(Counter(cost.launch.kernel.removeprefix("outrider_") for cost in costs).most_common()),
+        "workspace_bytes": engine.workspace_size,
+        "keys_in_view": limits[names.VIEW],
+        "parts": [{"part": name, **part} for name, part in parts.items()],
+    }
+
+
 def _graph(path: Path) -> dict[str, Any]:
     graph = onnx.load(str(path), load_external_data=False).graph
     return {"ops": op_counts(graph), "weights": weight_bytes(graph)}
@@ -120,12 +145,9 @@ def weight_bytes(graph: onnx.GraphProto) -> dict[str, int]:
     for tensor in graph.initializer:
         stored = {entry.key: entry.value for entry in tensor.external_data}
         kind = packed.get(tensor.name, onnx.TensorProto.DataType.Name(tensor.data_type).lower())
-        counts[_TYPES.get(kind, kind)] += int(stored["length"]) if "length" in stored else _inline_bytes(tensor)
+        inline = 0 if "length" in stored else len(tensor.raw_data) or onnx.numpy_helper.to_array(tensor).nbytes
+        counts[_TYPES.get(kind, kind)] += int(stored.get("length", inline))
     return dict(counts.most_common())
-
-
-def _inline_bytes(tensor: onnx.TensorProto) -> int:
-    return len(tensor.raw_data) or onnx.numpy_helper.to_array(tensor).nbytes
 
 
 def print_description(description: dict[str, Any], console: Console) -> None:

@@ -52,7 +52,6 @@ from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from outrider.runtime.drafters import adaptive
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculations
 from outrider.runtime.kv.partial_policy import Interval
-from tests.compiler import attention_forms
 from tests.compiler.block_heads import write_block
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.exports import SharedExports, sources_digest
@@ -221,7 +220,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case.add_marker("long")
 
 
-EXPORTS = (outrider.compiler.export.draft, outrider.compiler.export.target, attention_forms)
+EXPORTS = (outrider.compiler.export.draft, outrider.compiler.export.target)
 """Modules whose `trace` is shared."""
 _KEPT = 24 * 3600.0  # seconds for which exports and libraries are kept of code that has changed
 

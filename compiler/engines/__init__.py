@@ -8,9 +8,7 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from outrider.compiler.engines.front_end import FrontEnd
 from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
-from outrider.compiler.engines.report import Report
 from outrider.compiler.models.config import WeightType
 from outrider.compiler.recipe_backends import (
     BackendBuild,
@@ -41,11 +39,12 @@ class EngineFolder(Protocol):
 def open_folder(
     backend: BackendBuild,
     folder: Path,
-    report: Report,
+    report: Callable[[str], None],
     timing_cache: Path | None = None,
     dtype: WeightType = "float32",
 ) -> EngineFolder:
-    """Return the writer for a backend. Raises `PlanError` where the backend's library is missing.
+    """Return the writer for a backend, which may `report` phases of long work. Raises `PlanError` where the backend's
+    library is missing.
 
     `timing_cache` is a file of kernel times, for builders that time kernels; `dtype` is the type of the weights, which
     other graphs than those of our own kernels are of already.
@@ -68,7 +67,7 @@ def open_folder(
     return OnnxRuntimeEngines(folder)
 
 
-def _front_end(backend: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, Any], FrontEnd] | None:
+def _front_end(backend: TensorRtSection | TensorRtRtxSection) -> Callable[[Any, Any], Any] | None:
     if backend.frontend == "onnx":
         return None
     from outrider.compiler.engines.torch_front import TorchFront

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from outrider.compiler.engines.front_end import FrontEnd
-from outrider.compiler.engines.onnx_file import describe_engine
-from outrider.compiler.engines.onnx_front import OnnxFront
-from outrider.compiler.engines.report import Report
+from outrider.compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
 from outrider.compiler.engines.tensorrt_library import Library
-from outrider.compiler.engines.tensorrt_monitor import make_monitor
 from outrider.compiler.engines.tensorrt_network import (
     allow_unfused_attention,
+    carry_bits,
     check_bindings,
     check_cache_updates,
 )
@@ -25,6 +23,9 @@ from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import Engine, Profile, Range
 from outrider.plugins.tensorrt.log import make_log
+
+Report = Callable[[str], None]
+"""Called with a text that describes the current phase of long work."""
 
 FEW_TOKENS = 64
 """Steps up to this size decode and verify, larger ones prefill: each of the two ranges has its own kernels."""
@@ -46,6 +47,46 @@ def profiles_of(limits: Mapping[str, int]) -> tuple[Profile, ...]:
     return tuple(Profile(symbols={names.NEW: new, **free, **fixed}) for new in news)
 
 
+class FrontEnd(Protocol):
+    """Puts a graph into a TensorRT network."""
+
+    @property
+    def name(self) -> str:
+        """The front end's name, as `plans.manifest.Engine.front_end` records it."""
+
+    def reason_against(self, model: ir.Model) -> str | None:
+        """Return why the front end declines this graph; None where it does not."""
+
+    def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
+        """Put the lowered `model` into an empty `network`, with its inputs and outputs by name.
+
+        `workplace` is a folder for files that live as long as the network. The caller must keep the returned object as
+        long, too. Raises `PlanError`, with the library's own words.
+        """
+
+
+class OnnxFront:
+    """The front end that reads the lowered graph with TensorRT's own parser, so it can serve every engine."""
+
+    name = "onnx"
+
+    def __init__(self, trt: Any, log: Any) -> None:
+        self._trt, self._log = trt, log
+
+    def reason_against(self, model: ir.Model) -> str | None:
+        return None
+
+    def fill(self, engine: str, model: ir.Model, network: Any, workplace: Path) -> Any:
+        carry_bits(engine, model)
+        with closing(WeightFile(workplace)) as weights:
+            write_graph(model, workplace / "graph.onnx", weights, inlined=True)
+        parser = self._trt.OnnxParser(network, self._log)
+        if not parser.parse_from_file(str(workplace / "graph.onnx")):
+            said = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+            raise PlanError(f"engine {engine}: TensorRT cannot read its graph: {said or self._log.said()}")
+        return parser
+
+
 class TensorRtEngines:
     """Writes the engines of one backend into `folder`; `report` is called with the builder's phases.
 
@@ -60,7 +101,7 @@ class TensorRtEngines:
         self._trt = library.trt
         self._log = make_log(self._trt)
         self._wanted = None if wanted is None else wanted(self._trt, self._log)
-        self._monitor = make_monitor(self._trt, lambda phase: report(f"{self._writing}: {phase}"))
+        self._monitor = _make_monitor(self._trt, lambda phase: report(f"{self._writing}: {phase}"))
         try:
             self._builder = self._trt.Builder(self._log)  # must not outlive the log and the monitor
         except TypeError:  # raised by the bindings when TensorRT gives them no builder
@@ -139,3 +180,23 @@ def _shapes(builder: Any, engine: Engine, profile: Profile) -> Any:
 
 def _kind(layer: Any) -> str:
     return str(layer.type).rpartition(".")[2]
+
+
+def _make_monitor(trt: Any, report: Report) -> Any:
+    """Return a monitor that reports the builder's outer phases as they begin."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            if not parent:
+                report(phase)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            return True
+
+        def phase_finish(self, phase: str) -> None:
+            pass
+
+    return Monitor()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import onnx_ir as ir
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from outrider.compiler.export.block_graph import BlockGraph
 from outrider.compiler.export.draft_graph import DraftGraph, DraftModel
 from outrider.compiler.export.execution import cache_outputs
 from outrider.compiler.export.level_graph import LevelGraph
-from outrider.compiler.export.tracing import Shape, name_inputs, trace
+from outrider.compiler.export.tracing import Shape, arguments, name_inputs, trace
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.plans import names
 from outrider.plans.manifest import Tree
@@ -59,20 +58,10 @@ def export_draft(
     heads = drafting.heads
     features = (featured or drafting.feature_size) if drafting.feature_size else 0
     several = branches > 1
-    new, view, index = 4, 8 + several, torch.int64  # example sizes, which differ where several become symbols
-    count, trees, settings = (2, 3, 11) if several else (1, 1, 1)  # rows, trees of each row, branches
     layers = range(heads.num_layers)
-
-    def caches() -> list[Tensor]:
-        shape = (count, heads.num_kv_heads, capacity, heads.head_dim)
-        return [torch.empty(shape, dtype=drafting.dtype) for _ in layers]
-
     row: int | str = names.ROWS if several else 1
     cache: Shape = (row, heads.num_kv_heads, capacity, heads.head_dim)
     grown: Shape = (names.GROWN if several else tree.nodes,)
-    free = torch.export.Dim.DYNAMIC
-    fixed: list[None] = [None for _ in layers]
-    by_row = [{0: free} for _ in layers] if several else fixed
     tips: dict[str, Shape] = dict.fromkeys((names.TIP_INDICES, names.TIP_BRANCH), (names.ROWS, names.TIPS))
     graph_inputs: dict[str, Shape] = {
         **({names.FEATURES: (names.FEATURED, features), names.FEATURE_INDICES: (names.NEW,)} if features else {}),
@@ -94,37 +83,16 @@ def export_draft(
     else:
         graph = LevelGraph(model, tree, rows_of, rejected=rejecting, entropy=entropy, slots=slots, columns=columns)
         passes = 1 + tree.depth
+    # The settings of several branches become symbols of the trace: as examples they are of another number.
+    settings: dict[str, Shape] = {
+        names.NOISE: ("all", tree.depth + 1, vocab_size),
+        names.DRAFT_SAMPLING: ("all", SETTINGS),
+    }
+    sizes = {names.FEATURED: 5, names.NEW: 4, names.VIEW: 8 + several, names.PLACES: 2, "all": 11}
+    sizes |= {names.ROWS: 2, names.ROW_EDGES: 3, names.TIPS: 3}
     traced = trace(
         graph,
-        inputs={
-            "features": torch.zeros(5, features) if features else None,
-            "feature_indices": torch.zeros(new, dtype=index) if features else None,
-            "token_ids": torch.zeros(new, dtype=index),
-            "positions": torch.zeros(new, dtype=index),
-            "row_splits": torch.zeros(count + 1, dtype=index),
-            "attn_bias": torch.zeros(count, 1, new - 2 * several, view),
-            "past_length": torch.zeros(count, dtype=index),
-            "tip_indices": torch.zeros(count, trees, dtype=index) if several else None,
-            "tip_branch": torch.zeros(count, trees, dtype=index) if several else None,
-            "noise": torch.ones(settings, tree.depth + 1, vocab_size),
-            "draft_sampling": torch.zeros(settings, SETTINGS),
-            "k_caches": caches(),
-            "v_caches": caches(),
-        },
-        dynamic={
-            "features": {0: free} if features else None,
-            "feature_indices": {0: free} if features else None,
-            "token_ids": {0: free},
-            "positions": {0: free},
-            "row_splits": {0: free} if several else None,
-            "attn_bias": {0: free, 2: free, 3: free} if several else {2: free, 3: free},
-            "past_length": {0: free} if several else None,
-            "tip_indices": {0: free, 1: free} if several else None,
-            "tip_branch": {0: free, 1: free} if several else None,
-            **dict.fromkeys(("noise", "draft_sampling"), {0: free} if several else None),
-            "k_caches": by_row,
-            "v_caches": by_row,
-        },
+        *arguments(graph, graph_inputs | (settings if several else {}), sizes, drafting.dtype),
         outputs={
             **dict.fromkeys(names.TREE, grown),
             **({names.TREE_SLOTS: grown} if slots else {}),

@@ -5,14 +5,14 @@ BranchAttention is one node and takes several rows; `lowering` rewrites the grap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
 from outrider.compiler.export.execution import GraphExecution, KvCaches, RopeTables, cache_outputs
-from outrider.compiler.export.tracing import Shape, name_inputs, trace
+from outrider.compiler.export.tracing import Shape, arguments, name_inputs, trace
 from outrider.compiler.models.decoder import Decoder
 from outrider.plans import names
 
@@ -54,37 +54,13 @@ def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, 
     input). With `queries`, each layer has an output `queries.i`: its queries as attention compares them with keys.
     """
     config = decoder.config
-    rows, new, view, picked = 2, 4, 8, 3  # example sizes, all different; all become symbols
-    index = torch.int64
     cache: Shape = (names.ROWS, config.num_kv_heads, capacity, config.head_dim)
     layers = range(config.num_layers)
-
-    def caches() -> list[Tensor]:  # each in its own memory: equal tensors would become one graph input
-        return [torch.empty((rows, *cache[1:]), dtype=decoder.embedding.dtype) for _ in layers]  # type: ignore[arg-type]
-
-    free = torch.export.Dim.DYNAMIC
-    model = trace(
+    return trace_target(
         TargetGraph(decoder, capacity, taps, queries=queries),
-        inputs={
-            "token_ids": torch.zeros(new, dtype=index),
-            "positions": torch.zeros(new, dtype=index),
-            "row_splits": torch.zeros(rows + 1, dtype=index),
-            "attn_bias": torch.zeros(rows, 1, new - 2, view),
-            "past_length": torch.zeros(rows, dtype=index),
-            "logit_indices": torch.zeros(picked, dtype=index),
-            "k_caches": caches(),
-            "v_caches": caches(),
-        },
-        dynamic={
-            "token_ids": {0: free},
-            "positions": {0: free},
-            "row_splits": {0: free},
-            "attn_bias": {0: free, 2: free, 3: free},
-            "past_length": {0: free},
-            "logit_indices": {0: free},
-            "k_caches": [{0: free} for _ in layers],
-            "v_caches": [{0: free} for _ in layers],
-        },
+        cache,
+        config.num_layers,
+        decoder.embedding.dtype,
         outputs={
             names.LOGITS_OUT: (names.LOGITS, config.vocab_size),
             **({names.FEATURES: (names.NEW, len(taps) * config.hidden_size)} if taps else {}),
@@ -92,17 +68,23 @@ def export_target(decoder: Decoder, capacity: int, taps: Sequence[int] = (), *, 
             **({names.queries(i): (names.NEW, config.query_size) for i in layers} if queries else {}),
         },
     )
-    name_inputs(
-        model,
-        {
-            names.TOKEN_IDS: (names.NEW,),
-            names.POSITIONS: (names.NEW,),
-            names.ROW_SPLITS: (names.ROW_EDGES,),
-            names.ATTN_BIAS: (names.ROWS, 1, names.PLACES, names.VIEW),
-            names.PAST_LENGTH: (names.ROWS,),
-            names.LOGIT_INDICES: (names.LOGITS,),
-            **{names.k_cache(i): cache for i in layers},
-            **{names.v_cache(i): cache for i in layers},
-        },
-    )
+
+
+def trace_target(
+    module: nn.Module, cache: Shape, layers: int, dtype: torch.dtype, outputs: Mapping[str, Shape]
+) -> ir.Model:
+    """Trace a module with the inputs of the target graph; `cache` is the shape of the caches of `layers` layers."""
+    inputs: dict[str, Shape] = {
+        names.TOKEN_IDS: (names.NEW,),
+        names.POSITIONS: (names.NEW,),
+        names.ROW_SPLITS: (names.ROW_EDGES,),
+        names.ATTN_BIAS: (names.ROWS, 1, names.PLACES, names.VIEW),
+        names.PAST_LENGTH: (names.ROWS,),
+        names.LOGIT_INDICES: (names.LOGITS,),
+        **{names.k_cache(i): cache for i in range(layers)},
+        **{names.v_cache(i): cache for i in range(layers)},
+    }
+    sizes = {names.NEW: 4, names.ROWS: 2, names.ROW_EDGES: 3, names.PLACES: 2, names.VIEW: 8, names.LOGITS: 3}
+    model = trace(module, *arguments(module, inputs, sizes, dtype), outputs=outputs)
+    name_inputs(model, inputs)
     return model

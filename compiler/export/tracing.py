@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import logging
 import warnings
@@ -26,6 +27,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from outrider.compiler.deferred import Deferred, deferred
 from outrider.compiler.export.ops import TRANSLATIONS
+from outrider.plans import names
 from outrider.plugins.onnx_ops import OPSET
 
 Shape = Sequence[int | str]
@@ -36,7 +38,8 @@ _REWRITES = (
 )  # fmt: skip
 """The optimiser's rules, by name, that have to do with our graphs: those without one are of arithmetic that changes
 nothing, and of reshaped products."""
-_COMPARED = 1024  # constants of up to so many numbers are compared by the optimiser, which merges equal ones
+_COMPARED = 1024  # numbers of the largest constants that the optimiser compares, to merge equal ones
+_REAL = {names.ATTN_BIAS, names.FEATURES, names.NOISE, names.DRAFT_SAMPLING}  # inputs in float32; others are int64
 
 
 @dataclass
@@ -72,7 +75,7 @@ class TracedProgram:
 
 
 def traced_of(model: ir.Model) -> TracedProgram:
-    """Return the program that `trace` made `model` from, whatever was done to the graph since."""
+    """Return the program that `trace` made `model` from; later changes of the graph are not in it."""
     traced: TracedProgram = model.graph.meta[TRACED]
     return traced
 
@@ -108,6 +111,30 @@ def trace(
     _strip(model)
     model.graph.meta[TRACED] = TracedProgram(exported, stored, (), tuple(outputs))
     return model
+
+
+def arguments(
+    module: nn.Module, inputs: Mapping[str, Shape], sizes: Mapping[str, int], dtype: torch.dtype
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return example inputs of `module` and their dynamic dimensions, for `trace`, by parameter of its `forward`.
+
+    `inputs` are shapes by the contract's names. Their symbols become dynamic; the example `sizes` of these are all
+    different. Caches, of `dtype`, are elements of one parameter by kind. A parameter without an input is None.
+    """
+    examples: dict[str, Any] = dict.fromkeys(inspect.signature(module.forward).parameters)
+    dynamic = dict(examples)
+    for name, shape in inputs.items():
+        parameter, layer, _ = name.partition(".")
+        kind = dtype if layer else torch.float32 if name in _REAL else torch.int64
+        # Each in its own memory: equal tensors would become one graph input. Nothing is written, so none is taken.
+        example = torch.empty([sizes[d] if isinstance(d, str) else d for d in shape], dtype=kind)
+        free = {axis: torch.export.Dim.DYNAMIC for axis, d in enumerate(shape) if isinstance(d, str)} or None
+        if layer:
+            for found, each in ((examples, example), (dynamic, free)):
+                found[f"{parameter}s"] = [*(found[f"{parameter}s"] or ()), each]
+        else:
+            examples[name], dynamic[name] = example, free
+    return examples, dynamic
 
 
 @contextlib.contextmanager

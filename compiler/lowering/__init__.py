@@ -6,25 +6,18 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from outrider.compiler.lowering.attention import CpuAttention, WindowInside
-from outrider.compiler.lowering.block_quantized import BlockQuantized
-from outrider.compiler.lowering.draft_ops import CpuDraftOps
+from outrider.compiler.lowering.attention import CpuAttention, QueriesFromInside, WindowInside
 from outrider.compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
-from outrider.compiler.lowering.float_drafts import FloatDraftExperts, FloatDrafts
-from outrider.compiler.lowering.functions import FunctionBody
+from outrider.compiler.lowering.functions import CopiedSizes, FunctionBody, UnbranchedBody
 from outrider.compiler.lowering.gated_unit import FuseGatedUnit
 from outrider.compiler.lowering.group_query_attention import GroupQueryAttention
 from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from outrider.compiler.lowering.norms import CpuNorms, FuseSkipNorms, FuseSkipNormsCuda
+from outrider.compiler.lowering.own_ops import CpuDraftOps, CpuNorms, FuseSkipNorms, FuseSkipNormsCuda, FuseSoftcap
 from outrider.compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
-from outrider.compiler.lowering.projections import FuseProjections
-from outrider.compiler.lowering.quantized import PackQuantized
-from outrider.compiler.lowering.queries import QueriesFromInside
+from outrider.compiler.lowering.products import FuseProjections
+from outrider.compiler.lowering.quantized import BlockQuantized, FloatDraftExperts, FloatDrafts, PackQuantized
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
 from outrider.compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
-from outrider.compiler.lowering.sizes import CopiedSizes
-from outrider.compiler.lowering.softcap import FuseSoftcap
-from outrider.compiler.lowering.unbranched import UnbranchedBody
 from outrider.plans import names
 from outrider.plans.buffers import DType
 from outrider.plans.kv_slots import slot_size

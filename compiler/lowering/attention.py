@@ -1,20 +1,23 @@
-"""BranchAttention on the CPU: our own kernel in ONNX Runtime.
+"""BranchAttention on the CPU: our own kernel in ONNX Runtime, and what it takes over.
 
 The kernel (`plugins/csrc/onnxruntime`) reads visible keys only, so that a token's result is bit for bit the same
-whatever else the pass computes: alone, in a chain, in a prefill chunk, as a node of a tree, in any row.
+with anything else that the pass computes: alone, in a chain, in a prefill chunk, as a node of a tree, in any row.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from outrider.compiler.graph_edits import attributes_of
+from outrider.compiler.lowering.builder import sinks_of
 from outrider.compiler.lowering.inside import swap
 from outrider.compiler.lowering.rule import Lowering, Rule
-from outrider.compiler.lowering.written_out import sinks_of
+from outrider.plans import names
 from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.schema import CPU_DOMAIN
 
 _BIAS, _ROW_SPLITS, _SINKS = 5, 7, 13
+_OUTPUTS = 3  # without queries
 
 
 class CpuAttention(Rule):
@@ -36,9 +39,8 @@ class CpuAttention(Rule):
         inputs = [*node.inputs[: _ROW_SPLITS + 1], *[None] * (_SINKS - _ROW_SPLITS - 1), sinks_of(node)]
         if lowering.rows == 1:
             inputs[_ROW_SPLITS] = None  # the one row has all tokens
-        attributes = {name: attribute.value for name, attribute in node.attributes.items() if name != "later"}
-        attributes["epsilon"] = 0.0
-        swap(node, lowering, inputs, attributes, kind=(CPU_DOMAIN, node.op_type))
+        attributes = {name: value for name, value in attributes_of(node).items() if name != "later"}
+        swap(node, lowering, inputs, attributes | {"epsilon": 0.0}, kind=(CPU_DOMAIN, node.op_type))
 
 
 class WindowInside(Rule):
@@ -53,9 +55,9 @@ class WindowInside(Rule):
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         windowed = _window_bias(node)
         assert windowed is not None
-        inputs, attributes = list(node.inputs), {name: each.value for name, each in node.attributes.items()}
+        inputs = list(node.inputs)
         inputs[_BIAS] = windowed.inputs[0]
-        swap(node, lowering, inputs, attributes | {"window": windowed.attributes.get_int("window")})
+        swap(node, lowering, inputs, attributes_of(node) | {"window": windowed.attributes.get_int("window")})
 
 
 def _window_bias(attention: ir.Node) -> ir.Node | None:
@@ -63,3 +65,37 @@ def _window_bias(attention: ir.Node) -> ir.Node | None:
     bias = attention.inputs[_BIAS]
     made = None if bias is None else bias.producer()
     return made if made is not None and (made.domain, made.op_type) == (DOMAIN, "WindowBias") else None
+
+
+class QueriesFromInside(Rule):
+    """A graph output of queries becomes an output of the attention node, which norms and rotates the queries."""
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.domain == CPU_DOMAIN and node.op_type == "BranchAttention" and len(node.outputs) == _OUTPUTS
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        return "nobody asks for its queries" if _asked(node) is None else None
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        flat = _asked(node)
+        assert flat is not None
+        graph, output = lowering.graph, flat.outputs[0]
+        node.resize_outputs(_OUTPUTS + 1)
+        queries = node.outputs[_OUTPUTS]
+        queries.type, queries.shape = output.type, output.shape
+        place = list(graph.outputs).index(output)
+        queries.name, output.name = output.name, None
+        graph.outputs[place] = queries
+        graph.remove(flat, safe=True)
+
+
+def _asked(node: ir.Node) -> ir.Node | None:
+    """Return the node that drops the first dimension of queries `[1, N, width]` for a graph output; else None."""
+    query = node.inputs[0]
+    if query is None:
+        return None
+    for use in query.uses():
+        other = use.node
+        if other.op_type in ("Squeeze", "Reshape") and (other.outputs[0].name or "").startswith(names.QUERIES):
+            return other
+    return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.graph_edits import attributes_of
 from outrider.compiler.lowering.rule import Lowering, Rule
 from outrider.compiler.quantization.form import QuantTensor
 from outrider.plugins.onnx_ops import DOMAIN
@@ -37,8 +37,8 @@ class CpuRoute(Rule):
         weight = _constant(router)
         experts = weight.shape.numpy()[1]
         inputs = [node.inputs[0], _panels(router, lowering), *node.inputs[2:]]
-        attributes = {name: attribute.value for name, attribute in node.attributes.items()} | {"experts": experts}
-        _replace(node, ir.node("Route", inputs, attributes, domain=CPU_DOMAIN), lowering)
+        attributes = attributes_of(node) | {"experts": experts}
+        lowering.put(node, ir.node("Route", inputs, attributes, domain=CPU_DOMAIN))
 
 
 class CpuExperts(Rule):
@@ -59,8 +59,8 @@ class CpuExperts(Rule):
         experts, hidden, size = _constant(products[0]).shape.numpy()
         panels = [_panels(product, lowering) for product in products]
         attributes = {"experts": experts, "hidden": hidden, "size": size, **_unit(node)}
-        new = ir.node("MixtureOfExperts", [*node.inputs[:2], *panels, *biases], attributes, domain=CPU_DOMAIN)
-        _replace(node, new, lowering)
+        inputs = [*node.inputs[:2], *panels, *biases]
+        lowering.put(node, ir.node("MixtureOfExperts", inputs, attributes, domain=CPU_DOMAIN))
 
 
 class PackExperts(Rule):
@@ -84,7 +84,7 @@ class PackExperts(Rule):
         layout = {"bits": sources[0].bits, "wide": int(wide), "minimums": 0}
         attributes = {"experts": stacked // size, "hidden": hidden, "size": size, **layout, **_unit(node)}
         inputs = [*node.inputs[:2], *packed, *node.inputs[8:]]
-        _replace(node, ir.node("QuantMixtureOfExperts", inputs, attributes, domain=CPU_DOMAIN), lowering)
+        lowering.put(node, ir.node("QuantMixtureOfExperts", inputs, attributes, domain=CPU_DOMAIN))
 
 
 def _is_experts(node: ir.Node) -> bool:
@@ -135,11 +135,3 @@ def _constant(value: ir.Value | None) -> ir.TensorProtocol:
     assert value is not None
     assert value.const_value is not None
     return value.const_value
-
-
-def _replace(node: ir.Node, new: ir.Node, lowering: Lowering) -> None:
-    weights = list(node.inputs[1:])
-    lowering.graph.insert_before(node, [new])
-    replace(lowering.graph, node, [new.outputs[0]])
-    drop_unread(lowering.graph, weights)
-    lowering.model.opset_imports.setdefault(CPU_DOMAIN, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from outrider.compiler.graph_edits import drop_unread, replace
+from outrider.compiler.graph_edits import drop_unread
 from outrider.compiler.lowering.products import join_products, product_kind, product_width
 from outrider.compiler.lowering.rule import Lowering, Rule
 from outrider.compiler.quantization.form import product_source
@@ -52,9 +52,8 @@ class FuseGatedUnit(Rule):
         joins = joins and product_kind(gate) == product_kind(up)
         both = join_products([gate, up], lowering) if joins else ir.node("Concat", [unit.gate, unit.up], {"axis": -1})
         gated = ir.node("GatedUnit", [both.outputs[0]], {"activation": unit.name}, domain=CPU_DOMAIN)
-        graph.insert_before(node, [both, gated])
-        lowering.model.opset_imports.setdefault(CPU_DOMAIN, 1)
-        replace(graph, node, [gated.outputs[0]])
+        graph.insert_before(node, [both])
+        lowering.put(node, gated)
         weights = [*gate.inputs[1:], *up.inputs[1:]]
         for each in (*unit.activation, *((gate, up) if joins else ())):
             graph.remove(each, safe=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from outrider.compiler.graph_edits import replace
-from outrider.compiler.lowering.builder import Builder
+from outrider.compiler.graph_edits import given
+from outrider.compiler.lowering.builder import Builder, sinks_of, softcap_of
 from outrider.compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
-from outrider.compiler.lowering.written_out import sinks_of, softcap_of
 from outrider.plugins.onnx_ops import DOMAIN
 
 KERNELS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -49,10 +48,7 @@ class GroupQueryAttention(Rule):
         return None
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        q, bias, past, own = node.inputs[0], node.inputs[5], node.inputs[6], node.attributes
-        assert q is not None
-        assert bias is not None
-        assert past is not None
+        (q, bias, past), own = given((node.inputs[0], node.inputs[5], node.inputs[6])), node.attributes
         build = Builder(lowering)
         seen, view = build.view(bias, q.dtype)
         inputs = [*node.inputs[:5], _last_slot(bias, past, build), _total(bias, view, build), None, None, None, seen]
@@ -62,10 +58,8 @@ class GroupQueryAttention(Rule):
             "scale": own.get_float("scale"),
             "softcap": softcap_of(node),
         }
-        made = ir.node("GroupQueryAttention", inputs, attributes, domain=CONTRIBUTED, num_outputs=3)
-        lowering.graph.insert_before(node, [*build.nodes, made])
-        replace(lowering.graph, node, list(made.outputs))
-        lowering.model.opset_imports.setdefault(CONTRIBUTED, 1)
+        lowering.graph.insert_before(node, build.nodes)
+        lowering.put(node, ir.node("GroupQueryAttention", inputs, attributes, domain=CONTRIBUTED, num_outputs=3))
 
 
 def _last_slot(bias: ir.Value, past: ir.Value, build: Builder) -> ir.Value:

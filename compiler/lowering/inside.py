@@ -11,7 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from outrider.compiler.graph_edits import replace
+from outrider.compiler.graph_edits import attributes_of
 from outrider.compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
 from outrider.plugins.schema import CPU_DOMAIN
 
@@ -31,7 +31,7 @@ def _reason_against_rotation(node: ir.Node, cos: ir.Value) -> str | None:
     if not isinstance(head_dim, int) or head_dim % 16:
         return f"its kernel rotates heads of a multiple of 16 numbers, and these have {head_dim}"
     if not isinstance(slots, int) or not isinstance(positions, int) or positions < slots:
-        return f"it wants angles of as many positions as there are slots, {slots}, and the table has {positions}"
+        return f"it wants angles for every slot's position, {slots}, and the table has {positions}"
     return None
 
 
@@ -40,7 +40,7 @@ class Inside:
     """The inputs of an attention op for what it can do itself, by index; q, k, v and the KV cache come first.
 
     `rotating` are the attributes of a node that rotates, `against_rotation` returns why a node cannot. A node that
-    `rotates_parts` rotates the first numbers of a head, as many as its table has cosines and sines for.
+    `rotates_parts` rotates the first numbers of a head, those that its table has cosines and sines for.
     """
 
     positions: int
@@ -95,7 +95,7 @@ class RotateInside(Rule):
         inputs = _inputs(node, inside.positions, inside.cos, inside.sin)
         inputs[_Q], inputs[_K] = query.inputs[0], key.inputs[0]
         inputs[inside.cos], inputs[inside.sin], inputs[inside.positions] = query.inputs[1:4]
-        swap(node, lowering, inputs, {**_attributes(node), **inside.rotating})
+        swap(node, lowering, inputs, {**attributes_of(node), **inside.rotating})
 
 
 class NormInside(Rule):
@@ -106,7 +106,7 @@ class NormInside(Rule):
 
     def check(self, node: ir.Node, lowering: Lowering) -> str | None:
         query, key = _head_norm(node, _Q), _head_norm(node, _K)
-        if INSIDE[_kind(node)].rotating.items() - _attributes(node).items():
+        if INSIDE[_kind(node)].rotating.items() - attributes_of(node).items():
             return "it norms what it rotates, and this one rotates nothing"
         if query is None or key is None:
             return "queries or keys have no norm of each head right before it"
@@ -125,7 +125,7 @@ class NormInside(Rule):
             assert heads is not None
             inputs[index], inputs[weight] = heads.inputs[0], norm.inputs[1]
             epsilon = _epsilon(norm)
-        swap(node, lowering, inputs, _attributes(node) | {inside.epsilon: epsilon})
+        swap(node, lowering, inputs, attributes_of(node) | {inside.epsilon: epsilon})
 
 
 class PackedInside(Rule):
@@ -146,7 +146,7 @@ class PackedInside(Rule):
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         split = _producer(node, _Q, "Split")
         assert split is not None
-        swap(node, lowering, [split.inputs[0], None, None, *node.inputs[3:]], _attributes(node))
+        swap(node, lowering, [split.inputs[0], None, None, *node.inputs[3:]], attributes_of(node))
 
 
 def swap(
@@ -160,20 +160,13 @@ def swap(
     nodes whose outputs nothing reads any more.
     """
     old, (domain, op_type) = list(node.inputs), kind or _kind(node)
-    made = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(node.outputs))
-    lowering.graph.insert_before(node, [made])
-    replace(lowering.graph, node, list(made.outputs))
-    lowering.model.opset_imports.setdefault(domain, 1)
+    lowering.put(node, ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(node.outputs)))
     for value in old:
         _remove_unread(value, lowering.graph)
 
 
 def _kind(node: ir.Node) -> tuple[str, str]:
     return node.domain, node.op_type
-
-
-def _attributes(node: ir.Node) -> dict[str, Any]:
-    return {name: attribute.value for name, attribute in node.attributes.items()}
 
 
 def _inputs(node: ir.Node, *indices: int) -> list[ir.Value | None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from outrider.compiler.graph_edits import replace
+from outrider.compiler.inlining import IR_TYPES, node_inputs, node_outputs
 from outrider.compiler.lowering.functions import FunctionBody
 from outrider.compiler.lowering.rule import Lowering, Rule
-from outrider.compiler.op_nodes import IR_TYPES, node_inputs, node_outputs
 from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.schema import TensorSpec
 from outrider.plugins.schemas import SCHEMAS
@@ -85,4 +85,4 @@ def _attribute(node: ir.Node, name: str) -> int | float:
                 size = value.shape[spec.shape.index(name)]
                 if isinstance(size, int):
                     return size
-    raise ValueError(f"the plugin of {node.op_type} wants {name!r}, which its node does not tell")
+    raise ValueError(f"the plugin of {node.op_type} wants {name!r}, which its node does not have")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from outrider.compiler.graph_edits import drop_unread, replace
 from outrider.plans.manifest import RuleReport
 
 CONTRIBUTED = "com.microsoft"
@@ -49,6 +50,14 @@ class Lowering:
         if (made.dtype, made.shape) != (tensor.dtype, tensor.shape):
             raise ValueError(f"the lowered graph has two constants named {name!r}")
         return made
+
+    def put(self, node: ir.Node, new: ir.Node) -> None:
+        """Put `new` in the place of `node`, and drop constants that no node reads any more."""
+        old = list(node.inputs)
+        self.graph.insert_before(node, [new])
+        replace(self.graph, node, list(new.outputs[: len(node.outputs)]))
+        drop_unread(self.graph, old)
+        self.model.opset_imports.setdefault(new.domain, 1)
 
     def _share(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         value = ir.Value(

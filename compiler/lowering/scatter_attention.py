@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from outrider.compiler.graph_edits import replace
-from outrider.compiler.lowering.builder import SWAP, Builder
+from outrider.compiler.graph_edits import given, replace
+from outrider.compiler.lowering.builder import SWAP, Builder, is_plain, write_out
 from outrider.compiler.lowering.rule import Lowering, Rule
-from outrider.compiler.lowering.written_out import is_plain, write_out
 from outrider.plugins.onnx_ops import DOMAIN
 
 
@@ -26,14 +25,7 @@ class ScatterAttention(Rule):
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         attributes = node.attributes
-        q, k, v, k_cache, v_cache, bias, past = node.inputs[:7]
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        assert k_cache is not None
-        assert v_cache is not None
-        assert bias is not None
-        assert past is not None
+        q, k, v, k_cache, v_cache, bias, past = given(node.inputs[:7])
         build = Builder(lowering)
         seen, view = build.view(bias, q.dtype if is_plain(node) else None)
         heads, kv_heads = attributes.get_int("num_heads"), attributes.get_int("kv_num_heads")
@@ -74,9 +66,7 @@ class UpdateOnceAttention(ScatterAttention):
     def attend(
         self, queries: ir.Value, keys: ir.Value, values: ir.Value, bias: ir.Value, node: ir.Node, build: Builder
     ) -> ir.Value:
-        q = node.inputs[0]
-        assert q is not None
-        if q.dtype == ir.DataType.FLOAT:
+        if given(node.inputs[:1])[0].dtype == ir.DataType.FLOAT:
             return write_out(queries, keys, values, node, build)
         return super().attend(queries, keys, values, bias, node, build)
 

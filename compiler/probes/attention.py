@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import parser
 
-from outrider.compiler.probes.ops import ProbePart, ProbeTape, as_rows, attributes_of, extent, leading, rows_input
+from outrider.compiler.graph_edits import attributes_of, given
+from outrider.compiler.probes.ops import ProbePart, ProbeTape, as_rows, extent, leading, rows_input
 from outrider.plans.buffers import DType
 from outrider.plans.kv_slots import slot_size
 
@@ -82,21 +83,20 @@ def add_attention(tape: ProbeTape, node: ir.Node, label: str) -> ProbePart:
         _POSITIONS: _constant(tape, "past_positions", np.arange(PAST)[None]),
     }
     filled = _attend(tape, node, past, _empty_caches(tape, node), empty)
-    behind = {
+    after = {
         _BIAS: bias,
         _PAST_LENGTH: _constant(tape, "past", np.array([PAST])),
         _ROW_SPLITS: splits,
         _POSITIONS: positions,
     }
-    outputs = _attend(tape, node, rows, filled[1:3], behind)
+    outputs = _attend(tape, node, rows, filled[1:3], after)
     probed = [as_rows(outputs[0], query), *(as_rows(queries, query, rank=2) for queries in outputs[3:])]
     return ProbePart([*rows, *past, choice], probed)
 
 
 def _widths(node: ir.Node) -> tuple[int, int]:
     """Return the widths of the node's q, and of its k or v."""
-    cache = node.inputs[_K_CACHE]
-    assert cache is not None
+    cache = given(node.inputs[_K_CACHE:_BIAS])[0]
     assert cache.dtype is not None
     size = extent(cache, 3) - slot_size(DType(cache.dtype.numpy().name), 0)
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
@@ -104,8 +104,7 @@ def _widths(node: ir.Node) -> tuple[int, int]:
 
 
 def _empty_caches(tape: ProbeTape, node: ir.Node) -> list[ir.Value]:
-    value = node.inputs[_K_CACHE]
-    assert value is not None
+    value = given(node.inputs[_K_CACHE:_BIAS])[0]
     assert value.dtype is not None
     zero = ir.tensor(np.zeros(1, value.dtype.numpy()), dtype=value.dtype)
     extents = [1, extent(value, 1), PAST + ROWS, extent(value, 3)]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from outrider.compiler.probes.experts import ExpertSizes, sizes_of
-from outrider.compiler.probes.ops import Weight, attributes_of, extent, weight_of
+from outrider.compiler.graph_edits import attributes_of, given
+from outrider.compiler.probes.ops import ExpertSizes, Weight, extent, sizes_of, weight_of
 from outrider.plans import names
 from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.schema import CPU_DOMAIN
@@ -107,18 +107,17 @@ def _product(engine: str, node: ir.Node, weight: Weight) -> ProbedOp:
 def _attention(engine: str, node: ir.Node) -> ProbedOp:
     attributes, cache = attributes_of(node), node.inputs[3]
     assert cache is not None
-    size, given = extent(cache, 3), tuple(value is not None for value in node.inputs)
-    family = (node.op_type, tuple(sorted(attributes.items())), cache.dtype, size, given, len(node.outputs))
+    size, read = extent(cache, 3), tuple(value is not None for value in node.inputs)
+    family = (node.op_type, tuple(sorted(attributes.items())), cache.dtype, size, read, len(node.outputs))
     kind = "" if cache.dtype is None else cache.dtype.name.lower()
     text = f"[{attributes['num_heads']} heads, {attributes['kv_num_heads']} of keys, slots of {size} {kind}]"
     return ProbedOp(engine, node, 0, family, 0, text)
 
 
 def _route(engine: str, node: ir.Node) -> ProbedOp:
-    constant = node.inputs[1]
+    constant = given(node.inputs[:2])[1].const_value
     assert constant is not None
-    assert constant.const_value is not None
-    width, attributes = int(constant.const_value.shape.numpy()[2]), attributes_of(node)
+    width, attributes = int(constant.shape.numpy()[2]), attributes_of(node)
     family = (node.op_type, tuple(sorted(attributes.items())), width, len(node.inputs))
     return ProbedOp(engine, node, width, family, attributes["experts"], f"[{width}, {attributes['experts']}]")
 

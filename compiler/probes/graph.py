@@ -9,8 +9,16 @@ import onnx_ir as ir
 
 from outrider.compiler.probes.attention import add_attention, siblings_function
 from outrider.compiler.probes.choice import ProbedOp, probed_ops, widest
-from outrider.compiler.probes.experts import add_experts, add_route, sizes_of
-from outrider.compiler.probes.ops import ProbePart, ProbeTape, add_product, add_row_op, weight_of
+from outrider.compiler.probes.ops import (
+    ProbePart,
+    ProbeTape,
+    add_experts,
+    add_product,
+    add_route,
+    add_row_op,
+    sizes_of,
+    weight_of,
+)
 from outrider.plans.manifest import Probe
 from outrider.plugins.onnx_ops import OPSET
 from outrider.plugins.schema import CPU_DOMAIN

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.compiler.models.decoder import DecoderLayer, LayerConfig
-from outrider.compiler.quantization.block_search import SHORT
-from outrider.compiler.quantization.error_feedback import feed_back
+from outrider.compiler.quantization.error_feedback import SHORT, feed_back
 from outrider.compiler.quantization.moments import Moments
 from outrider.plugins.quant_layout import BLOCK
 
@@ -45,7 +44,7 @@ def search_scales(weight: Tensor, moments: Moments, bits: int, copies: Sequence[
     """Return the scales `[outputs of the maker]` by which weights f32 `[N, K]` lose least when they are rounded.
 
     Scales are powers of the inputs' mean magnitude; the exponent is searched. `copies` is (heads, copies): each of the
-    maker's heads makes so many of the input's (`spread`).
+    maker's heads makes `copies` of the input's (`spread`).
     """
     rows = weight[:: -(-len(weight) // _ROWS)]
     heads, count = copies

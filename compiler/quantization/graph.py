@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from outrider.compiler.deferred import StoredTensor
-from outrider.compiler.graph_edits import replace
-from outrider.compiler.quantization.experts import quantize_experts
-from outrider.compiler.quantization.form import WeightSource
+from outrider.compiler.deferred import StackedTensor, StoredTensor
+from outrider.compiler.graph_edits import attributes_of, drop_unread, replace
+from outrider.compiler.quantization.form import WeightSource, side_by_side
 from outrider.compiler.quantization.keeping import kept
 from outrider.compiler.quantization.rounding import rounded
 from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.plans.manifest import RuleReport
 from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.quant_layout import BLOCK
+from outrider.plugins.schema import EXPERT_OPS
 
 _HEAD = "lm_head.weight"
+_OF_NUMBERS = [op for op in EXPERT_OPS if "Quant" not in op]
+_FIRST, _LAST = 2, 5
+"""Where the products stand among the inputs of a node of experts."""
 
 
 def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleReport:
@@ -52,7 +57,7 @@ def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleRepor
         _replace(graph, name, value, users, source)
         applied += 1
     if form is not None:
-        applied += quantize_experts(model, form.bits, declined)
+        applied += _quantize_experts(model, form.bits, declined)
     if applied:
         model.opset_imports.setdefault(DOMAIN, 1)
     return RuleReport(engine=engine, rule="Quantize", applied=applied, declined=dict(declined))
@@ -71,7 +76,7 @@ def _is_weight(value: ir.Value) -> bool:
 
 def _is_row_reader(node: ir.Node, index: int) -> bool:
     """Return whether the node reads its input `index` as weights `[outputs, inputs]`."""
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    attributes = attributes_of(node)
     if node.op_type == "Gather":
         return index == 0 and attributes.get("axis", 0) == 0
     plain = attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
@@ -80,14 +85,7 @@ def _is_row_reader(node: ir.Node, index: int) -> bool:
 
 
 def _replace(graph: ir.Graph, name: str, value: ir.Value, users: list[ir.Node], source: WeightSource) -> None:
-    assert value.const_value is not None
-    parts = []
-    for tensor in source.tensors(value.const_value.dtype):
-        part = ir.Value(
-            name=f"{name}.{tensor.part}", shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        graph.register_initializer(part)
-        parts.append(part)
+    parts = _initializers(graph, value, source)
     kind = "Asymmetric" if source.minimums else ""
     for node in users:
         lookup = node.op_type == "Gather"
@@ -99,6 +97,18 @@ def _replace(graph: ir.Graph, name: str, value: ir.Value, users: list[ir.Node], 
         graph.insert_before(node, [new])
         replace(graph, node, list(new.outputs))
     del graph.initializers[name]
+
+
+def _initializers(graph: ir.Graph, weight: ir.Value, source: WeightSource) -> list[ir.Value]:
+    """Return the integers, scales and minimums of a weight, as initializers."""
+    parts = []
+    assert weight.const_value is not None
+    for tensor in source.tensors(weight.const_value.dtype):
+        name = f"{weight.name}.{tensor.part}"
+        part = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        graph.register_initializer(part)
+        parts.append(part)
+    return parts
 
 
 def _reordered(graph: ir.Graph, x: ir.Value, order: NDArray[np.int64]) -> ir.Value:
@@ -121,3 +131,74 @@ def _reordered(graph: ir.Graph, x: ir.Value, order: NDArray[np.int64]) -> ir.Val
     gather = ir.node("Gather", [x, indices], {"axis": -1})
     graph.insert_after(producer, [gather])
     return gather.outputs[0]
+
+
+# Experts: each expert's matrices on their own, the router not at all.
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The weights `[E, in, out]` of a product of all experts, in the graph."""
+
+    value: ir.Value
+    tensor: ir.TensorProtocol
+
+    @property
+    def experts(self) -> int:
+        return int(self.tensor.shape.numpy()[0])
+
+    def sources(self, bits: int) -> Iterator[WeightSource]:
+        """Yield the matrix `[out, in]` of each expert."""
+        for expert in range(self.experts):
+            yield rounded(self._matrix(expert), True, bits)
+
+    def _matrix(self, expert: int) -> ir.TensorProtocol:
+        if isinstance(self.tensor, StackedTensor):
+            return self.tensor.parts[expert]
+
+        def read() -> ir.TensorProtocol:
+            return ir.tensor(np.asarray(self.tensor.numpy()[expert], np.float32))
+
+        shape = ir.Shape(self.tensor.shape.numpy()[1:])
+        return ir.LazyTensor(read, ir.DataType.FLOAT, shape, name=f"{self.value.name}.{expert}")
+
+
+def _quantize_experts(model: ir.Model, bits: int, declined: Counter[str]) -> int:
+    """Replace the weights of experts by integers of `bits` bits and scales; return the number of such products.
+
+    The products of a layer are quantised together, or none of them is: `declined` counts the reasons. Weights that
+    several nodes read are quantised once.
+    """
+    made: dict[ir.Value, list[ir.Value]] = {}
+    for node in [node for node in model.graph if node.domain == DOMAIN and node.op_type in _OF_NUMBERS]:
+        products = [_product(value) for value in node.inputs[_FIRST:_LAST]]
+        reason = _reason_against(products)
+        if reason is not None:
+            declined[reason] += len(products)
+            continue
+        parts = []
+        for product in products:
+            assert product is not None
+            if product.value not in made:
+                source = side_by_side(list(product.sources(bits)))
+                made[product.value] = _initializers(model.graph, product.value, source)
+            parts += made[product.value]
+        kind, weights = node.op_type.replace("MixtureOfExperts", "QuantMixtureOfExperts"), node.inputs[_FIRST:_LAST]
+        inputs = [*node.inputs[:_FIRST], *parts, *node.inputs[_LAST:]]
+        new = ir.node(kind, inputs, attributes_of(node), domain=DOMAIN)
+        model.graph.insert_before(node, [new])
+        replace(model.graph, node, list(new.outputs))
+        drop_unread(model.graph, weights)
+    return len(made)
+
+
+def _product(value: ir.Value | None) -> _Product | None:
+    return None if value is None or value.const_value is None else _Product(value, value.const_value)
+
+
+def _reason_against(products: list[_Product | None]) -> str | None:
+    if any(product is None for product in products):
+        return "experts are no constants"
+    if any(size % BLOCK for product in products if product is not None for size in product.tensor.shape.numpy()[1:]):
+        return f"sizes of experts are no multiples of {BLOCK}"
+    return None

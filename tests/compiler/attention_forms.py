@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.compiler.export.execution import cache_outputs
 from outrider.compiler.export.ops import branch_attention, window_bias
-from outrider.compiler.export.tracing import name_inputs, trace
+from outrider.compiler.export.target import trace_target
 from outrider.plans import names
 from outrider.plugins import reference
+from tests.compiler.steps import Arrays, depths, flat
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 2, 16, 97
-Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -169,48 +170,13 @@ class Forms(nn.Module):
 
 
 def export_forms(module: Forms, capacity: int) -> ir.Model:
-    rows, new, view = 2, 4, 8
-    index, free, layers = torch.int64, torch.export.Dim.DYNAMIC, range(len(module.forms))
-    dtype = module.head.weight.dtype
-    shape = (rows, KV_HEADS, capacity, HEAD_DIM)
-    cache = (names.ROWS, *shape[1:])
-    model = trace(
-        module,
-        inputs={
-            "token_ids": torch.zeros(new, dtype=index),
-            "positions": torch.zeros(new, dtype=index),
-            "row_splits": torch.zeros(rows + 1, dtype=index),
-            "attn_bias": torch.zeros(rows, 1, new - 2, view),
-            "past_length": torch.zeros(rows, dtype=index),
-            "logit_indices": torch.zeros(3, dtype=index),
-            "k_caches": [torch.empty(shape, dtype=dtype) for _ in layers],
-            "v_caches": [torch.empty(shape, dtype=dtype) for _ in layers],
-        },
-        dynamic={
-            **{name: {0: free} for name in ("token_ids", "positions", "row_splits", "past_length", "logit_indices")},
-            "attn_bias": {0: free, 2: free, 3: free},
-            **{name: [{0: free} for _ in layers] for name in ("k_caches", "v_caches")},
-        },
-        outputs={
-            names.LOGITS_OUT: (names.LOGITS, VOCABULARY),
-            **{names.cache_output(cache_of(i)): cache for i in layers for cache_of in (names.k_cache, names.v_cache)},
-            **({names.queries(i): (names.NEW, HEADS * HEAD_DIM) for i in layers} if module.queries else {}),
-        },
-    )
-    name_inputs(
-        model,
-        {
-            names.TOKEN_IDS: (names.NEW,),
-            names.POSITIONS: (names.NEW,),
-            names.ROW_SPLITS: (names.ROW_EDGES,),
-            names.ATTN_BIAS: (names.ROWS, 1, names.PLACES, names.VIEW),
-            names.PAST_LENGTH: (names.ROWS,),
-            names.LOGIT_INDICES: (names.LOGITS,),
-            **{names.k_cache(i): cache for i in layers},
-            **{names.v_cache(i): cache for i in layers},
-        },
-    )
-    return model
+    layers, cache = range(len(module.forms)), (names.ROWS, KV_HEADS, capacity, HEAD_DIM)
+    outputs = {
+        names.LOGITS_OUT: (names.LOGITS, VOCABULARY),
+        **dict.fromkeys(cache_outputs(len(layers), 1), cache),
+        **({names.queries(i): (names.NEW, HEADS * HEAD_DIM) for i in layers} if module.queries else {}),
+    }
+    return trace_target(module, cache, len(layers), module.head.weight.dtype, outputs)
 
 
 def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], parents: Sequence[Sequence[int]]) -> Arrays:
@@ -219,18 +185,9 @@ def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], paren
     new = [len(parent) for parent in parents]
     total, view = sum(new), max(p + n for p, n in zip(past, new, strict=True)) + 2
     splits = np.cumsum([0, *new])
-    parent = np.concatenate(
-        [np.array([p + (s if p >= 0 else 0) for p in row]) for row, s in zip(parents, splits[:-1], strict=True)]
-    )
-    depth: list[int] = []
-    for row, first in zip(parents, past, strict=True):
-        start = len(depth)
-        for p in row:
-            depth.append(first if p < 0 else depth[start + p] + 1)
+    parent = flat([np.array(row, np.int64) for row in parents])
     bim = random.choice([-2, -1, -1, 0], (rows, capacity))
-    bias = reference.bim_mask(
-        bim, np.array(past), splits, np.zeros(total, np.int64), parent.astype(np.int64), view, max(new)
-    )
+    bias = reference.bim_mask(bim, np.array(past), splits, np.zeros(total, np.int64), parent, view, max(new))
     shape = (rows, KV_HEADS, capacity, HEAD_DIM)
     caches = {
         of(i): random.normal(size=shape).astype(np.float32)
@@ -239,7 +196,7 @@ def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], paren
     }
     return {
         "token_ids": random.integers(0, VOCABULARY, total),
-        "positions": np.array(depth),
+        "positions": np.concatenate([depths(row, first) for row, first in zip(parents, past, strict=True)]),
         "row_splits": splits,
         "attn_bias": bias,
         "past_length": np.array(past, np.int64),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,11 +19,13 @@ from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.rope import rope_tables
 from outrider.plans.errors import CheckpointError
 
 from .eagle3_heads import SAFETENSORS, target_config
 
+Array = NDArray[np.float64]
 Layout = Literal["zlab", "jetspec", "deepspec", "speculators-dflash", "speculators-dspark"]
 LAYOUTS: tuple[Layout, ...] = ("zlab", "jetspec", "deepspec", "speculators-dflash", "speculators-dspark")
 HIDDEN, VOCAB, MASK = 16, 60, 59
@@ -142,16 +147,8 @@ def write_block(
         "rms_norm_eps": 1e-5,
         "rope_theta": 500.0,
         "vocab_size": vocab,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 28,
         "layer_types": ["full_attention"] * layers,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
         "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 0,
     } | (decoder or {})
     heads_of = {
         "markov_rank": 0 if markov is None else markov[1],
@@ -160,14 +157,13 @@ def write_block(
         "confidence_head_with_markov": confidence == "markov",
     }
     left = [stream - 1 for stream in streams]
-    values: dict[str, object] = {"torch_dtype": "float32", "transformers_version": "5.0.0"}
+    values: dict[str, object] = {"torch_dtype": "float32"}
     if layout in ("zlab", "jetspec"):
         dflash: dict[str, object] = {"target_layer_ids": left, "mask_token_id": mask}
         if layout == "jetspec":
             dflash["causal_head"] = True
         values |= geometry | {
             "architectures": ["DFlashDraftModel"],
-            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
             "block_size": block_size,
             "num_target_layers": target_layers,
             "dflash_config": dflash,
@@ -179,7 +175,6 @@ def write_block(
             "num_target_layers": target_layers,
             "target_layer_ids": left,
             "mask_token_id": mask,
-            "num_anchors": 512,
         }  # fmt: skip
     else:
         kind = layout.removeprefix("speculators-")
@@ -219,54 +214,118 @@ def random_target(*, tied: bool = False, seed: int = 9, hidden: int = HIDDEN) ->
     return target
 
 
-class KeptContext:
-    """An execution over one row: every layer's keys and values of the context so far, and one block after it."""
+class NumpyLayers:
+    """Formulas of a head's layers in float64, by the names of its stored tensors."""
 
-    def __init__(self, head: BlockHead) -> None:
-        self.head, c = head, head.config
-        tables = rope_tables(c.rope_theta, c.head_dim, 64, c.rope_scaling)
+    theta, stretch = 500.0, 1.0
+
+    def __init__(self, tensors: dict[str, Tensor], heads: int, kv_heads: int, head_dim: int) -> None:
+        self.w = {name: tensor.double().numpy() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+
+    def linear(self, x: Array, name: str) -> Array:
+        return np.asarray(x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0.0))
+
+    def norm(self, x: Array, name: str) -> Array:
+        return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * self.w[f"{name}.weight"])
+
+    def rotated(self, x: Array, positions: Array | int) -> Array:
+        """Heads `[..., heads, head_dim]` at `positions` `[..., 1, 1]`."""
+        half = self.head_dim // 2
+        angle = positions / self.stretch * self.theta ** (-np.arange(half) / half)
+        first, second = x[..., :half], x[..., half:]
+        turned = first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
+        return np.concatenate(turned, axis=-1)
+
+    def attended(self, query: Array, keys: Array, values: Array) -> Array:
+        """A query `[heads, head_dim]` over keys and values `[T, kv_heads, head_dim]`, flat."""
+        found = []
+        for head, q in enumerate(query):
+            group = head * self.kv_heads // self.heads
+            scores = keys[:, group] @ q / np.sqrt(self.head_dim)
+            weights = np.exp(scores - scores.max())
+            found.append(weights / weights.sum() @ values[:, group])
+        return np.concatenate(found)
+
+    def unit(self, x: Array, prefix: str) -> Array:
+        """The gated unit."""
+        gate, up = self.linear(x, f"{prefix}.gate_proj"), self.linear(x, f"{prefix}.up_proj")
+        return self.linear(gate / (1 + np.exp(-gate)) * up, f"{prefix}.down_proj")
+
+
+def agree(ours: Tensor, expected: Array) -> None:
+    torch.testing.assert_close(ours.detach().double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
+
+
+class KeptRow:
+    """An execution over one row: new tokens at `positions` see all kept keys and values, and those up to their own,
+    which are kept as well."""
+
+    keeps, causal = True, True
+
+    def __init__(self, config: BlockConfig | Eagle3Config, layers: int = 1) -> None:
+        self.config = config
+        tables = rope_tables(config.rope_theta, config.head_dim, 64, config.rope_scaling)
         self.cos, self.sin = (torch.from_numpy(table) for table in tables)
-        empty = torch.empty(c.num_kv_heads, 0, c.head_dim)
-        self.kept = [(empty, empty) for _ in range(c.num_layers)]
-        self.positions = range(0)
+        empty = torch.empty(config.num_kv_heads, 0, config.head_dim)
+        self.kept = [(empty, empty)] * layers
+        self.positions: Sequence[int] = ()
 
     @property
     def length(self) -> int:
         return self.kept[0][0].shape[1]
 
+    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+        first, second = x.view(-1, heads, self.config.head_dim).chunk(2, dim=-1)
+        cos, sin = self.cos[list(self.positions), None], self.sin[list(self.positions), None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (torch.cat((kept, self.heads(x)), 1) for kept, x in zip(self.kept[layer], (k, v), strict=True))
+        return keys, values
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "heads have none"
+        past, size, (keys, values) = self.length, len(self.positions), self.append(layer, k, v)
+        seen = torch.ones(size, past + size, dtype=torch.bool)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            self.heads(q)[None],
+            keys[None],
+            values[None],
+            attn_mask=seen.tril(past) if self.causal else seen,
+            enable_gqa=True,
+        )
+        if self.keeps:
+            self.kept[layer] = keys, values
+        return out[0].transpose(0, 1).reshape(q.shape)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(len(self.positions), -1, self.config.head_dim).transpose(0, 1)
+
+
+class KeptContext(KeptRow):
+    """An execution over one row of a block head: the context so far, and one block after it, which is not kept."""
+
+    keeps = False
+
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__(head.config, head.config.num_layers)
+        self.head, self.causal = head, head.config.causal
+
     def keep(self, features: Tensor) -> None:
         """Append the context tokens with these features."""
         context = self.head.fuse(features)
         self.positions = range(self.length, self.length + context.shape[-2])
-        for layer, (keys, values) in enumerate(self.kept):
+        appended = []
+        for layer in range(len(self.kept)):
             k, v = self.head.context_kv(context, layer)
-            k = self.rotate(layer, k, self.head.config.num_kv_heads)
-            self.kept[layer] = (torch.cat((keys, self._heads(k)), 1), torch.cat((values, self._heads(v)), 1))
+            appended.append(self.append(layer, self.rotate(layer, k, self.config.num_kv_heads), v))
+        self.kept = appended
 
     def block(self, embedded: Tensor) -> Tensor:
         """Return the hidden states of a block after the context."""
         self.positions = range(self.length, self.length + embedded.shape[-2])
         return self.head.run(embedded, self)
-
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
-        first, second = x.view(-1, heads, self.head.config.head_dim).chunk(2, dim=-1)
-        cos, sin = self.cos[list(self.positions), None], self.sin[list(self.positions), None]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        assert sinks is None, "heads have none"
-        keys, values = (torch.cat((kept, self._heads(x)), 1) for kept, x in zip(self.kept[layer], (k, v), strict=True))
-        size = len(self.positions)
-        seen = torch.ones(size, self.length + size, dtype=torch.bool)
-        if self.head.config.causal:
-            seen = seen.tril(self.length)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            self._heads(q)[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
-        )
-        return out[0].transpose(0, 1).reshape(q.shape)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(len(self.positions), -1, self.head.config.head_dim).transpose(0, 1)
 
 
 def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:

@@ -77,7 +77,7 @@ def _standard_ops(plugin: Plugin, node: onnx.NodeProto, prefix: str) -> list[onn
         total = emit("Add", total, emit("ReduceMax", emit("Cast", name, to=TensorProto.FLOAT), keepdims=0))
 
     class Length:
-        """A size that only an engine's inputs tell, int64 [1]; it can be multiplied."""
+        """A size that only an engine's inputs have, int64 [1]; it can be multiplied."""
 
         def __init__(self, value: str) -> None:
             self.value = value

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx.inliner
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
-from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, is_plain
 from outrider.compiler.export.tracing import traced_of
-from outrider.compiler.lowering import lower
+from outrider.compiler.lowering import RULES, lower
+from outrider.compiler.lowering.gated_unit import FuseGatedUnit
+from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
+from outrider.compiler.lowering.products import FuseProjections
+from outrider.compiler.lowering.rule import Rule
 from outrider.compiler.probes.choice import probed_ops
 from outrider.compiler.probes.graph import probe_graph
 from outrider.plans import names
 from outrider.plans.kv_slots import KvType
 from outrider.plans.manifest import RuleReport
 from outrider.plugins.schema import CPU_DOMAIN
-from outrider.runtime.backends.onnxruntime_cpu import session_options
 from outrider.runtime.exactness import EVERY, differing
 from tests.compiler.attention_forms import FORMS, Arrays, Form, Forms, export_forms, random_step
-from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
+from tests.compiler.grouped_attention import CUDA, in_float32, spell_norms_out
+from tests.compiler.steps import run_engine, write_engine
 from tests.cpu_session import cpu_session
 
 CPU, RTX = "onnxruntime-cpu", "tensorrt-rtx"
 CAPACITY = 64
-TREES = {1: ([9], [[-1, 0, 0, 1, 1, 2]]), 2: ([9, 4], [[-1, 0, 0, 1, 1, 2], [-1, 0]])}  # by rows: pasts, parents
+TREES = {  # by rows: pasts, parents; of three, two are idle and have an inert token
+    1: ([9], [[-1, 0, 0, 1, 1, 2]]),
+    2: ([9, 4], [[-1, 0, 0, 1, 1, 2], [-1, 0]]),
+    3: ([9, 5, 0], [[-1], [-1, 0, 1, 1], [-1]]),
+}
 
 COMBINED = ("gemma 3", "smollm 3", "phi 3")
 """Whose layers have nothing that those of the other forms have not, and the whole body in the long run alone."""
@@ -54,17 +61,11 @@ def lowered(
     return model, lower("target", model, target, rows, kv_cache=kv_cache)
 
 
-def run(model: ir.Model, feeds: Arrays, folder: Path) -> Arrays:
-    engines = OnnxRuntimeEngines(folder)
-    engines.write("target", model, {})
-    engines.close()
-    session = cpu_session(folder / "target.onnx")
-    taken = {each.name for each in session.get_inputs()}
-    outputs = [each.name for each in session.get_outputs()]
-    return dict(zip(outputs, session.run(None, {n: v for n, v in feeds.items() if n in taken}), strict=True))
-
-
-def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-5) -> None:
+def compare(model: ir.Model, feeds: Arrays, wanted: Arrays, folder: Path, tolerance: float = 3e-5) -> Arrays:
+    """Run the model, compare what it computes, and return that."""
+    write_engine(model, folder)
+    spell_norms_out(folder / "target.onnx")
+    found = run_engine(folder / "target.onnx", feeds)
     for output, value in found.items():
         if not output.endswith("_out"):
             np.testing.assert_allclose(value, wanted[output], atol=tolerance, rtol=tolerance, err_msg=output)
@@ -72,6 +73,7 @@ def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-
         for row, past in enumerate(feeds["past_length"]):
             end = past + feeds["row_splits"][row + 1] - feeds["row_splits"][row]
             np.testing.assert_allclose(value[row, :, :end], wanted[output][row, :, :end], atol=tolerance)
+    return found
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -80,7 +82,7 @@ def compare(found: Arrays, wanted: Arrays, feeds: Arrays, tolerance: float = 3e-
 def test_every_backend_computes_the_references(name: str, target: str, rows: int, tmp_path: Path) -> None:
     model, _ = lowered(name, target, rows)
     feeds = random_step(FORMS[name], CAPACITY, *TREES[rows])
-    compare(run(model, feeds, tmp_path), module(name).in_numpy(feeds), feeds)
+    compare(model, feeds, module(name).in_numpy(feeds), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "plain"), [("gemma 2", 0), ("gpt-oss", 0), ("smollm 3", 3), ("phi 3", 2)])
@@ -91,32 +93,33 @@ def test_the_torch_front_end_knows_which_attention_it_converts(name: str, plain:
     assert sum(map(is_plain, attention)) == plain
 
 
-def test_a_body_with_caps_and_sinks_is_inlined_for_tensorrt(tmp_path: Path) -> None:
-    """Bodies of one name are told apart by the nodes' overloads."""
-    rows = 2
-    forms = (Form(window=3), Form(softcap=5.0), Form(sinks=True), Form(softcap=5.0, sinks=True))
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_bodies_of_standard_ops_are_inlined_for_tensorrt(rows: int, tmp_path: Path) -> None:
+    """The nodes' overloads distinguish bodies of one name."""
+    forms = (Form(), Form(window=3), Form(softcap=5.0), Form(sinks=True), Form(softcap=5.0, sinks=True))
     own = Forms(forms, CAPACITY)
     model = export_forms(own, CAPACITY)
-    lower("target", model, "tensorrt", rows)
+    lower("target", model, "tensorrt", 2)  # as a backend of several rows gets it
     assert {each.overload for each in model.functions.values()} == {"", "softcap", "sinks", "softcap_sinks"}
-    proto = onnx.inliner.inline_local_functions(ir.to_proto(model))
-    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    inlined = ir.from_proto(onnx.inliner.inline_local_functions(ir.to_proto(model)))
     feeds = random_step(forms, CAPACITY, *TREES[rows])
-    outputs = [each.name for each in session.get_outputs()]
-    found = dict(zip(outputs, session.run(None, feeds), strict=True))
-    compare(found, own.in_numpy(feeds), feeds)
+    compare(inlined, feeds, own.in_numpy(feeds), tmp_path)
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", [name for name, forms in FORMS.items() if not any(form.sinks for form in forms)])
 def test_grouped_heads_of_onnx_runtime_compute_them_too(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, half: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A number of float16 is known to a two-thousandth, and logits are up to 4."""
     in_float32(monkeypatch)
-    norms_outside(monkeypatch)
-    model, reports = lowered(name, CUDA, 1)
+    own, feeds = Forms(FORMS[name], CAPACITY), random_step(FORMS[name], CAPACITY, *TREES[1])
+    model = export_forms(own.half() if half else own, CAPACITY)
+    if half:
+        feeds |= {name: feeds[name].astype(np.float16) for name in feeds if "cache" in name}
+    reports = lower("target", model, CUDA, 1)
     assert {r.rule: r.applied for r in reports}["GroupQueryAttention"] == len(FORMS[name])
-    feeds = random_step(FORMS[name], CAPACITY, *TREES[1])
-    compare(run(model, feeds, tmp_path), module(name).in_numpy(feeds), feeds)
+    compare(model, feeds, own.in_numpy(feeds), tmp_path, 0.04 if half else 3e-5)
 
 
 def test_sinks_are_written_out_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +129,47 @@ def test_sinks_are_written_out_on_cuda(tmp_path: Path, monkeypatch: pytest.Monke
     assert by_rule["GroupQueryAttention"].applied == 0
     assert any("sinks" in reason for reason in by_rule["GroupQueryAttention"].declined)
     assert by_rule["ScatterAttention"].applied == len(FORMS["gpt-oss"])
+
+
+@pytest.mark.parametrize("left_out", [FuseProjections, FuseGatedUnit, RotateInside, NormInside, PackedInside])
+def test_where_a_rule_does_not_run_those_after_it_decline_and_nothing_changes(
+    left_out: type[Rule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, CPU, tuple(rule for rule in RULES[CPU] if not isinstance(rule, left_out)))
+    model, reports = lowered("gemma 3", CPU, 1)
+    if left_out in (RotateInside, FuseProjections):
+        assert any(report.declined for report in reports)
+    feeds = random_step(FORMS["gemma 3"], CAPACITY, *TREES[1])
+    compare(model, feeds, module("gemma 3").in_numpy(feeds), tmp_path)
+
+
+def test_layers_that_share_a_projection_keep_their_others(tmp_path: Path) -> None:
+    """The exporter stores equal weights once; what is fused with them differs from layer to layer."""
+    own = Forms(FORMS["smollm 3"], CAPACITY)
+    for layer in own.layers[1:]:
+        layer.q.weight.data.copy_(own.layers[0].q.weight)
+    model = export_forms(own, CAPACITY)
+    lower("target", model, CPU, 1)
+    feeds = random_step(own.forms, CAPACITY, *TREES[1])
+    compare(model, feeds, own.in_numpy(feeds), tmp_path)
+
+
+def test_two_ragged_rows_have_the_bits_of_each_alone(tmp_path: Path) -> None:
+    feeds = random_step(FORMS["gemma 3"], CAPACITY, *TREES[2])
+    write_engine(lowered("gemma 3", CPU, 2)[0], tmp_path / "two")
+    write_engine(lowered("gemma 3", CPU, 1)[0], tmp_path / "one")
+    together = run_engine(tmp_path / "two" / "target.onnx", feeds)[names.LOGITS_OUT]
+    for row, (first, end) in enumerate(pairwise(feeds["row_splits"])):
+        new = end - first
+        alone = {name: value[row : row + 1] for name, value in feeds.items() if "cache" in name}
+        alone |= {name: feeds[name][first:end] for name in ("token_ids", "positions")}
+        alone |= {
+            "attn_bias": feeds["attn_bias"][row : row + 1, :, :new],
+            "past_length": feeds["past_length"][row:][:1],
+        }
+        alone |= {"row_splits": np.array([0, new]), "logit_indices": np.arange(new)}
+        found = run_engine(tmp_path / "one" / "target.onnx", alone)[names.LOGITS_OUT]
+        np.testing.assert_array_equal(found.view(np.uint32), together[first:end].view(np.uint32))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -138,7 +182,10 @@ def test_on_the_cpu_a_layer_is_six_nodes_of_ours(name: str) -> None:
     assert applied["WindowInside"] == sum(form.window > 0 for form in forms)
     assert applied["RotateInside"] == sum(form.rotated > 0 for form in forms)
     assert applied["NormInside"] == sum(form.norms for form in forms)
-    assert applied["PackedInside"] == applied["FuseGatedUnit"] == len(forms)
+    assert applied["PackedInside"] == applied["FuseGatedUnit"] == applied["FuseProjections"] == len(forms)
+    assert applied["FuseSkipNorms"] == 2 * len(forms) - 1  # not the first, nor that of picked rows
+    assert {domain for domain, _ in counts} == {"", CPU_DOMAIN}
+    assert "row_splits" not in {value.name for value in model.graph.inputs}
     assert applied["FuseSoftcap"] == counts[CPU_DOMAIN, "Softcap"] == 1
     assert counts[CPU_DOMAIN, "BranchAttention"] == counts[CPU_DOMAIN, "GatedUnit"] == len(forms)
     assert not {"Split", "RotaryEmbedding", "Tanh", "Gelu", "WindowBias", "Softmax"} & {op for _, op in counts}
@@ -161,9 +208,7 @@ def test_queries_come_out_of_the_node_as_they_are_compared_with_keys(name: str, 
     assert {r.rule: r.applied for r in reports}["QueriesFromInside"] == len(FORMS[name])
     assert {r.rule: r.applied for r in reports}["PackedInside"] == len(FORMS[name])
     feeds = random_step(FORMS[name], CAPACITY, *TREES[1])
-    found = run(model, feeds, tmp_path)
-    assert names.queries(len(FORMS[name]) - 1) in found
-    compare(found, module(name).in_numpy(feeds), feeds)
+    assert names.queries(len(FORMS[name]) - 1) in compare(model, feeds, module(name).in_numpy(feeds), tmp_path)
 
 
 @pytest.mark.parametrize("kv_cache", [None, "int8"])
@@ -178,7 +223,7 @@ def test_probes_have_every_op_and_find_it_exact(name: str, kv_cache: KvType | No
     graph, outputs = probe_graph(ops)
     attributes = [node.attributes for node in graph.graph if node.op_type == "BranchAttention"]
     assert max(own.get_int("window", 0) for own in attributes) == max(form.window for form in FORMS[name])
-    session = cpu_session_of(graph)
+    session = cpu_session(ir.to_proto(graph).SerializeToString())
     assert [outputs[output].text for output in differing(session, EVERY)] == []
 
 
@@ -191,9 +236,3 @@ def test_a_wide_window_is_narrowed_in_a_probe() -> None:
     graph, _ = probe_graph(probed_ops({names.TARGET: model}))
     windows = {node.attributes.get_int("window", 0) for node in graph.graph if node.op_type == "BranchAttention"}
     assert windows == {0, 12}
-
-
-def cpu_session_of(model: ir.Model) -> ort.InferenceSession:
-    return ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), session_options(1), providers=["CPUExecutionProvider"]
-    )

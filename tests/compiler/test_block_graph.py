@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.compiler.export import export_draft
 from outrider.compiler.models.drafting import BlockDraft
-from outrider.plans import names
 from outrider.plans.manifest import Tree
 
 from .block_heads import MASK, VOCAB, KeptContext, load_block, random_target, write_block
 from .eagle3_heads import target_config
 from .grouped_attention import CUDA, in_float32, norms_outside
-from .test_draft_graph import CPU, RTX, DraftEngine, grow
+from .test_draft_graph import CPU, RTX, DraftEngine, assert_grown, draft_of_head
 
 DSPARK = {"layout": "deepspec", "markov": ("vanilla", 6)}
 CHAIN = Tree(top_k=1, depth=3, nodes=5)
@@ -43,7 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], Tree]] = {
 }
 
 SHORT = ("dflash-tree", "speculators")
-"""With those that other backends are given, every layout, a bias with a state and one without, a confidence, chains and
+"""With those of other backends, every layout, a bias with a state and one without, a confidence, chains and
 trees; the others combine these."""
 
 
@@ -80,70 +77,29 @@ def _grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     norms_outside(monkeypatch)
 
 
-def _drafted(
-    case: dict[str, Any], tree: Tree, target: str, folder: Path
-) -> tuple[dict[str, NDArray[Any]], BlockOracle]:
-    """A draft after 14 tokens of context, taken in by two passes, the second of them over an earlier block's KV."""
+def _check(case: dict[str, Any], tree: Tree, target: str, folder: Path) -> None:
     write_block(folder / "head", **case)
     draft = BlockDraft(load_block(folder / "head", target_config()), random_target())
     engine = DraftEngine(draft, tree, folder / "engine", target=target, vocabulary=VOCAB)
-    random = np.random.default_rng(3)
-    tokens = random.integers(0, MASK, 15).tolist()
-    features = random.normal(size=(20, draft.feature_size)).astype(np.float32)
-    rows = random.permutation(20)[:14]
-    engine.draft(tokens[1:9], 0, features=features, feature_indices=rows[:8])
-    found = engine.draft(tokens[9:], 8, features=features, feature_indices=rows[8:])
-    return found, BlockOracle(draft, torch.from_numpy(features[rows]), tokens[-1])
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-)
-def test_the_tree_of_a_block_is_the_one_of_the_definition(name: str, tmp_path: Path) -> None:
-    _check(*CASES[name], CPU, tmp_path)
-
-
-@pytest.mark.long
-def test_a_level_more_of_a_chain_is_six_nodes_more_of_the_graph(tmp_path: Path) -> None:
-    """Its scores, the bias after the token before and their sum, noise, and the choice; confidences are predicted for
-    all levels at once."""
-    write_block(tmp_path / "head", **DSPARK | {"confidence": "markov"})
-    draft = BlockDraft(load_block(tmp_path / "head", target_config()), random_target())
-    nodes = [
-        Counter(
-            node.op_type for node in export_draft(draft, Tree(top_k=1, depth=depth, nodes=depth + 2), 64, VOCAB).graph
-        )
-        for depth in (2, 3)
-    ]
-    assert nodes[1] - nodes[0] == Counter({"Gather": 3, "MatMul": 1, "Add": 1, "TreeExpand": 1})
+    found, tokens, features = draft_of_head(engine, draft.feature_size, MASK)
+    oracle = BlockOracle(draft, features, tokens[-1])
+    chain = tree.top_k == 1 and draft.head.confidence_head is not None  # what the head says of the chain's tokens
+    path_score = (lambda path: oracle.scores(path)[1] or 0.0) if chain else None
+    assert_grown(found, tree, (oracle.tip, 14), oracle.log_probs, draft.head.target_ids.tolist(), path_score)
 
 
 @pytest.mark.usefixtures("_grouped")
 @pytest.mark.parametrize(
     ("name", "target"),
     [
+        *((name, CPU) for name in SHORT),
         ("jetspec-tree", CUDA),
         ("dspark-confident", RTX),
+        *(pytest.param(name, CPU, marks=pytest.mark.long) for name in CASES if name not in SHORT),
         *(pytest.param(name, target, marks=pytest.mark.long) for name, target in (
             ("dflash", CUDA), ("dflash", RTX), ("jetspec-tree", RTX), ("dspark-confident", CUDA),
         )),
     ],
 )  # fmt: skip
-def test_it_is_the_same_as_other_backends_are_given_it(name: str, target: str, tmp_path: Path) -> None:
+def test_the_tree_of_a_block_is_the_one_of_the_definition(name: str, target: str, tmp_path: Path) -> None:
     _check(*CASES[name], target, tmp_path)
-
-
-def _check(case: dict[str, Any], tree: Tree, target: str, folder: Path) -> None:
-    found, oracle = _drafted(case, tree, target, folder)
-    ids = oracle.draft.head.target_ids.tolist()
-    expected = grow(lambda path: oracle.log_probs([ids[t] for t in path]), tree)
-    token, parent, depth, score, _ = map(np.array, zip(*expected, strict=True))
-    tip = 14
-    np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [oracle.tip, *(ids[t] for t in token)])
-    np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
-    np.testing.assert_array_equal(found[names.TREE_POSITIONS], tip + np.array([0, *depth]))
-    if tree.top_k == 1 and oracle.draft.head.confidence_head is not None:  # what the head says of the chain's tokens
-        chain = [ids[t] for t in token]
-        said = [oracle.scores(chain[:place])[1] for place in range(len(chain))]
-        score = np.cumsum(np.array(said, float))
-    np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -21,12 +20,13 @@ from outrider.compiler.build import BuildResult, build
 from outrider.compiler.design import design_plan
 from outrider.compiler.drafters import source_hashes
 from outrider.compiler.identity import tool_versions
-from outrider.compiler.inspect import describe, print_description
+from outrider.compiler.inspect import describe
 from outrider.compiler.recipe import load_recipe
 from outrider.plans.buffers import DType
 from outrider.plans.build_record import read_build_record
 from outrider.plans.errors import CheckpointError, PlanError, RecipeError
 from outrider.plans.plan import open_plan, read_manifest
+from outrider.plans.skeleton import Skeleton
 
 BACKEND = "onnxruntime-cpu"
 RECIPE = """\
@@ -43,7 +43,7 @@ capacity:
 
 @pytest.fixture(scope="module")
 def light(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe, its checkpoint and its plan: the toy without drafters that take seconds to export."""
+    """A folder with the toy's recipe, without drafters that take seconds to export, its checkpoints and its plan."""
     folder = tmp_path_factory.mktemp("light")
     for name in ("target", "head"):
         shutil.copytree(toy_recipe.parent / name, folder / name)
@@ -83,6 +83,13 @@ def test_an_unchanged_recipe_keeps_the_plan_and_says_so(workplace: Path) -> None
     assert built.reused == ("plan",)
     assert any("unchanged" in text for text in said)
     assert snapshot(workplace / "plan") == before
+    (workplace / "empty").mkdir()
+    assert rebuild(workplace, out="empty")[0].plan.manifest == built.plan.manifest
+    weights = workplace / "plan" / "engines" / BACKEND / "weights.bin"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert rebuild(workplace)[0].reused == (), "the plan was damaged"
+    assert snapshot(workplace / "plan").keys() == before.keys()
+    open_plan(workplace / "plan")
 
 
 def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +110,9 @@ def test_changed_drafter_settings_take_the_engines_over(workplace: Path, monkeyp
     ("override", "kept"),
     [
         ("capacity.context=200", True),  # the same KV cache: sizes are rounded up
-        ("capacity.context=256", True),
+        ("skeleton={most_points: 3, branch: 'To {point}:'}", True),
         ("target.rope_scaling={rope_type: linear, factor: 2.0}", False),
+        ("kv_cache=int8", False),
     ],
 )
 def test_engines_are_built_anew_only_for_what_they_depend_on(workplace: Path, override: str, kept: bool) -> None:
@@ -112,6 +120,9 @@ def test_engines_are_built_anew_only_for_what_they_depend_on(workplace: Path, ov
     built, _ = rebuild(workplace, override)
     assert built.plan.manifest.identity != before.identity
     assert built.reused == ((BACKEND,) if kept else ())
+    found = Runtime.load(workplace / "plan").skeleton
+    assert (found.most_points, found.branch) == (3, "To {point}:") if "skeleton" in override else found == Skeleton()
+    assert rebuild(workplace, override)[0].reused == ("plan",)
 
 
 def test_changed_weights_build_anew(workplace: Path) -> None:
@@ -156,57 +167,20 @@ def test_weights_are_searched_anew_for_another_text_or_another_tokenizer(workpla
     assert source_hashes(recipe)["calibration"] != other["calibration"]  # of the hashes that engines depend on
 
 
-def test_a_text_too_short_to_choose_weights_by_is_refused(workplace: Path) -> None:
-    (workplace / "text.jsonl").write_text('{"prompt": "short"}\n', encoding="utf-8")
-    with pytest.raises(
-        RecipeError, match=r"text\.jsonl holds \d+ tokens, too few to choose weights by; give some thou"
-    ):
-        rebuild(workplace, SEARCHED)
-    assert leftovers(workplace) == []
-
-
-def test_a_changed_chat_template_keeps_the_engines(workplace: Path) -> None:
-    path = workplace / "target" / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content }}"}), encoding="utf-8")
-    built, _ = rebuild(workplace)
-    assert built.reused == (BACKEND,)
-    runtime = Runtime.load(workplace / "plan")
-    assert runtime.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
-
-
-def test_a_damaged_plan_is_built_anew(workplace: Path) -> None:
-    weights = workplace / "plan" / "engines" / BACKEND / "weights.bin"
-    weights.write_bytes(bytes(weights.stat().st_size))
-    built, _ = rebuild(workplace)
-    assert built.reused == ()
-    open_plan(workplace / "plan")
-
-
-def test_the_same_inputs_in_another_folder_give_the_same_identity_and_the_same_files(
+@pytest.mark.usefixtures("fresh_exports")
+def test_the_same_inputs_in_another_folder_give_the_same_bytes_but_for_what_it_took(
     workplace: Path, tmp_path: Path
 ) -> None:
     elsewhere = shutil.copytree(workplace, tmp_path / "a" / "longer path")
-    shutil.rmtree(elsewhere / "plan")
     head = "drafters=[{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, nodes: 4}}]"
-    (here, _), (there, _) = rebuild(workplace, head), rebuild(elsewhere, head, out="other name")
-    assert there.reused == ()
-    assert there.plan.manifest.identity == here.plan.manifest.identity
-    assert hashes(there) == hashes(here)
-    assert str(tmp_path) not in (there.plan.root / "plan.json").read_text(encoding="utf-8")
-
-
-@pytest.mark.usefixtures("fresh_exports")
-def test_two_builds_are_the_same_bytes_but_for_what_they_took(workplace: Path) -> None:
-    def files() -> dict[str, bytes]:
-        shutil.rmtree(workplace / "plan")
-        built, _ = rebuild(workplace)
+    found = []
+    for folder, out in ((workplace, "plan"), (elsewhere, "other name")):
+        shutil.rmtree(folder / "plan")
+        built, _ = rebuild(folder, head, out=out)
         assert built.reused == ()
-        found = snapshot(workplace / "plan")
-        del found["build.json"]
-        return found
-
-    assert files() == files()
+        found.append(snapshot(built.plan.root))
+        assert found[-1].pop("build.json")
+    assert found[0] == found[1]
 
 
 def test_a_build_records_what_it_took(workplace: Path) -> None:
@@ -218,14 +192,12 @@ def test_a_build_records_what_it_took(workplace: Path) -> None:
     assert record.reused == (BACKEND,)
     assert record.model_dump() == describe(workplace / "plan")["build"]
     path = workplace / "plan" / "build.json"
-    path.write_text("[]")
-    open_plan(workplace / "plan")  # what runs does not read it
-    with pytest.raises(PlanError, match=r"build\.json is no record of a build; remove it"):
-        describe(workplace / "plan")
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(PlanError, match=r"build\.json is no record of a build; remove it"):
-        describe(workplace / "plan")
+    for make in (lambda: path.write_text("[]"), lambda: os.mkfifo(path)):
+        path.unlink()
+        make()
+        open_plan(workplace / "plan")  # what runs does not read it
+        with pytest.raises(PlanError, match=r"build\.json is no record of a build; remove it"):
+            describe(workplace / "plan")
     path.unlink()
     assert describe(workplace / "plan")["build"] is None
     assert rebuild(workplace, "drafters[0].max_draft=19")[0].reused == ("plan",)
@@ -234,191 +206,134 @@ def test_a_build_records_what_it_took(workplace: Path) -> None:
 def test_end_tokens_are_shown_and_a_word_among_them_is_warned_of(
     workplace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rebuild(workplace, "drafters[0].max_draft=17")
-    assert not caplog.records
     tokenizer = Tokenizer.from_file(str(workplace / "target" / "tokenizer.json"))
     (workplace / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 200]}))
     rebuild(workplace)
     word = tokenizer.decode([200])
     assert f"the end token 200 is {word!r}, which is no special token" in caplog.text
-    shown = describe(workplace / "plan")
     special = {"id": 0, "text": tokenizer.id_to_token(0), "special": True}
-    assert shown["end_tokens"] == [special, {"id": 200, "text": word, "special": False}]
-    console = Console(file=StringIO(), width=400)
-    print_description(shown, console)
-    said = f"ends at the tokens 0 {special['text']!r}, 200 {word!r} (a word)\n"
-    assert said in console.file.getvalue()  # type: ignore[attr-defined]
+    assert describe(workplace / "plan")["end_tokens"] == [special, {"id": 200, "text": word, "special": False}]
 
 
-def test_a_failed_build_leaves_the_old_plan_and_nothing_else(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = snapshot(workplace / "plan")
-
-    def fail(*_: object, **__: object) -> None:
-        raise PlanError("the rule broke")
-
-    monkeypatch.setattr(outrider.compiler.build, "lower", fail)
-    for out in ("plan", "new"):
-        with pytest.raises(PlanError, match="the rule broke"):
-            rebuild(workplace, "capacity.context=256", "target.rope_scaling={rope_type: linear, factor: 2.0}", out=out)
-    assert snapshot(workplace / "plan") == before
-    assert not (workplace / "new").exists()
-    assert leftovers(workplace) == []
-
-
-def test_a_plan_that_cannot_be_put_in_place_leaves_the_old_one(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("out", ["plan", "new"])
+@pytest.mark.parametrize("broken", ["lower", "rename"])
+def test_a_failed_build_leaves_the_old_plan_and_nothing_else(
+    workplace: Path, out: str, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = snapshot(workplace / "plan")
-    rename = Path.rename
+    before, rename = snapshot(workplace / "plan"), Path.rename
 
     def refuse_the_new(self: Path, target: Path) -> Path:
         if ".building-" in self.name:
             raise PermissionError("no")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", refuse_the_new)
-    with pytest.raises(PlanError, match="plan cannot be written"):
-        rebuild(workplace, "drafters[0].max_draft=19")
+    def fail(*_: object, **__: object) -> None:
+        raise PlanError("the rule broke")
+
+    if broken == "lower":
+        monkeypatch.setattr(outrider.compiler.build, "lower", fail)
+    else:
+        monkeypatch.setattr(Path, "rename", refuse_the_new)
+    with pytest.raises(PlanError, match="the rule broke" if broken == "lower" else f"{out} cannot be written"):
+        rebuild(workplace, "target.rope_scaling={rope_type: linear, factor: 2.0}", out=out)
     assert snapshot(workplace / "plan") == before
+    assert not (workplace / "new").exists()
     assert leftovers(workplace) == []
 
 
-def test_a_folder_that_is_no_plan_is_not_replaced(workplace: Path) -> None:
-    (workplace / "mine").mkdir()
-    (workplace / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(PlanError, match="mine exists and is not a plan; choose another --out"):
-        rebuild(workplace, out="mine")
-    with pytest.raises(PlanError, match="is not a folder"):
-        rebuild(workplace, out="model.yaml")
-    assert (workplace / "mine" / "thesis.txt").read_text() == "x"
+CUDA = "backends=[onnxruntime-cuda]"
+PARTIAL = ("partial_kv.enabled=true", "partial_kv.n_spec_tokens_buf=16")
+REFUSED: dict[str, tuple[str, ...]] = {
+    r"target\.dtype is float16; onnxruntime-cpu computes in float32: set it to float32": ("target.dtype=float16",),
+    r"kv_cache is int8; onnxruntime-cuda keeps .* float32 here: leave kv_cache out, or build": ("kv_cache=int8", CUDA),
+    "kv_cache is float16; tensorrt-rtx keeps .* bfloat16 here: leave kv_cache out": (
+        "kv_cache=float16", "backends=[onnxruntime-cpu, {kind: tensorrt-rtx, dtype: bfloat16}]",
+    ),
+    r"capacity\.batching is true, and tensorrt-rtx appends the same number of slots to every row": (
+        "capacity.branches=4", "capacity.batching=true", "drafters=[]", "backends=[tensorrt-rtx]",
+    ),
+    r"text\.jsonl holds \d+ tokens, too few to choose weights by; give some thou": (SEARCHED,),
+    r"backends\[0\] is tensorrt-rtx, whose engines read a KV cache of one size": (
+        "partial_kv.enabled=true", "backends=[tensorrt-rtx]",
+    ),
+    r"n_spec_tokens_buf is 7, but a step .* has up to 7 tokens, and one more must fit; raise it to 8 or more": (
+        PARTIAL[0], "partial_kv.n_spec_tokens_buf=7",
+    ),
+    r"n_spec_tokens_buf is 17, but what waits there .* at most capacity\.prefill_chunk, 16; lower it": (
+        PARTIAL[0], "partial_kv.n_spec_tokens_buf=17",
+    ),
+    r"n_retrieval_blocks is 256, which makes 4287 tokens .* more than the full KV cache's 384; lower it": (
+        *PARTIAL, "partial_kv.partial_threshold=90",
+    ),
+    r"n_draft_window_tokens is 15, less than capacity\.prefill_chunk, 16": (
+        *PARTIAL, "partial_kv.n_retrieval_blocks=2", "partial_kv.n_draft_window_tokens=15",
+        "partial_kv.partial_threshold=90",
+    ),
+    r"partial_threshold is 4096, and no context of the plan is longer than 160; lower it": PARTIAL,
+    r"budget is 3, but partial_kv\.n_retrieval_blocks leaves room for 2; lower it": (
+        *PARTIAL, "partial_kv.n_retrieval_blocks=2", "partial_kv.budget=3",
+    ),
+    "is 'partial', which means its partial KV cache": (PARTIAL[0], "drafters=[{name: partial, kind: ngram}]"),
+}  # fmt: skip
 
 
-def test_an_empty_folder_becomes_the_plan(workplace: Path) -> None:
-    (workplace / "empty").mkdir()
-    built, _ = rebuild(workplace, out="empty")
-    assert open_plan(workplace / "empty").manifest == built.plan.manifest
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_recipe_that_no_plan_serves_is_refused_with_the_key(workplace: Path, said: str) -> None:
+    (workplace / "text.jsonl").write_text('{"prompt": "short"}\n', encoding="utf-8")
+    with pytest.raises(RecipeError, match=said):
+        rebuild(workplace, *REFUSED[said])
+    assert leftovers(workplace) == []
 
 
-def test_half_precision_on_the_cpu_is_refused_with_its_line(workplace: Path) -> None:
+def test_settings_that_are_off_are_no_part_of_a_plan_and_kv_may_be_of_the_weights_type(workplace: Path) -> None:
     recipe = workplace / "model.yaml"
-    text = recipe.read_text(encoding="utf-8").replace("checkpoint: target\n", "checkpoint: target\n  dtype: float16\n")
-    recipe.write_text(text, encoding="utf-8")
-    line = text.splitlines().index("  dtype: float16") + 1
-    with pytest.raises(
-        RecipeError, match="is float16; onnxruntime-cpu computes in float32: set it to float32"
-    ) as caught:
-        rebuild(workplace)
-    assert f"model.yaml:{line}" in str(caught.value)
-    assert "target.dtype" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "kept"),
-    [
-        (["kv_cache=int8", "backends=[onnxruntime-cuda]"], "int8; onnxruntime-cuda keeps .* float32 here"),
-        (
-            ["kv_cache=float16", "backends=[onnxruntime-cpu, {kind: tensorrt-rtx, dtype: bfloat16}]"],
-            "float16; tensorrt-rtx keeps .* bfloat16 here",
-        ),
-    ],
-)
-def test_other_backends_keep_kv_as_their_weights_are(workplace: Path, overrides: list[str], kept: str) -> None:
-    with pytest.raises(RecipeError, match=f"kv_cache is {kept}: leave kv_cache out, or build this backend by a recipe"):
-        design_plan(load_recipe(workplace / "model.yaml", overrides))
+    assert load_recipe(recipe, ["partial_kv.block_size=8"]).resolved() == load_recipe(recipe).resolved()
+    assert "partial_kv" in load_recipe(recipe, PARTIAL).resolved()
     own = ["kv_cache=float16", "backends=[{kind: onnxruntime-cuda, dtype: float16}]"]
-    design = design_plan(load_recipe(workplace / "model.yaml", own))
+    design = design_plan(load_recipe(recipe, own))
     kv = next(each for each in design.buffers(design.recipe.backends[0]) if each.name == "target.kv")
     assert kv.dtype is DType.FLOAT16
 
 
-def test_another_type_of_kv_cache_makes_other_engines(workplace: Path) -> None:
-    built, _ = rebuild(workplace, "kv_cache=int8")
-    assert built.reused == ()
-    assert rebuild(workplace, "kv_cache=int8")[0].reused == ("plan",)
+TOKENIZER, SETTINGS, CHAT = "tokenizer.json", "tokenizer_config.json", "chat_template"
+DECODER = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
+REPAIR = "correct it there, or remove it, so that the plan continues prompts and has no chat"
+WRONG_TEXT: list[tuple[str, dict[str, object] | None, str]] = [
+    (TOKENIZER, None, "does not exist"),
+    (TOKENIZER, {"model": {"type": "BPE"}}, "is not a tokenizer .* give a checkpoint with"),
+    (TOKENIZER, {"decoder": DECODER}, "has the decoder CTC, and text cannot be streamed .* give a checkpoint"),
+    (SETTINGS, {CHAT: "{% if %}"}, f", line 1, is not a Jinja template: .*{REPAIR}"),
+    (SETTINGS, {CHAT: "{{ messages[0].contents.text }}"}, rf"failed on these messages \(UndefinedError: .*{REPAIR}"),
+    (SETTINGS, {CHAT: "{{ raise_exception('never') }}"}, f"refuses these messages: never.*{REPAIR}"),
+    (SETTINGS, {CHAT: "{% include 'other' %}"}, f"includes 'other'.*{REPAIR}"),
+    (SETTINGS, {CHAT: "{{ messages.append(1) }}"}, f"does what the sandbox forbids.*{REPAIR}"),
+    (
+        SETTINGS,
+        {CHAT: 17},
+        ": chat_template .*must be a text, or a list of objects with a name and a template; found 17",
+    ),
+    (SETTINGS, {CHAT: [{"name": "default", "template": 5}]}, ": chat_template .*found 5"),
+    (SETTINGS, {CHAT: [{"name": "tools", "template": "x"}]}, "without a template named 'default', .* it names tools"),
+]
 
 
-@pytest.fixture
-def no_export(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "written", "said"), WRONG_TEXT)
+def test_a_checkpoint_whose_text_no_plan_serves_is_refused_before_anything_takes_long(
+    name: str, written: dict[str, object] | None, said: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         pytest.fail("the checkpoint was exported before its text was checked")
 
     monkeypatch.setattr(outrider.compiler.build, "_export", fail)
-
-
-@pytest.mark.usefixtures("no_export")
-def test_a_checkpoint_without_a_tokenizer_is_refused_before_anything_takes_long(workplace: Path) -> None:
-    (workplace / "target" / "tokenizer.json").unlink()
-    before = snapshot(workplace / "plan")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
+    path, before = workplace / "target" / name, snapshot(workplace / "plan")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    if written is not None:
+        path.write_text(json.dumps(content | written), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(path))}.*{said}"):
         rebuild(workplace)
     assert snapshot(workplace / "plan") == before
     assert leftovers(workplace) == []
-
-
-@pytest.mark.parametrize("content", ["{}", "not json", '{"model": {"type": "BPE"}}'])
-@pytest.mark.usefixtures("no_export")
-def test_a_tokenizer_that_cannot_be_read_is_refused(content: str, workplace: Path) -> None:
-    (workplace / "target" / "tokenizer.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"target/tokenizer\.json is not a tokenizer .* give a checkpoint with"):
-        rebuild(workplace)
-
-
-@pytest.mark.usefixtures("no_export")
-def test_a_tokenizer_that_cannot_be_streamed_is_refused(workplace: Path) -> None:
-    path = workplace / "target" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    tokenizer["decoder"] = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
-    path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"has the decoder CTC, and text cannot be streamed .* give a checkpoint"):
-        rebuild(workplace)
-
-
-@pytest.mark.parametrize(
-    ("template", "sentence"),
-    [
-        ("{% if %}", "tokenizer_config.json, line 1, is not a Jinja template: "),
-        ("{{ messages[0].contents.text }}", "failed on these messages (UndefinedError: "),
-        ("{{ raise_exception('never') }}", "refuses these messages: never"),
-        ("{% include 'other' %}", "includes 'other'"),
-        ("{{ messages.append(1) }}", "does what the sandbox forbids"),
-    ],
-)
-@pytest.mark.usefixtures("no_export")
-def test_a_chat_template_that_renders_no_question_is_refused(template: str, sentence: str, workplace: Path) -> None:
-    path = workplace / "target" / "tokenizer_config.json"
-    path.write_text(json.dumps({"chat_template": template}), encoding="utf-8")
-    with pytest.raises(CheckpointError) as refused:
-        rebuild(workplace)
-    assert sentence in str(refused.value)
-    assert str(path) in str(refused.value)
-    assert "correct it there, or remove it, so that the plan continues prompts and has no chat" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("written", "words"),
-    [
-        (17, "must be a text, or a list of objects with a name and a template; found 17"),
-        ({}, "found {}"),
-        ([], r"found \[\]"),
-        ([{"name": "default", "template": 5}], "found 5"),
-        ([{"name": "tools", "template": "x"}], "without a template named 'default', .* it names tools"),
-        (["x"], "without a template named 'default'"),
-    ],
-)
-@pytest.mark.usefixtures("no_export")
-def test_a_chat_template_that_cannot_be_told_is_refused(written: object, words: str, workplace: Path) -> None:
-    path = workplace / "target" / "tokenizer_config.json"
-    path.write_text(json.dumps({"chat_template": written}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: chat_template .*{words}"):
-        rebuild(workplace)
-
-
-def test_how_answers_are_outlined_is_a_file_of_the_plan(workplace: Path) -> None:
-    assert not (workplace / "plan" / "skeleton.json").exists()
-    built, _ = rebuild(workplace, "skeleton={most_points: 3, branch: 'To {point}:'}")
-    assert built.reused == (BACKEND,)
-    found = Runtime.load(workplace / "plan").skeleton
-    assert (found.most_points, found.branch, found.outline_tokens) == (3, "To {point}:", 384)
 
 
 @pytest.mark.parametrize("asked", ["system", "user"])
@@ -426,6 +341,7 @@ def test_a_chat_template_may_ask_for_a_system_message_or_refuse_it(asked: str, w
     template = "{% if messages[0].role != '" + asked + "' %}{{ raise_exception('no') }}{% endif %}hi"
     (workplace / "target" / "chat_template.jinja").write_text(template, encoding="utf-8")
     built, _ = rebuild(workplace)
+    assert built.reused == (BACKEND,)
     assert (built.plan.root / "tokenizer" / "chat_template.jinja").read_text(encoding="utf-8") == template
 
 
@@ -439,75 +355,60 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(workplace: Path) -> N
     assert not list(workplace.glob("*other*"))
 
 
-def test_a_moved_recipe_is_where_verify_will_look(workplace: Path) -> None:
-    rebuild(workplace)
-    shutil.move(workplace / "model.yaml", workplace / "renamed.yaml")
-    recipe = workplace / "renamed.yaml"
-    built = build(load_recipe(recipe), recipe, workplace / "plan")
-    assert built.reused == ("plan",)
-    assert (workplace / "plan" / read_manifest(workplace / "plan").source).resolve() == recipe.resolve()
-
-
 @pytest.mark.parametrize("overrides", [(), ("drafters[0].max_draft=3",), ("target.rope_scaling={rope_type: default}",)])
 def test_progress_counts_steps_known_from_the_first_report(workplace: Path, overrides: tuple[str, ...]) -> None:
     recipe = workplace / "model.yaml"
-    told: list[tuple[int, int]] = []
-    build(
-        load_recipe(recipe, overrides), recipe, workplace / "plan", lambda done, total, text: told.append((done, total))
-    )
-    total = told[0][1]
-    assert {t for _, t in told} == {total}
-    assert [done for done, _ in told] == (list(range(total)) if overrides else [1])
+    steps: list[tuple[int, int]] = []
+    build(load_recipe(recipe, overrides), recipe, workplace / "plan", lambda *step: steps.append(step[:2]))
+    total = steps[0][1]
+    assert {t for _, t in steps} == {total}
+    assert [done for done, _ in steps] == (list(range(total)) if overrides else [1])
 
 
-def test_the_place_is_tried_before_the_weights_are_read(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# The place of the plan.
+
+
+def test_a_place_that_cannot_be_the_plans_is_refused_before_weights_are_read(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outrider.compiler.build, "defer_decoder", None)
-    recipe = workplace / "model.yaml"
-    for out in ("/proc/nowhere/plan", workplace / "model.yaml" / "plan"):
-        with pytest.raises(PlanError, match=r"cannot be written .*choose another --out"):
-            build(load_recipe(recipe), recipe, Path(out))
+    (workplace / "mine").mkdir()
+    (workplace / "mine" / "thesis.txt").write_text("x")
+    for out, said in (
+        ("mine", "mine exists and is not a plan; choose another --out"),
+        ("model.yaml", "is not a folder"),
+        ("/proc/nowhere/plan", "cannot be written .*choose another --out"),
+        ("model.yaml/plan", "cannot be written .*choose another --out"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            rebuild(workplace, out=out)
+    assert (workplace / "mine" / "thesis.txt").read_text() == "x"
 
 
-def test_the_current_folder_becomes_the_plan(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, here = workplace / "model.yaml", workplace / "here"
-    shutil.copytree(workplace / "plan", here)  # its engines are taken over: this is about the place
+def test_a_plan_names_its_recipe_wherever_both_lie(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that was renamed, the current folder as the plan's, and a link to a plan, which is replaced where it
+    lies."""
+    recipe, here, deep = workplace / "renamed.yaml", workplace / "here", workplace / "deep" / "plan"
+    (workplace / "model.yaml").rename(recipe)
+    for copy in (here, deep):
+        shutil.copytree(workplace / "plan", copy)  # its engines are taken over: this is about the place
+    (workplace / "link").symlink_to(deep)
     monkeypatch.chdir(here)
-    built = build(load_recipe(recipe, ["drafters=[]"]), Path("..") / "model.yaml", Path("."))
-    assert open_plan(here).manifest == built.plan.manifest
-    assert built.plan.manifest.drafters == ()
-    assert (here / built.plan.manifest.source).resolve() == recipe.resolve()
-
-
-def test_a_plan_behind_a_link_is_replaced_where_it_lies(workplace: Path) -> None:
-    (workplace / "deep" / "down").mkdir(parents=True)
-    shutil.copytree(workplace / "plan", workplace / "deep" / "down" / "plan")
-    (workplace / "link").symlink_to(workplace / "deep" / "down" / "plan")
-    built, _ = rebuild(workplace, "drafters=[]", out="link")
+    for out, override, place, reused in (
+        ("../plan", (), workplace / "plan", "plan"),
+        ("../link", ("drafters=[]",), deep, BACKEND),
+        (".", ("drafters=[]",), here, BACKEND),  # the last one: the folder is another then
+    ):
+        built = build(load_recipe(recipe, override), Path("..") / "renamed.yaml", Path(out))
+        assert built.reused == (reused,)
+        assert open_plan(place).manifest.drafters == built.plan.manifest.drafters
+        assert (place / read_manifest(place).source).resolve() == recipe.resolve()
     assert (workplace / "link").is_symlink()
-    assert open_plan(workplace / "deep" / "down" / "plan").manifest.drafters == ()
-    source = workplace / "deep" / "down" / "plan" / built.plan.manifest.source
-    assert source.resolve() == (workplace / "model.yaml").resolve()
 
 
 def test_local_parts_of_versions_are_no_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cu130" if name == "torch" else "1.0")
     assert tool_versions()["torch"] == "2.13.0"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            ["capacity.branches=4", "capacity.batching=true", "drafters=[]", "backends=[tensorrt-rtx]"],
-            r"capacity\.batching is true, and tensorrt-rtx appends as many slots to every row",
-        ),
-    ],
-)
-def test_branches_that_no_plan_serves_are_refused_with_the_key(
-    toy_recipe: Path, tmp_path: Path, overrides: list[str], said: str
-) -> None:
-    with pytest.raises(RecipeError, match=said):
-        build(load_recipe(toy_recipe, overrides), toy_recipe, tmp_path / "plan")
 
 
 def test_a_drafter_may_have_a_dot_in_its_name(toy_recipe: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,16 +12,13 @@ from torch import Tensor
 
 from outrider.compiler.checkpoint import defer_decoder, load_decoder, stored_name
 from outrider.compiler.deferred import deferred
-from outrider.compiler.export import export_target
 from outrider.compiler.models.decoder import Decoder, DecoderLayer
 from outrider.compiler.models.eager import CausalExecution, sequence_logits
-from outrider.compiler.quantization.block_search import SHORT, THOROUGH, search_block
 from outrider.compiler.quantization.calibration import CalibratedTensors, calibrate, calibrate_layer
 from outrider.compiler.quantization.channel_scales import GROUPS, copies_of, fold
-from outrider.compiler.quantization.error_feedback import feed_back, numbers, round_with_feedback
+from outrider.compiler.quantization.error_feedback import numbers, round_with_feedback
 from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
-from outrider.compiler.quantization.graph import quantize
-from outrider.compiler.quantization.moments import WINDOW, Moments, MomentSums
+from outrider.compiler.quantization.moments import Moments, MomentSums
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.plans.errors import CheckpointError
@@ -49,78 +45,15 @@ def weights(outputs: int, size: int, seed: int = 1) -> Tensor:
     return torch.randn(outputs, size, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_cost_of_errors_is_what_they_do_to_the_outputs() -> None:
-    x, errors = inputs(200, 96), weights(5, 96)
-    moved = (x.double() @ errors.double().T).square().mean(0)
-    np.testing.assert_allclose(moments_of(x).cost(errors), moved, rtol=1e-4)
-
-
-def test_moments_are_kept_in_windows() -> None:
-    """Beyond a window nothing is known of how inputs vary together, so that memory grows with the inputs alone."""
-    x = inputs(40, WINDOW + 64)
-    found = moments_of(x)
-    assert [window.shape for window in found.windows] == [(WINDOW, WINDOW), (64, 64)]
-    errors = torch.zeros(1, WINDOW + 64)
-    errors[:, WINDOW:] = 1
-    moved = (x[:, WINDOW:].double().sum(1)).square().mean()
-    np.testing.assert_allclose(found.cost(errors), moved[None], rtol=1e-4)
-
-
-def test_moments_of_divided_inputs_are_those_of_the_inputs_divided() -> None:
-    x, scales = inputs(200, 64), torch.exp(torch.randn(64, generator=torch.Generator().manual_seed(2)))
-    divided, direct = moments_of(x).divided(scales), moments_of(x / scales)
-    torch.testing.assert_close(divided.windows[0], direct.windows[0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(divided.magnitudes, direct.magnitudes, rtol=1e-4, atol=1e-6)
-    root = divided.roots[0]  # damped before it was divided
-    damped = moments_of(x).windows[0] + 0.01 * moments_of(x).windows[0].diagonal().mean() * torch.eye(64)
-    inverse = torch.linalg.inv(damped / scales / scales[:, None])
-    torch.testing.assert_close(root.T @ root, inverse, rtol=1e-3, atol=1e-3)
-
-
-# Blocks.
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_searched_block_costs_no_more_than_the_nearest_steps(bits: int) -> None:
-    weight, moments = weights(300, 32), moments_of(inputs(400, 32))
-    integers, scales = search_block(weight, moments.windows[0].float(), bits, THOROUGH)
-    nearest = moments.cost(weight - numbers(round_to_nearest(weight.numpy(), bits)))
-    found = moments.cost(weight - integers * scales[:, None])
-    low, high = (-8, 7) if bits == 4 else (-127, 127)
-    assert low <= integers.min() <= integers.max() <= high
-    assert torch.equal(integers, integers.round())
-    assert torch.equal(scales, scales.half().float())
-    assert (found <= nearest * 1.001).all()  # the best scale is rounded as well
-    assert found.sum() < (0.6 if bits == 4 else 0.9) * nearest.sum()
-
-
-def test_no_other_integer_of_a_searched_block_costs_less() -> None:
-    """One at a time, by brute force: what sweeps end in."""
-    weight, moments = weights(40, 32), moments_of(inputs(400, 32))
-    integers, scales = search_block(weight, moments.windows[0].float(), 4, replace(THOROUGH, sweeps=40))
-    least = moments.cost(weight - integers * scales[:, None])
-    for i in range(32):
-        for step in (-1, 1):
-            other = integers.clone()
-            other[:, i] = (other[:, i] + step).clamp(-8, 7)
-            assert (moments.cost(weight - other * scales[:, None]) >= least * 0.9999).all()
-
-
-def test_a_block_of_zeros_has_scale_zero() -> None:
-    weight = weights(4, 32)
-    weight[1] = 0
-    integers, scales = search_block(weight, moments_of(inputs(100, 32)).windows[0].float(), 4, THOROUGH)
-    assert not scales[1]
-    assert not integers[1].any()
-    assert scales[0]
-
-
-def test_inputs_that_are_always_zero_do_no_harm() -> None:
+def test_inputs_and_weights_that_are_zero_do_no_harm() -> None:
     x = inputs(100, 64)
     x[:, :40] = 0
     weight = weights(6, 64)
+    weight[1] = 0
     made = round_with_feedback(weight, moments_of(x), 4)
     assert np.isfinite(made.scales).all()
+    assert not made.scales[1].any()
+    assert not made.integers[1].any()
     none = round_with_feedback(weight, moments_of(x * 0), 4)
     assert np.isfinite(none.scales).all()
     assert (numbers(none) - weight).abs().max() < 0.5 * weight.abs().max()
@@ -132,34 +65,12 @@ def test_inputs_that_are_always_zero_do_no_harm() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_no_output_moves_more_than_with_the_nearest_steps(bits: int) -> None:
     weight, moments = weights(200, 160), moments_of(inputs(600, 160))
-    found = moments.cost(weight - numbers(round_with_feedback(weight, moments, bits)))
+    made = round_with_feedback(weight, moments, bits)
+    found = moments.cost(weight - numbers(made))
+    assert np.array_equal(made.scales, made.scales.astype(np.float16).astype(np.float32))
     nearest = moments.cost(weight - numbers(round_to_nearest(weight.numpy(), bits)))
     assert (found <= nearest).all()
     assert found.sum() < (0.5 if bits == 4 else 0.8) * nearest.sum()
-
-
-def test_feedback_is_the_best_change_of_the_weights_behind() -> None:
-    """Against least squares: with the first block rounded, what best makes up for its error on the inputs."""
-    x = inputs(3000, 64).double()
-    weight, moments = weights(7, 64), moments_of(x.float())
-    root = moments.roots[0]
-    mean = torch.linalg.inv(root.T @ root)  # damped, as the feedback sees it
-    complement = mean[:32, :32] - mean[:32, 32:] @ torch.linalg.inv(mean[32:, 32:]) @ mean[32:, :32]
-    integers, scales = search_block(weight[:, :32].contiguous(), complement.float(), 4, SHORT)
-    errors = (weight[:, :32] - integers * scales[:, None]).double()
-    change = errors @ mean[:32, 32:] @ torch.linalg.inv(mean[32:, 32:])
-    behind = (weight[:, 32:] + change).float()
-    last, steps = search_block(behind, mean[32:, 32:].float(), 4, SHORT)
-    found, all_scales = feed_back(weight, moments, 4, SHORT)
-    torch.testing.assert_close(all_scales, torch.stack([scales, steps], 1), rtol=1e-3, atol=0)
-    assert (found == torch.cat([integers, last], 1)).float().mean() > 0.99  # a last bit may turn a rounding over
-
-
-def test_rows_do_not_depend_on_each_other() -> None:
-    weight, moments = weights(50, 96), moments_of(inputs(300, 96))
-    whole, part = round_with_feedback(weight, moments, 4), round_with_feedback(weight[10:20].contiguous(), moments, 4)
-    np.testing.assert_array_equal(whole.integers[10:20], part.integers)
-    np.testing.assert_array_equal(whole.scales[10:20], part.scales)
 
 
 # Layers and models.
@@ -176,7 +87,7 @@ def layer_of(decoder: Decoder) -> DecoderLayer:
     return layer
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2", "granite"])
 def test_folded_scales_change_nothing(make_checkpoint: MakeCheckpoint, tmp_path: Path, family: str) -> None:
     """Biases too, and heads that share KV."""
     changes: dict[str, object] = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
@@ -229,29 +140,6 @@ def calibrated(checkpoint: Path, form: WeightForm) -> tuple[Decoder, Decoder]:
     return found, read
 
 
-def test_the_graph_has_the_searched_weights_and_the_oracle_reads_them(toy_recipe: Path) -> None:
-    """`read` gives the numbers that `quantized`'s integers stand for; a norm has the scales."""
-    found, read = calibrated(toy_recipe.parent / "target", WeightForm(4, 4))
-    graph = export_target(found, 32)
-    report = quantize("target", graph, WeightForm(4, 4))
-    assert report.applied == 3 * 7 + 1
-    values = {str(name): value.const_value for name, value in graph.graph.initializers.items()}
-    norms = [value.numpy() for name, value in values.items() if name.endswith("norm.weight") and value]
-    assert len(norms) > 1  # equal ones are merged, and all were equal
-    for index in range(3):
-        prefix = f"decoder.layers.{index}"
-        made = values[f"{prefix}.q.weight.integers"], values[f"{prefix}.q.weight.scales"]
-        integers, scales = (tensor.numpy() for tensor in made if tensor is not None)
-        weight = integers.astype(np.float32).reshape(*scales.shape, 32) * scales[..., None]
-        layer = read.layers[index]
-        assert isinstance(layer, DecoderLayer)
-        np.testing.assert_array_equal(weight.reshape(integers.shape), layer.q.weight.detach().T)
-        own = layer.attention_norm.weight.detach().numpy()
-        assert any(np.array_equal(norm, own) for norm in norms)
-    plain = load_decoder(toy_recipe.parent / "target")
-    assert not torch.equal(read.embedding, plain.embedding)
-
-
 def test_integers_that_are_left_alone_are_the_checkpoints() -> None:
     """A head of 8 bits is not searched; a norm that scales were folded into has no integers."""
     source = WeightSource(8, (2, 32), False, lambda: QuantizedWeight(8, np.ones((2, 32), np.int8), np.ones((2, 1))))
@@ -266,12 +154,6 @@ def test_integers_that_are_left_alone_are_the_checkpoints() -> None:
     tensors.keep_floats("norm", torch.ones(2))
     assert tensors.quantized("head") is source
     assert tensors.quantized("norm") is None
-
-
-def test_the_same_inputs_give_the_same_bits(toy_recipe: Path) -> None:
-    first, second = (calibrated(toy_recipe.parent / "target", WeightForm(4, 8))[1] for _ in range(2))
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name]), name
 
 
 def test_products_whose_inputs_are_no_multiple_of_32_stay_as_they_are(

@@ -3,51 +3,37 @@
 from __future__ import annotations
 
 import re
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from onnx import numpy_helper
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
-from outrider.compiler.deferred import defer, deferred
-from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
-from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.deferred import deferred
+from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower
-from outrider.compiler.models.drafting import DecoderDraft, Eagle3Draft
-from outrider.compiler.quantization.form import QuantizedWeight, WeightSource
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.slots import Slot
-from outrider.compiler.tensor_source import Stored
 from outrider.compiler.weights import Weights
 from outrider.plans.errors import CheckpointError
-from outrider.plans.manifest import Tree
-from outrider.plugins.quant_layout import QuantLayout, unpack
 
-from .eagle3_heads import defer_eagle3, load_eagle3
+from .steps import write_engine
 
 CPU, CAPACITY = "onnxruntime-cpu", 32
-FORMS = [None, WeightForm(4, 8)]
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
 def checkpoint(toy_recipe: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "target"
-    folder.mkdir()
-    for file in (toy_recipe.parent / "target").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return shutil.copytree(toy_recipe.parent / "target", tmp_path / "target")
 
 
 def changed(checkpoint: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -57,14 +43,10 @@ def changed(checkpoint: Path, name: str, change: Callable[[Tensor], Tensor]) -> 
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def written(graph: ir.Model, folder: Path, form: WeightForm | None) -> Path:
-    folder.mkdir()
+def write(graph: ir.Model, folder: Path, form: WeightForm | None) -> None:
     quantize("target", graph, form)
     lower("target", graph, CPU, 1)
-    engines = OnnxRuntimeEngines(folder)
-    engines.write("target", graph, {})
-    engines.close()
-    return folder
+    write_engine(graph, folder)
 
 
 def serialised(graph: ir.Model) -> bytes:
@@ -73,9 +55,7 @@ def serialised(graph: ir.Model) -> bytes:
 
 @pytest.mark.usefixtures("fresh_exports")
 def test_the_targets_graph_is_that_of_the_loaded_model(checkpoint: Path) -> None:
-    changed(
-        checkpoint, "model.layers.1.input_layernorm.weight", lambda w: w * 2
-    )  # else all norms are equal, and merged
+    changed(checkpoint, "model.layers.1.input_layernorm.weight", lambda w: w * 2)  # equal norms are merged
     loaded, lazy, again = (
         serialised(export_target(model, CAPACITY, (0, 1)))
         for model in (load_decoder(checkpoint), *(defer_decoder(checkpoint) for _ in range(2)))
@@ -84,22 +64,7 @@ def test_the_targets_graph_is_that_of_the_loaded_model(checkpoint: Path) -> None
     assert lazy == again
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("fresh_exports")
-def test_drafters_graphs_are_those_of_the_loaded_models(toy_recipe: Path) -> None:
-    target, folder = toy_recipe.parent / "target", toy_recipe.parent / "head"
-    loaded, unread = load_decoder(target), defer_decoder(target)
-    tree = Tree(top_k=2, depth=1, nodes=5)
-    for eager, lazy in (
-        (Eagle3Draft(load_eagle3(folder, loaded.config), loaded.embedding),
-         Eagle3Draft(defer_eagle3(folder, unread.config), unread.embedding)),
-        (DecoderDraft(loaded), DecoderDraft(unread)),
-    ):  # fmt: skip
-        made = [serialised(export_draft(each, tree, CAPACITY, loaded.config.vocab_size)) for each in (lazy, eager)]
-        assert made[0] == made[1]
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [None, WeightForm(4, 8)])
 def test_weights_are_read_once_and_let_go(
     form: WeightForm | None, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +82,7 @@ def test_weights_are_read_once_and_let_go(
     monkeypatch.setattr(Weights, "read", watched)
     graph = export_target(defer_decoder(checkpoint), CAPACITY)
     read.clear()  # the test's shared exports read them
-    written(graph, tmp_path / "engine", form)
+    write(graph, tmp_path / "engine", form)
     assert sorted(set(read)) == sorted(n for n, stored in Weights(checkpoint).found.items() if len(stored.shape) == 2)
     assert len(read) == len(set(read))
     assert most <= 2  # the first of q, k and v, while the others are read
@@ -142,57 +107,3 @@ def test_a_file_that_changes_under_a_build_is_refused(checkpoint: Path) -> None:
     changed(checkpoint, UP, lambda weight: weight[:-1])
     with pytest.raises(CheckpointError, match=f"tensor '{re.escape(UP)}' changed while it was read; start again"):
         tensors.read(UP)
-
-
-def test_weights_too_large_for_their_scales_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    changed(checkpoint, UP, lambda weight: weight * 1e7)
-    with pytest.raises(
-        CheckpointError, match=rf"model\.safetensors: tensor '{UP}' has values of .*e\+07, too large for int4"
-    ):
-        written(export_target(defer_decoder(checkpoint), CAPACITY), tmp_path / "engine", WeightForm(4, 8))
-
-
-class Integers:
-    """A checkpoint of one product, stored as integers with minimums: what a reader of a quantised format gives."""
-
-    def __init__(self, file: Path) -> None:
-        rng = np.random.default_rng(0)
-        self.weight = QuantizedWeight(
-            4,
-            rng.integers(0, 16, (48, 64)).astype(np.uint8),
-            rng.normal(size=(48, 2)).astype(np.float32),
-            rng.normal(size=(48, 2)).astype(np.float32),
-        )
-        self.found = {"w": Stored(file, (48, 64), "Q4_K")}
-
-    def read(self, name: str) -> Tensor:
-        made = self.weight
-        assert made.minimums is not None
-        numbers = made.integers.reshape(48, 2, 32) * made.scales[..., None] + made.minimums[..., None]
-        return torch.from_numpy(numbers.reshape(48, 64).astype(np.float32))
-
-    def quantized(self, name: str) -> WeightSource:
-        return WeightSource(4, (48, 64), True, lambda: self.weight, wide=True)
-
-
-@pytest.mark.parametrize("form", [None, WeightForm(4, 8), WeightForm(8, None)])
-def test_integers_of_a_checkpoint_enter_the_graph_as_they_are(form: WeightForm | None, tmp_path: Path) -> None:
-    source = Integers(tmp_path / "file")
-    module = nn.ParameterDict({"w": nn.Parameter(torch.empty(64, 48, device="meta"))})
-    defer(module, source, {"w": Slot("w", (48, 64), transposed=True)}, "float32")
-    stored = module["w"].outrider_stored
-    np.testing.assert_array_equal(stored.numpy(), source.read("w").numpy().T)
-    value = ir.Value(name="w", shape=stored.shape, type=ir.TensorType(stored.dtype), const_value=stored)
-    x = ir.Value(name="x", shape=ir.Shape([1, 64]), type=ir.TensorType(ir.DataType.FLOAT))
-    product = ir.node("MatMul", [x, value])
-    product.outputs[0].shape, product.outputs[0].type = ir.Shape([1, 48]), ir.TensorType(ir.DataType.FLOAT)
-    product.outputs[0].name = "y"
-    graph = ir.Graph([x], product.outputs, nodes=[product], initializers=[value], name="g", opset_imports={"": 24})
-    folder = written(ir.Model(graph, ir_version=11), tmp_path / "engine", form)
-    model = onnx.load(folder / "target.onnx")
-    (packed,) = (numpy_helper.to_array(each) for each in model.graph.initializer if each.name == "w.int4")
-    integers, scales, minimums = unpack(packed, QuantLayout(48, 64, 4, True, True))
-    np.testing.assert_array_equal(integers, source.weight.integers)
-    np.testing.assert_array_equal(scales, source.weight.scales)
-    assert minimums is not None
-    np.testing.assert_array_equal(minimums, source.weight.minimums)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from numpy.typing import NDArray
 
 from outrider.compiler.checkpoint import load_decoder
-from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.export import export_draft
 from outrider.compiler.lowering import lower
 from outrider.compiler.models.decoder import Decoder
@@ -26,12 +23,10 @@ from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.plans import names
 from outrider.plans.manifest import Tree
 from outrider.plans.sampling import Sampling
-from outrider.plugins.cuda import LAUNCHES
-from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.reference import bim_mask
-from outrider.plugins.schemas import SCHEMAS
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
+from tests.compiler.steps import write_engine
 from tests.cpu_session import cpu_session
 
 from .eagle3_heads import load_eagle3
@@ -41,8 +36,7 @@ CAPACITY = 256
 VOCABULARY = 300
 
 
-@dataclass
-class Node:
+class Node(NamedTuple):
     """A candidate of the definition: a token, the log-probability from the root on, and where it hangs."""
 
     token: int
@@ -64,31 +58,63 @@ def grow(log_probs: LogProbs, tree: Tree) -> list[tuple[int, int, int, float, in
     ran: list[int] = []
 
     def expand(parent: int, path: list[int], score: float) -> list[int]:
-        found = log_probs(path)
+        found, first = log_probs(path), len(candidates)
         best = sorted(range(len(found)), key=lambda t: (-found[t], t))[: tree.top_k]
-        made = []
-        for token in best:
-            candidates.append(Node(token, score + found[token], [*path, token], parent))
-            made.append(len(candidates) - 1)
-        return made
+        candidates.extend(Node(token, score + found[token], [*path, token], parent) for token in best)
+        return [*range(first, len(candidates))]
+
+    def likeliest(indices: Iterable[int], count: int) -> list[int]:
+        return sorted(indices, key=lambda i: (-candidates[i].score, i))[:count]
 
     frontier = expand(-1, [], 0.0)
     for _ in range(tree.depth):
         ran += frontier
         level = [made for index in frontier for made in expand(index, candidates[index].path, candidates[index].score)]
-        frontier = sorted(level, key=lambda i: (-candidates[i].score, i))[: tree.top_k]
-    chosen = sorted(sorted(range(len(candidates)), key=lambda i: (-candidates[i].score, i))[: tree.nodes - 1])
+        frontier = likeliest(level, tree.top_k)
+    chosen = sorted(likeliest(range(len(candidates)), tree.nodes - 1))
     node_of = {-1: 0} | {index: node for node, index in enumerate(chosen, start=1)}
-    return [
-        (
-            candidates[i].token,
-            node_of[candidates[i].parent],
-            len(candidates[i].path),
-            candidates[i].score,
-            ran.index(i) if i in ran else -1,
-        )
-        for i in chosen
-    ]
+    nodes = [(candidates[i], ran.index(i) if i in ran else -1) for i in chosen]
+    return [(each.token, node_of[each.parent], len(each.path), each.score, row) for each, row in nodes]
+
+
+def assert_grown(
+    found: dict[str, NDArray[Any]],
+    tree: Tree,
+    tip: tuple[int, int],
+    log_probs: LogProbs,
+    target_ids: Sequence[int] = range(VOCABULARY),
+    path_score: Callable[[list[int]], float] | None = None,
+) -> None:
+    """What was found after the `tip`, a token and its place, is the tree of the definition.
+
+    `log_probs` are of the drafter's tokens, after a path of the target's; `path_score`, for a chain, replaces the
+    scores that its tokens were chosen by.
+    """
+    grown = grow(lambda path: log_probs([target_ids[t] for t in path]), tree)
+    token, parent, depth, score, row = map(np.array, zip(*grown, strict=True))
+    tokens = [target_ids[t] for t in token]
+    if path_score is not None:
+        score = np.cumsum([path_score(tokens[:place]) for place in range(len(tokens))])
+    np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [tip[0], *tokens])
+    np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
+    np.testing.assert_array_equal(found[names.TREE_POSITIONS], tip[1] + np.array([0, *depth]))
+    np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)
+    if names.TREE_SLOTS in found:
+        np.testing.assert_array_equal(found[names.TREE_SLOTS], [-1, *row])
+        assert (row[parent[parent > 0] - 1] >= 0).all(), "what has a child"
+
+
+def draft_of_head(
+    engine: DraftEngine, feature_size: int, vocabulary: int
+) -> tuple[dict[str, NDArray[Any]], list[int], torch.Tensor]:
+    """A draft after 14 pairs, which two passes compute, the second over KV of the first; the tokens and features."""
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, vocabulary, 15).tolist()
+    features = random.normal(size=(20, feature_size)).astype(np.float32)
+    rows = random.permutation(20)[:14]  # features lie anywhere in the target's step
+    engine.draft(tokens[1:9], 0, features=features, feature_indices=rows[:8])
+    found = engine.draft(tokens[9:], 8, features=features, feature_indices=rows[8:])
+    return found, tokens, torch.from_numpy(features[rows])
 
 
 class DraftEngine:
@@ -104,12 +130,9 @@ class DraftEngine:
         target: str = CPU,
         vocabulary: int = VOCABULARY,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         graph = export_draft(model, tree, CAPACITY, vocabulary, slots=slots)
         self.reports = lower("draft", graph, target, rows=1)
-        engines = OnnxRuntimeEngines(folder)
-        self.engine = engines.write("draft", graph, {})
-        engines.close()
+        self.engine = write_engine(graph, folder, "draft")
         self._session = cpu_session(folder / "draft.onnx")
         self.caches = {
             t.name: np.zeros([int(d) for d in t.shape], np.float32) for t in self.engine.inputs if "cache" in t.name
@@ -189,21 +212,14 @@ def test_the_tree_is_the_one_of_the_definition(decoder: Decoder, tree: Tree, tar
         decoder.config.num_layers * (1 + tree.depth) if target == CUDA else 0
     )
     engine.draft(PROMPT[:9], 0)
-    engine.draft(PROMPT[9:17], 9)  # rows that the tree before left behind are written over
+    engine.draft(PROMPT[9:17], 9)  # rows of the tree before are written over
     found = engine.draft(PROMPT[17:], 17)
 
     def log_probs(path: list[int]) -> NDArray[np.float64]:
         return torch.log_softmax(sequence_logits(decoder, PROMPT + path)[-1].double(), -1).numpy()
 
-    expected = grow(log_probs, tree)
-    token, parent, depth, score, row = map(np.array, zip(*expected, strict=True))
-    np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [PROMPT[-1], *token])
-    np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
-    np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(PROMPT) - 1 + np.array([0, *depth]))
-    np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)
-    if tree.depth:
-        np.testing.assert_array_equal(found[names.TREE_SLOTS], [-1, *row])
-        assert (row[parent[parent > 0] - 1] >= 0).all()  # whatever has a child
+    assert_grown(found, tree, (PROMPT[-1], len(PROMPT) - 1), log_probs)
+    assert (names.TREE_SLOTS in found) == (tree.depth > 0)
 
 
 def test_the_row_of_a_node_is_that_of_feeding_its_path(decoder: Decoder, tmp_path: Path) -> None:
@@ -268,46 +284,6 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
     model = Eagle3Draft(head, torch.nn.Parameter(torch.zeros(60, 24), requires_grad=False))
     engine = DraftEngine(model, tree, tmp_path / "engine", target=target, vocabulary=60)
     assert applied(engine)["GroupQueryAttention"] == (1 + tree.depth if target == CUDA else 0)
-    random = np.random.default_rng(3)
-    tokens = random.integers(0, 60, 15).tolist()
-    features = random.normal(size=(20, config.hidden_size * 3)).astype(np.float32)
-    rows = random.permutation(20)[:14]  # features lie anywhere in the target's step
-    engine.draft(tokens[1:9], 0, features=features, feature_indices=rows[:8])
-    found = engine.draft(tokens[9:], 8, features=features, feature_indices=rows[8:])
-
-    oracle = HeadOracle(head, model.embedding)
-    given = torch.from_numpy(features[rows])
-    ids = head.target_ids.tolist()
-    expected = grow(lambda path: oracle.run(given, tokens, [ids[t] for t in path]), tree)
-    token, parent, depth, score, _ = map(np.array, zip(*expected, strict=True))
-    np.testing.assert_array_equal(found[names.TREE_TOKEN_IDS], [tokens[-1], *(ids[t] for t in token)])
-    np.testing.assert_array_equal(found[names.TREE_PARENT], [-1, *parent])
-    np.testing.assert_array_equal(found[names.TREE_POSITIONS], len(tokens) - 1 + np.array([0, *depth]))
-    np.testing.assert_allclose(found[names.TREE_SCORE], [0.0, *score], atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("tree", "rejected", "ops"),
-    [
-        (Tree(top_k=3, depth=2, nodes=8), False, {"TreeExpand": 3, "TreeRerank": 1}),
-        (Tree(top_k=1, depth=2, nodes=4), True, {"DraftSample": 3}),
-    ],
-)
-def test_nodes_of_our_ops_have_what_their_kernels_take(decoder: Decoder, tree: Tree, rejected: bool, ops: Any) -> None:
-    """Types of inputs and outputs, and attributes: a kernel is given them as they are."""
-    model = export_draft(DecoderDraft(decoder), tree, CAPACITY, VOCABULARY, rejected=rejected)
-    nodes = [node for node in model.graph if node.domain == DOMAIN and node.op_type in LAUNCHES]
-    assert Counter(node.op_type for node in nodes) == ops
-    for node in nodes:
-        schema = SCHEMAS[node.op_type]
-        for specs, values in ((schema.inputs, node.inputs), (schema.outputs, node.outputs)):
-            for spec, value in zip(specs, values, strict=True):
-                assert value is not None
-                assert value.dtype is not None
-                assert (spec.name, value.dtype.numpy()) == (spec.name, spec.dtype)
-                assert value.shape is None or len(value.shape) == len(spec.shape)
-        kinds = {
-            spec.name: ir.AttributeType.FLOAT if spec.kind is float else ir.AttributeType.INT
-            for spec in schema.attributes
-        }
-        assert {name: attribute.type for name, attribute in node.attributes.items()} == kinds
+    found, tokens, given = draft_of_head(engine, config.hidden_size * 3, 60)
+    ids, oracle = head.target_ids.tolist(), HeadOracle(head, model.embedding)
+    assert_grown(found, tree, (tokens[-1], 14), lambda path: oracle.run(given, tokens, path), ids)

@@ -1,4 +1,4 @@
-"""The target `tensorrt` without TensorRT: recipe, graphs with plugins, what a builder is told, and refusals.
+"""The target `tensorrt` without TensorRT: recipe, graphs with plugins, the builder's settings, and refusals.
 
 The builder is that of TensorRT for RTX (`tensorrt_stand_in.py`); what the graphs compute is tested in
 tests/integration/test_inlined_ops.py.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
@@ -22,13 +21,11 @@ from outrider.compiler.engines.tensorrt_network import carry_bits
 from outrider.compiler.inspect import describe, print_description
 from outrider.compiler.recipe import load_recipe
 from outrider.compiler.recipe_backends import PACKAGES, TensorRtSection
-from outrider.plans import names
 from outrider.plans.errors import PlanError, RecipeError
-from outrider.plans.manifest import BackendPlan, Engine
+from outrider.plans.manifest import BackendPlan
 from outrider.plans.plan import Plan
 from outrider.plugins.cuda import compile as compiling
 from outrider.plugins.cuda.compile import CUBINS
-from outrider.plugins.schemas import SCHEMAS
 from outrider.runtime.backends import BACKENDS
 from outrider.runtime.backends import tensorrt as driver
 from tests.compiler.tensorrt_stand_in import VERSION, stand_in_tensorrt
@@ -42,13 +39,8 @@ HEAD = "{name: head, kind: eagle3, checkpoint: head, tree: {top_k: 2, depth: 1, 
 DRAWN = "{name: drawn, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """TensorRT's package, on a machine with a GPU; `registered` counts how often plugins were."""
-    return install(monkeypatch)
-
-
 def install(patch: pytest.MonkeyPatch) -> Any:
+    """TensorRT's package, on a machine with a GPU; `registered` counts how often plugins were."""
     package = stand_in_tensorrt(trt)
     package.registered = 0
 
@@ -59,6 +51,11 @@ def install(patch: pytest.MonkeyPatch) -> Any:
     patch.setattr(tensorrt_library, "gpu_here", lambda: HERE)
     patch.setattr(tensorrt_library, "register_plugins", register)
     return package
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return install(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -74,31 +71,25 @@ def built(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return plan
 
 
-def test_engines_take_and_give_what_the_ops_did(built: Plan) -> None:
+def test_engines_say_who_built_them_and_where_and_every_op_is_a_plugin(built: Plan) -> None:
     plan = built.manifest.backends[TENSORRT]
-    target, head = plan.engines["target"], plan.engines["head"]
-    assert target.holds == ("BimMask", "TreeAccept")
-    assert head.holds == ("RaceNoise", "BimMask")
-    taken, given = ({tensor.name: tensor for tensor in tensors} for tensors in (target.inputs, target.outputs))
-    assert {spec.name for spec in (*SCHEMAS["BimMask"].inputs, *SCHEMAS["TreeAccept"].inputs)} <= taken.keys() | given
-    assert {names.FREE_BIAS, names.ATTN_BIAS} <= taken.keys()  # what a beam search writes
-    assert {spec.name for spec in SCHEMAS["TreeAccept"].outputs} | {names.STATUS} <= given.keys()
-    assert (taken[names.SAMPLING].dtype, taken[names.SEED].dtype) == ("float64", "uint64")
-    assert plan.engines["drawn"].holds == ("RaceNoise", "BimMask")
-    drafted = {tensor.name for tensor in head.inputs}
-    assert {names.NOISE, names.DRAFT_SAMPLING, names.FREE_BIAS}.isdisjoint(drafted)
-    assert {names.TIP_POSITION, names.SEED, names.SAMPLING} <= drafted
-
-
-def test_engines_say_who_built_them_and_where(built: Plan) -> None:
-    for engine in built.manifest.backends[TENSORRT].engines.values():
+    for engine in plan.engines.values():
         assert (engine.builder, engine.version_compatible) == (f"tensorrt {VERSION}", False)
         assert (engine.devices, engine.gpu) == (("sm_90",), "NVIDIA H100")
         assert engine.aliases
         assert len(engine.profiles) == 1
     assert built.manifest.tools["gpu"] == "NVIDIA H100, sm_90"
-    assert {"tensorrt", "nvidia-cuda-nvrtc"} <= built.manifest.tools.keys()
-    assert set(PACKAGES[TENSORRT]) <= built.manifest.tools.keys()
+    assert {"tensorrt", "nvidia-cuda-nvrtc", *PACKAGES[TENSORRT]} <= built.manifest.tools.keys()
+    reports = {(r.engine, r.rule): r for r in plan.lowering}
+    # Mask and acceptance; noise and mask, and then two levels and the tree, or two tokens.
+    for engine, count in (("target", 2), ("head", 2 + 2 + 1), ("drawn", 2 + 2)):
+        assert (reports[engine, "PluginNodes"].applied, reports[engine, "PluginNodes"].declined) == (count, {})
+        assert reports[engine, "BodyOfDeclined"].applied == 0
+    console = Console(record=True, width=200)
+    print_description(describe(built.root), console)
+    text = console.export_text()
+    assert f"built by tensorrt {VERSION} for sm_90, NVIDIA H100 alone" in text
+    assert "holds BimMask, TreeAccept" in text
 
 
 def test_ops_beside_engines_are_compiled_for_this_gpu_too(
@@ -109,56 +100,26 @@ def test_ops_beside_engines_are_compiled_for_this_gpu_too(
     assert kernel_architectures(TensorRtSection(kind=TENSORRT, compute_capabilities=("sm_80",))) == ("sm_80", "sm_75")
 
 
-def test_every_op_of_a_plans_graphs_is_a_plugin(built: Plan) -> None:
-    reports = {(r.engine, r.rule): r for r in built.manifest.backends[TENSORRT].lowering}
-    assert reports["target", "PluginNodes"].applied == 2  # mask and acceptance
-    assert reports["head", "PluginNodes"].applied == 2 + 2 + 1  # noise and mask, two levels, the tree
-    assert reports["drawn", "PluginNodes"].applied == 2 + 2  # noise and mask, two tokens
-    for engine in ("target", "head", "drawn"):
-        assert reports[engine, "PluginNodes"].declined == {}
-        assert reports[engine, "BodyOfDeclined"].applied == 0
-
-
-def test_inspect_tells_what_an_engine_holds_and_who_may_run_it(built: Plan) -> None:
-    description = describe(built.root)
-    target = description["backends"][TENSORRT]["engines"]["target"]
-    assert (target["holds"], target["gpu"]) == (["BimMask", "TreeAccept"], "NVIDIA H100")
-    console = Console(record=True, width=200)
-    print_description(description, console)
-    text = console.export_text()
-    assert f"built by tensorrt {VERSION} for sm_90, NVIDIA H100 alone" in text
-    assert "holds BimMask, TreeAccept" in text
-
-
-# What a builder is told.
+# The builder's settings.
 
 
 def configured(section: TensorRtSection, cache: Path | None = None) -> tuple[Any, Any]:
-    """A real configuration, and what was set of the two things that TensorRT for RTX ignores."""
-    log = trt.Logger(trt.Logger.ERROR)
-    config = trt.Builder(log).create_builder_config()
-    told = SimpleNamespace(level=None)
+    """A real configuration, and what was set that TensorRT for RTX ignores: the level of compatibility."""
+    config = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_builder_config()
+    ignored: dict[str, Any] = {}
 
-    class Told:
+    class Config:
         def __getattr__(self, name: str) -> Any:
             return getattr(config, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            assert name == "hardware_compatibility_level"
-            told.level = value
+            ignored[name] = value
 
     library = TensorRtLibrary(section, cache)
-    library.configure(Told())
-    library.keep(Told())
-    return config, told
-
-
-@pytest.mark.parametrize("compatible", [False, True])
-def test_version_compatible_engines_hold_no_code_of_the_hosts(library: Any, compatible: bool) -> None:
-    config, _ = configured(TensorRtSection(kind=TENSORRT, version_compatible=compatible))
-    flags = trt.BuilderFlag
-    assert config.get_flag(flags.VERSION_COMPATIBLE) == config.get_flag(flags.EXCLUDE_LEAN_RUNTIME) == compatible
-    assert not config.get_flag(flags.REQUIRE_USER_ALLOCATION)
+    library.configure(Config())
+    library.keep(Config())
+    assert ignored.keys() == {"hardware_compatibility_level"}
+    return config, *ignored.values()
 
 
 @pytest.mark.parametrize(
@@ -169,26 +130,26 @@ def test_version_compatible_engines_hold_no_code_of_the_hosts(library: Any, comp
         ("ampere_plus", ("sm_80+",), None),
     ],
 )
-def test_which_gpus_may_run_an_engine(library: Any, level: Any, devices: tuple[str, ...], gpu: str | None) -> None:
-    section = TensorRtSection(kind=TENSORRT, hardware_compatibility=level)
-    _, told = configured(section)
-    assert told.level == getattr(trt.HardwareCompatibilityLevel, level.upper())
+def test_which_machines_may_run_an_engine(library: Any, level: Any, devices: tuple[str, ...], gpu: str | None) -> None:
+    section = TensorRtSection(kind=TENSORRT, hardware_compatibility=level, version_compatible=gpu is None)
+    config, given = configured(section)
+    assert given == getattr(trt.HardwareCompatibilityLevel, level.upper())
+    flags = trt.BuilderFlag
+    assert config.get_flag(flags.VERSION_COMPATIBLE) == config.get_flag(flags.EXCLUDE_LEAN_RUNTIME) == (gpu is None)
+    assert not config.get_flag(flags.REQUIRE_USER_ALLOCATION)
     said = TensorRtLibrary(section, None).provenance()
     assert (said["devices"], said["gpu"]) == (devices, gpu)
 
 
-def test_a_timing_cache_is_read_and_written_whole(library: Any, tmp_path: Path) -> None:
+def test_a_timing_cache_is_written_whole_and_one_of_another_version_or_gpu_is_refused(
+    library: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "kernels.cache"
     section = TensorRtSection(kind=TENSORRT, timing_cache="kernels.cache")
-    configured(section, path)
-    written = path.read_bytes()
-    assert written
-    configured(section, path)
+    for _ in range(2):
+        configured(section, path)
+        assert path.read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["kernels.cache"]
-
-
-def test_a_timing_cache_of_another_version_or_gpu_is_refused(library: Any, tmp_path: Path) -> None:
-    path = tmp_path / "kernels.cache"
     path.write_bytes(b"of another")
     read = []
 
@@ -205,7 +166,7 @@ def test_a_timing_cache_of_another_version_or_gpu_is_refused(library: Any, tmp_p
     with pytest.raises(
         PlanError, match=r"kernels\.cache is none of tensorrt 10\.16\S* on this GPU, NVIDIA H100; remove"
     ):
-        TensorRtLibrary(TensorRtSection(kind=TENSORRT), path).configure(Config())
+        TensorRtLibrary(section, path).configure(Config())
     assert read == [b"of another"]
 
 
@@ -249,13 +210,10 @@ def reason(plan: BackendPlan, **changes: Any) -> str | None:
     return driver.reason_against(driver.TENSORRT, plan.model_copy(update={"engines": engines}))
 
 
-def test_the_machine_of_the_build_runs_it(built: Plan, here: Any) -> None:
-    assert reason(built.manifest.backends[TENSORRT]) is None
-    assert next(iter(BACKENDS)) == TENSORRT
-
-
 def test_another_gpu_is_refused_by_name(built: Plan, here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = built.manifest.backends[TENSORRT]
+    assert reason(plan) is None
+    assert next(iter(BACKENDS)) == TENSORRT
     monkeypatch.setattr(driver, "device_name", lambda: "NVIDIA H200")
     assert "the GPU is NVIDIA H200, and the engine 'target' was built on NVIDIA H100" in str(reason(plan))
     assert reason(plan, gpu=None) is None
@@ -271,7 +229,6 @@ def test_another_gpu_is_refused_by_name(built: Plan, here: Any, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("built_by", "compatible", "loads"),
     [
-        (f"tensorrt {VERSION}", False, True),
         ("tensorrt 10.15.0.1", False, False),
         ("tensorrt 10.15.0.1", True, True),
         ("tensorrt 10.17.0.1", True, False),
@@ -285,17 +242,6 @@ def test_another_version_is_refused(built: Plan, here: Any, built_by: str, compa
     assert (said is None) == loads
     if not loads:
         assert f"was built by {built_by}, and tensorrt {VERSION} is here; build the plan again" in str(said)
-
-
-def test_an_older_engine_needs_its_lean_runtime() -> None:
-    engine = Engine(file="x", inputs=(), outputs=(), builder="tensorrt 10.15.0.1", version_compatible=True)
-    backend = driver.TensorRt.__new__(driver.TensorRt)
-    asked = []
-    backend._runtime = SimpleNamespace(load_runtime=lambda file: asked.append(file))
-    backend._log = SimpleNamespace(said=lambda: "no such file")
-    with pytest.raises(PlanError, match=r"built by tensorrt 10\.15\.0\.1, whose lean runtime libnvinfer_lean\.so\.10"):
-        backend._older(engine)
-    assert asked == ["libnvinfer_lean.so.10"]
 
 
 def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -317,9 +263,8 @@ def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path:
     package.__version__ = VERSION
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     refused("is built on the GPU that is to run it, and here is none that can be used")
+    install(monkeypatch)
 
-
-def test_plugins_that_cannot_be_registered_are_an_error(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def register() -> None:
         raise ImportError("plugins are for TensorRT 10.15 or later")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from outrider.compiler.lowering.unbranched import unbranch
+from outrider.compiler.lowering.functions import unbranch
 from outrider.plans.sampling import SETTINGS, Sampling
 from outrider.plugins.onnx_ops import DOMAIN, FUNCTIONS, OPSET, VERSION
 from outrider.plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
