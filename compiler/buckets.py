@@ -51,10 +51,10 @@ def _doubled(most: int) -> set[int]:
 
 
 def _fed(drafter: GraphDrafter, drafters: Sequence[Drafter], *, keeps_levels: bool) -> range:
-    """Return how many tokens a round may leave the drafter to take in.
+    """Return the numbers of tokens that a drafter may have to compute in a round.
 
-    The drafter takes in all tokens that the target committed, or, where KV of its levels is kept, those without KV.
-    A head also takes in tokens that n-grams committed in its place.
+    Those are all tokens that the target committed, or, where KV of its levels is kept, those without KV; for a head
+    also tokens that n-grams committed in its place.
     """
     keeps = drafter.kind == "model" and (keeps_levels or drafter.entropy is not None)
     before = (d.max_draft for d in drafters if isinstance(d, NgramDrafter) and d.otherwise == drafter.name)

@@ -95,7 +95,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     design = design_plan(recipe)
     place = Place(out)
     old = place.plan()
-    source = _relative(recipe_path, place.folder)
+    # A link is not resolved: the recipe's paths start at the link's folder.
+    source = os.path.relpath(recipe_path.parent.resolve() / recipe_path.name, place.folder)
     sections = {backend.kind: backend for backend in recipe.backends}
     machine = {kind: facts_of_machine(backend) for kind, backend in sections.items()}
     tools = tool_versions(package for kind in sections for package in PACKAGES[kind])
@@ -135,7 +136,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             steps.begin(f"{backend}: engines unchanged, taken from the plan that is there")
             shutil.copytree(place.folder / "engines" / backend, root / "engines" / backend)
             for file in plan.kernels.values():
-                _copy(place.folder / file, root / file)
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(place.folder / file, root / file)
             engines[backend] = Engines(plan.engines, plan.lowering, plan.kernels, plan.probe)
         for dtype in dtypes:
             exported = _export(design, dtype, text, steps)
@@ -333,11 +335,6 @@ def _compile_kernels(backend: BackendBuild, root: Path, steps: _Steps) -> dict[s
     return files
 
 
-def _copy(source: Path, to: Path) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, to)
-
-
 def _list_files(root: Path) -> tuple[PlanFile, ...]:
     paths = sorted(p for p in root.rglob("*") if p.is_file())
     return tuple(
@@ -359,8 +356,3 @@ def _with_source(plan: Plan, source: str, place: Place) -> Plan:
     with place.workplace() as temporary:
         _write_manifest(manifest, temporary).replace(plan.root / MANIFEST)
     return Plan(plan.root, manifest)
-
-
-def _relative(recipe_path: Path, folder: Path) -> str:
-    """Return the recipe's path from the plan. A link is not resolved: the recipe's paths start at the link's folder."""
-    return os.path.relpath(recipe_path.parent.resolve() / recipe_path.name, folder)

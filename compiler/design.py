@@ -32,8 +32,8 @@ from outrider.plans.step_buffers import (
 )
 
 VIEW_BUCKET = 128  # keys: coarse enough that sizes rarely change, fine enough that masks stay short
-_KEPT_FEATURES = 128  # tokens that a head which is not asked may lag behind
-_BEAMS = 8  # beams that every plan serves, whatever its drafters are
+_KEPT_FEATURES = 128  # tokens that a head which is not asked may lack
+_BEAMS = 8  # beams that every plan serves, with any drafters
 _NODES_OF_A_BRANCH = 8  # a branch's tip and a short draft, when all branches take part in a step
 _TENTATIVE_OF_A_ROW = 32  # most tentative tokens of a row that count, where there are several rows
 
@@ -178,7 +178,7 @@ def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: Part
 
 
 def drafter_limits(drafter: GraphDrafter, geometry: Geometry, target: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest value of each symbol of a drafter: a step takes in one prefill chunk of the target, or, with
+    """Return the largest value of each symbol of a drafter: a step computes one prefill chunk of the target, or, with
     several branches, the target's whole step.
     """
     new = geometry.prefill_chunk if geometry.branches == 1 else target[names.NEW]
@@ -287,41 +287,40 @@ def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafte
     _check_reach(recipe, geometry, partial)
     step, chunk = 1 + longest_draft(drafters), geometry.prefill_chunk
     waiting, window = partial.n_spec_tokens_buf, recipe.partial_kv.n_draft_window_tokens
-    if waiting < step + 1:
-        raise recipe.error(
-            ("partial_kv", "n_spec_tokens_buf"),
+    checks = (
+        (
+            waiting < step + 1, "n_spec_tokens_buf",
             f"is {waiting}, but a step of the plan's drafters has up to {step} tokens, and one more must fit; raise it "
             f"to {step + 1} or more",
-        )
-    if waiting > chunk:
-        raise recipe.error(
-            ("partial_kv", "n_spec_tokens_buf"),
+        ),
+        (
+            waiting > chunk, "n_spec_tokens_buf",
             f"is {waiting}, but what waits there goes into one pass over the full KV cache, which takes at most "
             f"capacity.prefill_chunk, {chunk}; lower it, or raise that",
-        )
-    if isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks:
-        raise recipe.error(
-            ("partial_kv", "budget"),
+        ),
+        (
+            isinstance(partial.budget, int) and partial.budget > partial.n_retrieval_blocks, "budget",
             f"is {partial.budget}, but partial_kv.n_retrieval_blocks leaves room for {partial.n_retrieval_blocks}; "
             "lower it, or raise that",
-        )
-    if max(partial.partial_threshold, 1) >= geometry.context:
-        raise recipe.error(
-            ("partial_kv", "partial_threshold"),
+        ),
+        (
+            max(partial.partial_threshold, 1) >= geometry.context, "partial_threshold",
             f"is {partial.partial_threshold}, and no context of the plan is longer than {geometry.context}; lower it, "
             "or raise capacity.context",
-        )
-    if partial.largest > geometry.capacity:
-        raise recipe.error(
-            ("partial_kv", "n_retrieval_blocks"),
+        ),
+        (
+            partial.largest > geometry.capacity, "n_retrieval_blocks",
             f"is {partial.n_retrieval_blocks}, which makes {partial.largest} tokens with sink, window and buffer, more "
             f"than the full KV cache's {geometry.capacity}; lower it, or raise capacity.context",
-        )
-    if geometry.branches == 1 and window < chunk:
-        raise recipe.error(
-            ("partial_kv", "n_draft_window_tokens"),
-            f"is {window}, less than capacity.prefill_chunk, {chunk}, which a drafter takes in at once; raise it",
-        )
+        ),
+        (
+            geometry.branches == 1 and window < chunk, "n_draft_window_tokens",
+            f"is {window}, less than capacity.prefill_chunk, {chunk}, which a drafter computes at once; raise it",
+        ),
+    )  # fmt: skip
+    for wrong, key, said in checks:
+        if wrong:
+            raise recipe.error(("partial_kv", key), said)
 
 
 def _check_reach(recipe: Recipe, geometry: Geometry, partial: PartialKv) -> None:
@@ -339,10 +338,10 @@ def _check_reach(recipe: Recipe, geometry: Geometry, partial: PartialKv) -> None
     least = partial.least_budget(window)
     if blocks < least:
         fits = partial.model_copy(update={"n_retrieval_blocks": least}).largest <= geometry.capacity
-        advice = f"raise it to {least} or more, or partial_kv.n_window_blocks by as many as are missing"
+        advice = f"raise it to {least} or more, or partial_kv.n_window_blocks by {least - blocks}"
         raise recipe.error(
             ("partial_kv", "n_retrieval_blocks"),
-            f"is {blocks}, but layers of the target see the last {window} tokens, more than so many blocks and "
+            f"is {blocks}, but layers of the target see the last {window} tokens, more than these blocks and "
             f"partial_kv.n_window_blocks, {partial.n_window_blocks}, of {partial.block_size} tokens have; "
             + (advice if fits else "that leaves little of the context to save: leave partial_kv out"),
         )

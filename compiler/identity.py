@@ -1,4 +1,4 @@
-"""Hashes of a plan's inputs: equal inputs give an equal identity, whatever machine builds the plan."""
+"""Hashes of a plan's inputs: equal inputs give an equal identity on any machine."""
 
 from __future__ import annotations
 

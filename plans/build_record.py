@@ -18,7 +18,7 @@ _LARGEST = 2**16  # bytes
 
 
 class BuildRecord(Strict):
-    """`peak_rss_bytes` is that of the process that built, from its start; None where the system does not tell.
+    """`peak_rss_bytes` is that of the process that built, from its start; None where the system does not report it.
 
     `reused` names the backends whose engines an earlier build gave.
     """

@@ -58,8 +58,8 @@ class ChatTemplate:
         """Compile a template; `source` names it in errors, and `special_tokens` are texts by their names in templates,
         such as `bos_token`. Raises PlanError where it is no Jinja.
 
-        A plan with such a template does not load, for completions neither: whoever serves it finds the fault at once,
-        and not at the first chat.
+        A plan with such a template does not load, for completions neither: the fault is found at once, and not at the
+        first chat.
         """
         self._source, self.text = source, text
         self.special_names = frozenset(special_tokens or ())

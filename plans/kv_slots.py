@@ -2,7 +2,7 @@
 
 A slot of a float cache is the head's `head_dim` numbers. A slot of an int8 cache is `head_dim` integers and then the
 bytes of their scale, a float32: each number is its integer times the scale. So a slot is one row of one type in every
-cache, and what moves slots moves rows, whatever they hold.
+cache, and moving slots is moving rows of any content.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _cpu_info(key: str) -> str:
 
 
 def peak_rss_bytes() -> int | None:
-    """The most memory that this process has held since it began; None where the system does not tell."""
+    """The most memory that this process has held since it began; None where the system does not report it."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows

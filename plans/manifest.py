@@ -258,10 +258,10 @@ class Engine(Strict):
     rectangular: bool = Field(
         False,
         description="Whether rows are computed as a rectangle: slots after a row's new ones get KV of no token, up to "
-        "as many as the longest row of the step adds.",
+        "the length of the step's longest row.",
     )
     holds: tuple[str, ...] = Field((), description="Our ops that it runs itself, in a program's place.")
-    layers: dict[str, int] = Field({}, description="Layers by kind, where the file does not tell.")
+    layers: dict[str, int] = Field({}, description="Layers by kind, where the file does not show them.")
     front_end: str | None = Field(None, description="What the builder had the graph read by, and why not as asked for.")
 
     @property

@@ -22,7 +22,7 @@ class PartialKv(Strict):
 
     The buffer has room for `n_spec_tokens_buf` tokens after the window; the KV cache is used where more than
     `partial_threshold` tokens have KV, and filled anew after at most `full_refresh_interval` steps. `mode` and
-    `budget`, blocks that are retrieved (None: as many as there is room for), are those of requests that do not say
+    `budget`, blocks that are retrieved (None: all that there is room for), are those of requests that do not say
     theirs.
     """
 

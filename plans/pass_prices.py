@@ -32,7 +32,7 @@ class Price(Strict):
 class PassPrices(Strict):
     """Prices of passes of the plan `identity` after `context` tokens, ascending by rows from 1 on.
 
-    They hold for the `backend`, the `device` that ran it (the processor, or the GPU) and so many `threads` of the
+    They hold for the `backend`, the `device` that ran it (the processor, or the GPU) and `threads` threads of the
     processor.
     """
 

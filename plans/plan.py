@@ -45,7 +45,7 @@ class Plan:
 def open_plan(root: Path, *, verify: bool = True) -> Plan:
     """Read `plan.json` and check it and the folder: no file too many or too few, sizes, with `verify` hashes.
 
-    Where links lead to `root`, the plan is the one that it leads to now, whatever it leads to later. Raises
+    Where links lead to `root`, the plan is the one that it leads to now, not a later one. Raises
     `PlanError`; the message names the file, what is wrong and what to do.
     """
     root = _followed(root)

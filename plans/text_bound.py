@@ -21,7 +21,7 @@ _LOWERCASE = 4
 # bytes or more, those of four 3. The normal forms that only decompose stay below that.
 _NORMAL_FORM = 6
 _EXACT = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeScripts"}  # pre-tokenizers that drop nothing
-_CUTTING = {"Split", "Punctuation"}  # the same, unless told to remove what they find
+_CUTTING = {"Split", "Punctuation"}  # the same, unless they are set to remove what they find
 _DROP_BLANKS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 
 
@@ -43,7 +43,7 @@ class TextBound:
 
 def bound_of(tokenizer: tokenizers.Tokenizer, alphabet: set[str]) -> TextBound:
     """Facts about a tokenizer; `alphabet` are the characters that stand for bytes in a byte-level vocabulary."""
-    parts = [*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")]
+    parts = [*parts_of(tokenizer.normalizer, "normalizers"), *parts_of(tokenizer.pre_tokenizer, "pretokenizers")]
     factor, blanks_vanish, blanks_appear = 1, False, False
     for part in parts:
         kind = part["type"]
@@ -76,15 +76,16 @@ def bound_of(tokenizer: tokenizers.Tokenizer, alphabet: set[str]) -> TextBound:
     return TextBound(longest * factor, blanks_vanish)
 
 
-def _parts(component: Any, list_name: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer in order, as in `tokenizer.json`."""
+def parts_of(component: Any, within: str) -> list[dict[str, Any]]:
+    """The parts of a component of a tokenizer in order, as in `tokenizer.json`; none where it has no such."""
+    return [] if component is None else flat_parts(json.loads(component.__getstate__()), within)
 
-    def flat(part: dict[str, Any]) -> list[dict[str, Any]]:
-        if part["type"] != "Sequence":
-            return [part]
-        return [step for inner in part[list_name] for step in flat(inner)]
 
-    return [] if component is None else flat(json.loads(component.__getstate__()))
+def flat_parts(part: dict[str, Any] | None, within: str) -> list[dict[str, Any]]:
+    """A part of `tokenizer.json`, or those that a sequence of them has under the key `within`."""
+    if part is None:
+        return []
+    return [each for inner in part[within] for each in flat_parts(inner, within)] if within in part else [part]
 
 
 def _is_complete(model: models.Model, vocabulary: dict[str, int], alphabet: set[str] | None) -> bool:

@@ -20,7 +20,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from outrider.plans.errors import PlanError, RequestError
-from outrider.plans.text_bound import bound_of
+from outrider.plans.text_bound import bound_of, flat_parts, parts_of
 from outrider.plans.text_check import check_text
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Tokenizer:
         self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
 
         _check_growth(tokenizer, source)
-        decoder = _flat_decoder(tokenizer)
+        decoder = parts_of(tokenizer.decoder, "decoders")  # none where tokens are joined with spaces
         self._byte_level = _is_byte_level(decoder, source)
         self._byte_fallback = any(part["type"] == "ByteFallback" for part in decoder)
         self._bytes: dict[int, bytes] = {}  # by token id, at most the vocabulary
@@ -270,7 +270,7 @@ class Tokenizer:
 
 
 def as_ids(token_ids: TokenIds) -> list[int]:
-    """Token ids as Python integers, whatever holds them: NumPy scalars are slow as keys and as list elements.
+    """Token ids as Python integers: NumPy scalars are slow as keys and as list elements.
 
     Raises RequestError for what is no list of whole numbers.
     """
@@ -318,7 +318,7 @@ def _without_prefix(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """A copy that puts no space before a text, and takes special tokens that the text spells for plain text."""
     parts = json.loads(tokenizer.to_str())
     parts["normalizer"] = _without_prepend(parts["normalizer"])
-    for part in _flat_parts(parts["pre_tokenizer"], "pretokenizers"):
+    for part in flat_parts(parts["pre_tokenizer"], "pretokenizers"):
         if part["type"] == "Metaspace":
             part["prepend_scheme"] = "never"
         elif part["type"] == "ByteLevel":
@@ -337,19 +337,11 @@ def _without_prepend(normalizer: dict[str, Any] | None) -> dict[str, Any] | None
     return {"type": "Sequence", "normalizers": parts} if parts else None
 
 
-def _flat_parts(part: dict[str, Any] | None, within: str) -> list[dict[str, Any]]:
-    """A part of `tokenizer.json`, or those that a sequence of them has under the key `within`."""
-    if part is None:
-        return []
-    return [each for inner in part[within] for each in _flat_parts(inner, within)] if within in part else [part]
-
-
 def _check_growth(tokenizer: tokenizers.Tokenizer, source: str) -> None:
     """Raise PlanError where a part can make a text, or its tokens, so long that they take all memory."""
     for kind, within in (("normalizer", "normalizers"), ("decoder", "decoders"), ("post_processor", "processors")):
-        part = getattr(tokenizer, kind)
         growth, added = 1, 0
-        for each in _flat_parts(json.loads(part.__getstate__()), within) if part is not None else ():
+        for each in parts_of(getattr(tokenizer, kind), within):
             if each["type"] == "Replace":
                 plain = each["pattern"].get("String")
                 growth *= max(1, -(-len(each["content"]) // len(plain)) if plain else 1 + len(each["content"]))
@@ -365,13 +357,6 @@ def _check_growth(tokenizer: tokenizers.Tokenizer, source: str) -> None:
         if added > _MOST_ADDED:
             said = f"adds {added} tokens to a text; at most {_MOST_ADDED} are taken"
             raise PlanError(f"{source} has a {kind} that {said}")
-
-
-def _flat_decoder(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's parts in order, as in `tokenizer.json`; none where tokens are joined with spaces."""
-    if tokenizer.decoder is None:
-        return []
-    return _flat_parts(json.loads(tokenizer.decoder.__getstate__()), "decoders")
 
 
 def _is_byte_level(decoder: list[dict[str, Any]], source: str) -> bool:

@@ -1,6 +1,6 @@
 """Exports that tests share: most plans of the tests are made of the same few graphs, and an export takes seconds.
 
-The first test that needs a graph exports it, and the others, in whatever process, read it: by the module with its
+The first test that needs a graph exports it, and the others, in any process, read it: by the module with its
 settings, the example inputs and the names of the outputs. What becomes of a graph is not shared, nor are weights that
 stay in the checkpoint: a graph has those of the module that it is asked for.
 """

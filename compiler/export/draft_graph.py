@@ -112,7 +112,7 @@ class SeveralTips:
 class DraftGraph(nn.Module):
     """Maps committed tokens that the drafter lacks to a tree after the last one, or to trees after `tip_indices`.
 
-    A subclass says how the model takes in the tokens (`_take_in`) and what gives the levels' logits (`_growth`).
+    A subclass says how the model reads the tokens (`_take_in`) and what gives the levels' logits (`_growth`).
     """
 
     columns: Tensor | None
@@ -207,10 +207,10 @@ class DraftGraph(nn.Module):
             others.append(entropy.reshape(1) if tip_indices is None else entropy.reshape(tip_indices.shape))
         root = (tips.position + model.lead).unsqueeze(1)
         return (
-            _behind_roots(tips.token.unsqueeze(1), token),
-            _behind_roots(root, depth + root),
-            _behind_roots(torch.full_like(root, -1), parent),
-            _behind_roots(torch.zeros_like(score[:, :1]), score),
+            _after_roots(tips.token.unsqueeze(1), token),
+            _after_roots(root, depth + root),
+            _after_roots(torch.full_like(root, -1), parent),
+            _after_roots(torch.zeros_like(score[:, :1]), score),
             *others,
             *caches.presents,
         )
@@ -329,7 +329,7 @@ class DraftGraph(nn.Module):
             within = within + tips.several.within.unsqueeze(2)
         row_of = torch.full_like(expanded[:, :1], -1).expand(-1, tree.candidates)
         row_of = row_of.scatter(1, expanded, within.reshape(-1, tree.depth * k))
-        return _behind_roots(torch.full_like(candidate[:, :1], -1), row_of.gather(1, candidate))
+        return _after_roots(torch.full_like(candidate[:, :1], -1), row_of.gather(1, candidate))
 
     def _draw(self, tips: Tips, growth: Growth, logits: Tensor) -> list[Tensor]:
         """Draw chains; return tokens, parents, depths and scores as `_grow` does, and each node's distribution.
@@ -390,7 +390,7 @@ class DraftGraph(nn.Module):
         )
 
 
-def _behind_roots(root: Tensor, nodes: Tensor) -> Tensor:
+def _after_roots(root: Tensor, nodes: Tensor) -> Tensor:
     """Concatenate `[n, 1]` and `[n, nodes - 1]` to flat `[n * nodes]`."""
     return torch.cat([root, nodes], 1).reshape(-1)
 

@@ -56,15 +56,15 @@ class LevelGraph(DraftGraph):
         Each node's bias shows the keys that it sees, itself included.
         """
         model: LevelModel = self.model  # type: ignore[assignment]
-        several, behind = tips.several, level * tips.width
-        bias = bias.scatter(1, tips.slots + behind, torch.zeros_like(tips.slots, dtype=torch.float32))
+        several, first = tips.several, level * tips.width
+        bias = bias.scatter(1, tips.slots + first, torch.zeros_like(tips.slots, dtype=torch.float32))
         position = tips.position + (level + 1)
         if several is None:
             positions, seen = position.expand(self.each).unsqueeze(0), bias.unsqueeze(0).unsqueeze(0)
         else:
             positions = torch.index_select(position, 0, several.of_tip).unsqueeze(0)
             seen = bias.reshape(several.rows, 1, tips.width, bias.shape[1])
-        execution = self._pass(tips.caches, positions, seen, tips.start + behind, tips.splits)
+        execution = self._pass(tips.caches, positions, seen, tips.start + first, tips.splits)
         return model.run(self.target_ids(token).reshape(1, -1), hidden, execution), bias
 
 

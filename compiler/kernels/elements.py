@@ -1,6 +1,6 @@
 """Nodes whose elements follow from others one by one: shapes, indices, gathers, sums of two tensors.
 
-They launch nothing by themselves, but for a scatter. Whoever needs such a tensor in memory has it evaluated, with all
+They launch nothing by themselves, but for a scatter. Where such a tensor is needed in memory, it is evaluated, with all
 that it is made of, in one launch.
 """
 
@@ -270,7 +270,7 @@ def slice_(e: Emitter, node: ir.Node) -> None:
 
 
 def _bound(e: Emitter, place: Size, dim: Size) -> Size:
-    """Return a place within a dimension: counted from the end where it is negative, the end where it is far behind."""
+    """Return a place within a dimension: counted from the end where it is negative, the end where it is beyond it."""
     number = place.number
     if number is None:
         return place

@@ -40,7 +40,7 @@ class Inside:
     """The inputs of an attention op for what it can do itself, by index; q, k, v and the KV cache come first.
 
     `rotating` are the attributes of a node that rotates, `against_rotation` returns why a node cannot. A node that
-    `rotates_parts` rotates the first numbers of a head, as many as its table has cosines and sines for.
+    `rotates_parts` rotates the first numbers of a head, those that its table has cosines and sines for.
     """
 
     positions: int

@@ -44,7 +44,7 @@ def search_scales(weight: Tensor, moments: Moments, bits: int, copies: Sequence[
     """Return the scales `[outputs of the maker]` by which weights f32 `[N, K]` lose least when they are rounded.
 
     Scales are powers of the inputs' mean magnitude; the exponent is searched. `copies` is (heads, copies): each of the
-    maker's heads makes so many of the input's (`spread`).
+    maker's heads makes `copies` of the input's (`spread`).
     """
     rows = weight[:: -(-len(weight) // _ROWS)]
     heads, count = copies

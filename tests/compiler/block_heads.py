@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from outrider.plans.errors import CheckpointError
 
 from .eagle3_heads import SAFETENSORS, target_config
 
+Array = NDArray[np.float64]
 Layout = Literal["zlab", "jetspec", "deepspec", "speculators-dflash", "speculators-dspark"]
 LAYOUTS: tuple[Layout, ...] = ("zlab", "jetspec", "deepspec", "speculators-dflash", "speculators-dspark")
 HIDDEN, VOCAB, MASK = 16, 60, 59
@@ -209,6 +212,49 @@ def random_target(*, tied: bool = False, seed: int = 9, hidden: int = HIDDEN) ->
     for parameter in target.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return target
+
+
+class NumpyLayers:
+    """Formulas of a head's layers in float64, by the names of its stored tensors."""
+
+    theta, stretch = 500.0, 1.0
+
+    def __init__(self, tensors: dict[str, Tensor], heads: int, kv_heads: int, head_dim: int) -> None:
+        self.w = {name: tensor.double().numpy() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+
+    def linear(self, x: Array, name: str) -> Array:
+        return np.asarray(x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0.0))
+
+    def norm(self, x: Array, name: str) -> Array:
+        return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * self.w[f"{name}.weight"])
+
+    def rotated(self, x: Array, positions: Array | int) -> Array:
+        """Heads `[..., heads, head_dim]` at `positions` `[..., 1, 1]`."""
+        half = self.head_dim // 2
+        angle = positions / self.stretch * self.theta ** (-np.arange(half) / half)
+        first, second = x[..., :half], x[..., half:]
+        turned = first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
+        return np.concatenate(turned, axis=-1)
+
+    def attended(self, query: Array, keys: Array, values: Array) -> Array:
+        """A query `[heads, head_dim]` over keys and values `[T, kv_heads, head_dim]`, flat."""
+        found = []
+        for head, q in enumerate(query):
+            group = head * self.kv_heads // self.heads
+            scores = keys[:, group] @ q / np.sqrt(self.head_dim)
+            weights = np.exp(scores - scores.max())
+            found.append(weights / weights.sum() @ values[:, group])
+        return np.concatenate(found)
+
+    def unit(self, x: Array, prefix: str) -> Array:
+        """The gated unit."""
+        gate, up = self.linear(x, f"{prefix}.gate_proj"), self.linear(x, f"{prefix}.up_proj")
+        return self.linear(gate / (1 + np.exp(-gate)) * up, f"{prefix}.down_proj")
+
+
+def agree(ours: Tensor, expected: Array) -> None:
+    torch.testing.assert_close(ours.detach().double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
 
 
 class KeptRow:

@@ -6,7 +6,7 @@ layer's result is rounded to its type; inside, products and sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,20 @@ _LAYERS = {
 }  # fmt: skip
 
 
+_SIMPLE: dict[str, Callable[..., Array]] = {
+    "CONSTANT": lambda layer: np.array(layer.weights).reshape(tuple(layer.shape)),
+    "UNARY": lambda layer, x: np.asarray(_UNARY[layer.op.name](x), x.dtype),
+    "CAST": lambda layer, x: x.astype(_CAST[layer.to_type.name]),
+    "IDENTITY": lambda _, x: x,
+    "SHAPE": lambda _, x: np.array(x.shape, np.int64),
+    "UNSQUEEZE": lambda _, x, axes: np.expand_dims(x, tuple(map(int, axes))),
+    "SQUEEZE": lambda _, x, axes: np.squeeze(x, tuple(map(int, axes))),
+    "CONCATENATION": lambda layer, *parts: np.concatenate(parts, layer.axis),
+    "SELECT": lambda _, condition, then, other: np.where(condition, then, other),
+    "ATTENTION_OUTPUT": lambda _, x: x,
+}
+
+
 class Reading:
     """`network` on `inputs`; tensors by name."""
 
@@ -52,11 +66,9 @@ class Reading:
             kind, layer = self._maker[name]
             given = [layer.get_input(i) for i in range(layer.num_inputs)]
             arrays = [None if tensor is None else self[tensor.name] for tensor in given]
-            self._known[name] = getattr(self, f"_{kind.lower()}")(layer, *arrays)
+            compute = _SIMPLE.get(kind) or getattr(self, f"_{kind.lower()}")
+            self._known[name] = compute(layer, *arrays)
         return self._known[name]
-
-    def _constant(self, layer: Any) -> Array:
-        return np.array(layer.weights).reshape(tuple(layer.shape))
 
     def _elementwise(self, layer: Any, a: Array, b: Array) -> Array:
         assert a.dtype == b.dtype, layer.name
@@ -64,21 +76,9 @@ class Reading:
         result: Array = _ELEMENTWISE[layer.op.name](a, b)
         return result if result.dtype == np.bool_ else result.astype(a.dtype)
 
-    def _unary(self, layer: Any, x: Array) -> Array:
-        return np.asarray(_UNARY[layer.op.name](x), x.dtype)
-
     def _activation(self, layer: Any, x: Array) -> Array:
         assert layer.type.name == "SIGMOID"
         return 1 / (1 + np.exp(-x))
-
-    def _cast(self, layer: Any, x: Array) -> Array:
-        return x.astype(_CAST[layer.to_type.name])
-
-    def _identity(self, layer: Any, x: Array) -> Array:
-        return x
-
-    def _shape(self, layer: Any, x: Array) -> Array:
-        return np.array(x.shape, np.int64)
 
     def _shuffle(self, layer: Any, x: Array, wanted: Array | None = None) -> Array:
         x = np.transpose(x, tuple(layer.first_transpose)[: x.ndim])
@@ -88,18 +88,6 @@ class Reading:
             shape = [x.shape[i] if d == 0 and zero_copies else int(d) for i, d in enumerate(asked)]
             x = x.reshape(shape)
         return np.transpose(x, tuple(layer.second_transpose)[: x.ndim])
-
-    def _unsqueeze(self, layer: Any, x: Array, axes: Array) -> Array:
-        return np.expand_dims(x, tuple(int(a) for a in axes))
-
-    def _squeeze(self, layer: Any, x: Array, axes: Array) -> Array:
-        return np.squeeze(x, tuple(int(a) for a in axes))
-
-    def _concatenation(self, layer: Any, *parts: Array) -> Array:
-        return np.concatenate(parts, layer.axis)
-
-    def _select(self, layer: Any, condition: Array, then: Array, other: Array) -> Array:
-        return np.where(condition, then, other)
 
     def _slice(
         self, layer: Any, x: Array, start: Array | None = None, size: Array | None = None, stride: Array | None = None
@@ -144,9 +132,6 @@ class Reading:
         scores = q.astype(np.float32) @ np.swapaxes(keys, -1, -2) + mask.astype(np.float32)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         return (weights / weights.sum(-1, keepdims=True) @ values).astype(q.dtype)
-
-    def _attention_output(self, layer: Any, x: Array) -> Array:
-        return x
 
     def _rotary_embedding(self, layer: Any, x: Array, cos: Array, sin: Array, positions: Array) -> Array:
         assert not layer.interleaved

@@ -182,7 +182,10 @@ def test_on_the_cpu_a_layer_is_six_nodes_of_ours(name: str) -> None:
     assert applied["WindowInside"] == sum(form.window > 0 for form in forms)
     assert applied["RotateInside"] == sum(form.rotated > 0 for form in forms)
     assert applied["NormInside"] == sum(form.norms for form in forms)
-    assert applied["PackedInside"] == applied["FuseGatedUnit"] == len(forms)
+    assert applied["PackedInside"] == applied["FuseGatedUnit"] == applied["FuseProjections"] == len(forms)
+    assert applied["FuseSkipNorms"] == 2 * len(forms) - 1  # not the first, nor that of picked rows
+    assert {domain for domain, _ in counts} == {"", CPU_DOMAIN}
+    assert "row_splits" not in {value.name for value in model.graph.inputs}
     assert applied["FuseSoftcap"] == counts[CPU_DOMAIN, "Softcap"] == 1
     assert counts[CPU_DOMAIN, "BranchAttention"] == counts[CPU_DOMAIN, "GatedUnit"] == len(forms)
     assert not {"Split", "RotaryEmbedding", "Tanh", "Gelu", "WindowBias", "Softmax"} & {op for _, op in counts}

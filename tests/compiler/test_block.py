@@ -19,11 +19,21 @@ from outrider.compiler.models.block_config import Confidence
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.drafting import BlockDraft
 
-from .block_heads import MASK, VOCAB, KeptContext, defer_block, load_block, random_target, write_block
+from .block_heads import (
+    MASK,
+    VOCAB,
+    Array,
+    KeptContext,
+    NumpyLayers,
+    agree,
+    defer_block,
+    load_block,
+    random_target,
+    write_block,
+)  # fmt: skip
 from .eagle3_heads import target_config
 from .packed_heads import TABLES, pack_head
 
-Array = NDArray[np.float64]
 ROUNDS = (6, 1, 4)  # context tokens that each block has more than the block before it
 SPECULATORS = {"layout": "speculators-dspark", "draft_vocab": 25, "confidence": "markov"}
 CASES: dict[str, dict[str, Any]] = {
@@ -66,64 +76,42 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-class NumpyBlock:
-    """One pass over a context and a block, in float64, by the names of the stored tensors."""
+class NumpyBlock(NumpyLayers):
+    """One pass over a context and a block."""
 
     def __init__(self, tensors: dict[str, Tensor], case: dict[str, Any]) -> None:
-        self.w = {name: tensor.double().numpy() for name, tensor in tensors.items() if tensor.is_floating_point()}
-        self.layers, self.heads = int(case.get("layers", 2)), 4
-        self.kv_heads, self.head_dim = int(case.get("kv_heads", 2)), int(case.get("head_dim", 8))
+        super().__init__(tensors, 4, int(case.get("kv_heads", 2)), int(case.get("head_dim", 8)))
+        self.layers, self.causal = int(case.get("layers", 2)), case["layout"] == "jetspec"
         self.stretch = 2.5 if "decoder" in case else 1.0
-        self.causal = case["layout"] == "jetspec"
         self.kind = (case.get("markov") or ("", 0))[0]
         self.sees_markov = case.get("confidence") == "markov"
-
-    def linear(self, x: Array, name: str) -> Array:
-        return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0.0)
-
-    def norm(self, x: Array, name: str) -> Array:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * self.w[f"{name}.weight"]
 
     def hidden(self, features: Array, embedded: Array) -> Array:
         """Features [C, taps * Ht] of all tokens before the tip, embeddings [B, H] of the tip and the masks."""
         context = self.norm(self.linear(features, "fc"), "hidden_norm")
         count, size = len(context), len(embedded)
-        positions = np.arange(count + size)
+        positions = np.arange(count + size)[:, None, None]
         h = embedded
         for index in range(self.layers):
             layer = f"layers.{index}"
             x = self.norm(h, f"{layer}.input_layernorm")
             # Keys and values of the context come of one vector for all layers, which no layer's norm touches.
             sources = np.concatenate([context, x])
-            q = self.rotated(self.projected(x, layer, "q", self.heads), layer, "q", positions[count:])
-            k = self.rotated(self.projected(sources, layer, "k", self.kv_heads), layer, "k", positions)
-            v = self.projected(sources, layer, "v", self.kv_heads)
-            attended = np.empty((size, self.heads, self.head_dim))
-            for slot in range(size):
-                last = count + (slot if self.causal else size - 1)
-                for head in range(self.heads):
-                    group = head * self.kv_heads // self.heads
-                    scores = k[: last + 1, group] @ q[slot, head] / np.sqrt(self.head_dim)
-                    weights = np.exp(scores - scores.max())
-                    attended[slot, head] = weights / weights.sum() @ v[: last + 1, group]
-            h = h + self.linear(attended.reshape(size, -1), f"{layer}.self_attn.o_proj")
-            x = self.norm(h, f"{layer}.post_attention_layernorm")
-            gate = self.linear(x, f"{layer}.mlp.gate_proj")
-            h = h + self.linear(
-                gate / (1 + np.exp(-gate)) * self.linear(x, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj"
+            q, k, v = (
+                self.linear(of, f"{layer}.self_attn.{name}_proj").reshape(len(of), heads, self.head_dim)
+                for of, name, heads in (
+                    (x, "q", self.heads),
+                    (sources, "k", self.kv_heads),
+                    (sources, "v", self.kv_heads),
+                )
             )
+            q = self.rotated(self.norm(q, f"{layer}.self_attn.q_norm"), positions[count:])
+            k = self.rotated(self.norm(k, f"{layer}.self_attn.k_norm"), positions)
+            seen = [count + 1 + (slot if self.causal else size - 1) for slot in range(size)]
+            attended = np.stack([self.attended(q[slot], k[:last], v[:last]) for slot, last in enumerate(seen)])
+            h = h + self.linear(attended, f"{layer}.self_attn.o_proj")
+            h = h + self.unit(self.norm(h, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
         return self.norm(h, "norm")
-
-    def projected(self, x: Array, layer: str, name: str, heads: int) -> Array:
-        return self.linear(x, f"{layer}.self_attn.{name}_proj").reshape(len(x), heads, self.head_dim)
-
-    def rotated(self, x: Array, layer: str, name: str, positions: NDArray[np.int64]) -> Array:
-        x = self.norm(x, f"{layer}.self_attn.{name}_norm")
-        half = self.head_dim // 2
-        angle = positions[:, None, None] / self.stretch * 500.0 ** (-np.arange(half) / half)
-        first, second = x[..., :half], x[..., half:]
-        turned = first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
-        return np.concatenate(turned, axis=-1)
 
     def biases(self, hidden: Array, previous: NDArray[np.int64]) -> Array:
         """Of consecutive slots `hidden` [n, H], each after the token `previous` [n]."""
@@ -149,10 +137,6 @@ class NumpyBlock:
 
 def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
-
-
-def agree(ours: Tensor, expected: Array) -> None:
-    torch.testing.assert_close(ours.detach().double(), torch.from_numpy(expected), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)

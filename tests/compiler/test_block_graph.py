@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.compiler.export import export_draft
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.plans.manifest import Tree
 
@@ -88,21 +86,6 @@ def _check(case: dict[str, Any], tree: Tree, target: str, folder: Path) -> None:
     chain = tree.top_k == 1 and draft.head.confidence_head is not None  # what the head says of the chain's tokens
     path_score = (lambda path: oracle.scores(path)[1] or 0.0) if chain else None
     assert_grown(found, tree, (oracle.tip, 14), oracle.log_probs, draft.head.target_ids.tolist(), path_score)
-
-
-@pytest.mark.long
-def test_a_level_more_of_a_chain_is_six_nodes_more_of_the_graph(tmp_path: Path) -> None:
-    """Its scores, the bias after the token before and their sum, noise, and the choice; confidences are predicted for
-    all levels at once."""
-    write_block(tmp_path / "head", **DSPARK | {"confidence": "markov"})
-    draft = BlockDraft(load_block(tmp_path / "head", target_config()), random_target())
-    nodes = [
-        Counter(
-            node.op_type for node in export_draft(draft, Tree(top_k=1, depth=depth, nodes=depth + 2), 64, VOCAB).graph
-        )
-        for depth in (2, 3)
-    ]
-    assert nodes[1] - nodes[0] == Counter({"Gather": 3, "MatMul": 1, "Add": 1, "TreeExpand": 1})
 
 
 @pytest.mark.usefixtures("_grouped")

@@ -17,17 +17,14 @@ from torch import Tensor
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.deferred import deferred
-from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower
-from outrider.compiler.models.drafting import DecoderDraft, Eagle3Draft
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.compiler.recipe import load_recipe
 from outrider.compiler.weights import Weights
 from outrider.plans.errors import CheckpointError
-from outrider.plans.manifest import Tree
 
-from .eagle3_heads import defer_eagle3, load_eagle3
 from .steps import write_engine
 
 CPU, CAPACITY = "onnxruntime-cpu", 32
@@ -65,21 +62,6 @@ def test_the_targets_graph_is_that_of_the_loaded_model(checkpoint: Path) -> None
     )
     assert lazy == loaded
     assert lazy == again
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("fresh_exports")
-def test_drafters_graphs_are_those_of_the_loaded_models(toy_recipe: Path) -> None:
-    target, folder = toy_recipe.parent / "target", toy_recipe.parent / "head"
-    loaded, unread = load_decoder(target), defer_decoder(target)
-    tree = Tree(top_k=2, depth=1, nodes=5)
-    for eager, lazy in (
-        (Eagle3Draft(load_eagle3(folder, loaded.config), loaded.embedding),
-         Eagle3Draft(defer_eagle3(folder, unread.config), unread.embedding)),
-        (DecoderDraft(loaded), DecoderDraft(unread)),
-    ):  # fmt: skip
-        made = [serialised(export_draft(each, tree, CAPACITY, loaded.config.vocab_size)) for each in (lazy, eager)]
-        assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("form", [None, WeightForm(4, 8)])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
@@ -24,10 +23,7 @@ from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.plans import names
 from outrider.plans.manifest import Tree
 from outrider.plans.sampling import Sampling
-from outrider.plugins.cuda import LAUNCHES
-from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.reference import bim_mask
-from outrider.plugins.schemas import SCHEMAS
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
 from tests.compiler.steps import write_engine
@@ -291,28 +287,3 @@ def test_the_tree_of_a_head_is_the_one_of_the_definition(
     found, tokens, given = draft_of_head(engine, config.hidden_size * 3, 60)
     ids, oracle = head.target_ids.tolist(), HeadOracle(head, model.embedding)
     assert_grown(found, tree, (tokens[-1], 14), lambda path: oracle.run(given, tokens, path), ids)
-
-
-@pytest.mark.parametrize(
-    ("tree", "rejected", "ops"),
-    [
-        (Tree(top_k=3, depth=2, nodes=8), False, {"TreeExpand": 3, "TreeRerank": 1}),
-        (Tree(top_k=1, depth=2, nodes=4), True, {"DraftSample": 3}),
-    ],
-)
-def test_nodes_of_our_ops_have_what_their_kernels_take(decoder: Decoder, tree: Tree, rejected: bool, ops: Any) -> None:
-    """Types of inputs and outputs, and attributes: a kernel receives them as they are."""
-    model = export_draft(DecoderDraft(decoder), tree, CAPACITY, VOCABULARY, rejected=rejected)
-    nodes = [node for node in model.graph if node.domain == DOMAIN and node.op_type in LAUNCHES]
-    assert Counter(node.op_type for node in nodes) == ops
-    for node in nodes:
-        schema = SCHEMAS[node.op_type]
-        for specs, values in ((schema.inputs, node.inputs), (schema.outputs, node.outputs)):
-            for spec, value in zip(specs, values, strict=True):
-                assert value is not None
-                assert value.dtype is not None
-                assert (spec.name, value.dtype.numpy()) == (spec.name, spec.dtype)
-                assert value.shape is None or len(value.shape) == len(spec.shape)
-        types = {float: ir.AttributeType.FLOAT}
-        kinds = {spec.name: types.get(spec.kind, ir.AttributeType.INT) for spec in schema.attributes}
-        assert {name: attribute.type for name, attribute in node.attributes.items()} == kinds

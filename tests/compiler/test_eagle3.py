@@ -7,17 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.compiler.deferred import deferred
 from outrider.compiler.models.eagle3 import Eagle3Head
 
-from .block_heads import KeptRow
+from .block_heads import Array, KeptRow, NumpyLayers, agree
 from .eagle3_heads import LAYOUTS, K, Layout, O, Q, V, defer_eagle3, load_eagle3, target_config, write_eagle3
 from .packed_heads import pack_head
 
-Array = NDArray[np.float64]
 PAIRS, LEVELS, START = 6, 2, 3
 WIDTHS = {"target_hidden": 16, "vocab": 60, "draft_vocab": 25}
 PROJECTIONS = {
@@ -37,61 +35,41 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-class NumpyHead:
-    """An EAGLE3 head in float64: one row, whose keys and values grow with every call of `level`."""
+class NumpyHead(NumpyLayers):
+    """An EAGLE3 head over one row, whose keys and values grow with every call of `level`."""
 
     def __init__(self, tensors: dict[str, Tensor], case: dict[str, object]) -> None:
-        self.w = {name: tensor.double().numpy() for name, tensor in tensors.items()}
-        self.heads, self.kv_heads = 4, int(str(case.get("kv_heads", 2)))
-        self.head_dim = len(self.w[Q]) // self.heads
+        super().__init__(tensors, 4, int(str(case.get("kv_heads", 2))), len(tensors[Q]) // 4)
         self.theta = float(str(case.get("rope_theta", 10000.0)))
         self.stretch = 2.5 if "rope_scaling" in case else 1.0
         self.feeds_normed = bool(case.get("norm_output"))
         self.keys: list[Array] = []
         self.values: list[Array] = []
 
-    def norm(self, x: Array, name: str) -> Array:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * self.w[name]
-
     def fuse(self, features: Array) -> Array:
         if "fc_norm.0.weight" in self.w:
             streams = np.split(features, 3, axis=-1)
-            features = np.concatenate([self.norm(x, f"fc_norm.{i}.weight") for i, x in enumerate(streams)], axis=-1)
-        return features @ self.w["fc.weight"].T
+            features = np.concatenate([self.norm(x, f"fc_norm.{i}") for i, x in enumerate(streams)], axis=-1)
+        return self.linear(features, "fc")
 
     def level(self, h: Array, embedded: Array, positions: list[int]) -> Array:
         """Rows one after another, each seeing all keys before it and its own."""
         return np.stack([self._row(h[i], embedded[i], position) for i, position in enumerate(positions)])
 
     def _row(self, h: Array, embedded: Array, position: int) -> Array:
-        parts = self.norm(embedded, "midlayer.input_layernorm.weight"), self.norm(h, "midlayer.hidden_norm.weight")
-        x = np.concatenate(parts)
-        q = (self.w[Q] @ x).reshape(self.heads, self.head_dim)
-        self.keys.append(self.rotate((self.w[K] @ x).reshape(self.kv_heads, self.head_dim), position))
-        self.values.append((self.w[V] @ x).reshape(self.kv_heads, self.head_dim))
-        attended = []
-        for head, query in enumerate(self.rotate(q, position)):
-            group = head // (self.heads // self.kv_heads)
-            scores = np.array([key[group] @ query for key in self.keys]) / np.sqrt(self.head_dim)
-            weights = np.exp(scores - scores.max())
-            attended.append(weights / weights.sum() @ np.stack([value[group] for value in self.values]))
-        h = h + self.w[O] @ np.concatenate(attended)
-        x = self.norm(h, "midlayer.post_attention_layernorm.weight")
-        gate, up = self.w["midlayer.mlp.gate_proj.weight"] @ x, self.w["midlayer.mlp.up_proj.weight"] @ x
-        return h + self.w["midlayer.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-
-    def rotate(self, x: Array, position: int) -> Array:
-        half = self.head_dim // 2
-        angle = position / self.stretch * self.theta ** (-np.arange(half) / half)
-        first, second = x[:, :half], x[:, half:]
-        turned = first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
-        return np.concatenate(turned, axis=-1)
+        x = np.concatenate([self.norm(embedded, "midlayer.input_layernorm"), self.norm(h, "midlayer.hidden_norm")])
+        q, k, v = (self.linear(x, name.removesuffix(".weight")).reshape(-1, self.head_dim) for name in (Q, K, V))
+        self.keys.append(self.rotated(k, position))
+        self.values.append(v)
+        attended = self.attended(self.rotated(q, position), np.stack(self.keys), np.stack(self.values))
+        h = h + self.linear(attended, O.removesuffix(".weight"))
+        return h + self.unit(self.norm(h, "midlayer.post_attention_layernorm"), "midlayer.mlp")
 
     def logits(self, h: Array) -> Array:
-        return self.norm(h, "norm.weight") @ self.w["lm_head.weight"].T
+        return self.linear(self.norm(h, "norm"), "lm_head")
 
     def fed_back(self, h: Array) -> Array:
-        return self.norm(h, "norm.weight") if self.feeds_normed else h
+        return self.norm(h, "norm") if self.feeds_normed else h
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -152,7 +130,3 @@ def expect_numpy(head: Eagle3Head, tensors: dict[str, Tensor], changes: dict[str
         agree(h, expected)
         agree(head.logits(h), oracle.logits(residual))
         h, expected = h[-1:], expected[-1:]
-
-
-def agree(ours: Tensor, expected: Array) -> None:
-    torch.testing.assert_close(ours.detach().double(), torch.from_numpy(expected), rtol=0, atol=1e-5)

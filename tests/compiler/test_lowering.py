@@ -35,26 +35,6 @@ def decoder(toy_recipe: Path) -> Decoder:
     return load_decoder(toy_recipe.parent / "target", "float32", None)
 
 
-def test_one_node_a_layer_norms_rotates_appends_and_attends(decoder: Decoder) -> None:
-    model = export_target(decoder, CAPACITY)
-    reports = lower("target", model, CPU, 1)
-    layers = decoder.config.num_layers
-    assert decoder.config.qk_norm
-    once = ("FuseProjections", "FuseGatedUnit", "CpuAttention", "RotateInside", "NormInside", "PackedInside")
-    assert {r.rule: r.applied for r in reports if r.applied} == {
-        **dict.fromkeys(once, layers),
-        "FuseSkipNorms": 2 * layers - 1,  # all but the first norm, of the embedding, and the last, of picked rows
-        "CpuNorms": 2,
-    }
-    declined = {r.rule: r.declined for r in reports if r.declined}
-    assert declined == {"QueriesFromInside": {"nobody asks for its queries": layers}}
-    ops = [node.op_type for node in model.graph]
-    assert ops.count("BranchAttention") == layers
-    assert not {"Split", "RotaryEmbedding"} & set(ops)
-    assert {node.domain for node in model.graph} == {"", CPU_DOMAIN}
-    assert "row_splits" not in {value.name for value in model.graph.inputs}
-
-
 # Declining.
 
 

@@ -11,12 +11,9 @@ import pytest
 from outrider.compiler.lowering import lower
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
 from outrider.plugins.schemas import SCHEMAS
-from outrider.plugins.tensorrt import PLUGINS, Declined, Plugin
+from outrider.plugins.tensorrt import PLUGINS, Declined
 
 TENSORRT = "tensorrt"
-BY_NAME: dict[str, Plugin] = {
-    plugin.name: plugin for entry in PLUGINS.values() if not isinstance(entry, Declined) for plugin in entry
-}
 
 
 def value(name: str, dtype: ir.DataType, *shape: int | str) -> ir.Value:
@@ -26,22 +23,6 @@ def value(name: str, dtype: ir.DataType, *shape: int | str) -> ir.Value:
 def model(inputs: list[ir.Value], nodes: list[ir.Node]) -> ir.Model:
     graph = ir.Graph(inputs, nodes[-1].outputs, nodes=nodes, opset_imports={"": 24, DOMAIN: VERSION, "test": 1})
     return ir.Model(graph, ir_version=10)
-
-
-def test_a_plugin_that_is_called_like_its_op_gets_no_function_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = SCHEMAS["TreeRerank"]
-    plugin = Plugin("TreeRerank", BY_NAME["RaceNoise"].launch, schema.inputs, schema.outputs, attributes=("nodes",))
-    inputs = [value(spec.name, ir.DataType.INT64, 1, 8) for spec in schema.inputs]
-    node = ir.node("TreeRerank", inputs, {"nodes": 4}, domain=DOMAIN, num_outputs=len(schema.outputs))
-    for output in node.outputs:
-        output.shape = ir.Shape([1, 3])
-    made = model(inputs, [node])
-    monkeypatch.setitem(PLUGINS, "TreeRerank", (plugin,))
-    lower("x", made, TENSORRT, rows=1)
-    assert made.functions == {}
-    (lowered,) = made.graph
-    assert (lowered.op_type, lowered.attributes["nodes"].value) == ("TreeRerank", 4)
-    assert "plugin_namespace" in lowered.attributes
 
 
 def test_what_is_no_plugin_gets_its_body_and_the_reason_is_reported() -> None:
@@ -64,5 +45,5 @@ def test_what_is_no_plugin_gets_its_body_and_the_reason_is_reported() -> None:
 def test_what_a_builder_cannot_know_is_named() -> None:
     given = [value(spec.name, ir.DataType.INT64, "N") for spec in SCHEMAS["RaceNoise"].inputs]
     node = ir.node("RaceNoise", given, domain=DOMAIN, num_outputs=4)
-    with pytest.raises(ValueError, match="the plugin of RaceNoise wants 'depths', which its node does not tell"):
+    with pytest.raises(ValueError, match="the plugin of RaceNoise wants 'depths', which its node does not have"):
         lower("x", model(given, [node]), TENSORRT, rows=1)

@@ -110,7 +110,7 @@ def test_a_product_with_fewer_columns_has_the_first_ones() -> None:
 
 
 def test_attention_reads_the_past_and_what_a_row_chooses_of_it(plan: Plan) -> None:
-    """Else its rows could not differ, whatever they are computed with."""
+    """Else its rows could not differ in any company."""
     op = next(op for op in probed_ops(engines(plan)) if op.node.op_type == "BranchAttention")
     model, _ = probe_graph([op])
     folder = plan.file(plan.manifest.backends[BACKEND].engines[names.TARGET].file).parent

@@ -12,7 +12,7 @@ import torch
 
 from outrider.compiler.checkpoint import defer_decoder
 from outrider.compiler.export import export_draft, export_target, tracing
-from outrider.compiler.models.drafting import BlockDraft, DecoderDraft
+from outrider.compiler.models.drafting import BlockDraft
 from outrider.plans.manifest import Tree
 
 from .block_heads import VOCAB, load_block, random_target, write_block
@@ -23,11 +23,6 @@ def of_target(toy_recipe: Path, folder: Path) -> ir.Model:
     return export_target(defer_decoder(toy_recipe.parent / "target", "float16"), 32, (0, 1))
 
 
-def of_draft_model(toy_recipe: Path, folder: Path) -> ir.Model:
-    draft = DecoderDraft(defer_decoder(toy_recipe.parent / "drafter", "float16"))
-    return export_draft(draft, Tree(top_k=2, depth=1, nodes=4), 64, 300)
-
-
 def of_block_head(toy_recipe: Path, folder: Path) -> ir.Model:
     write_block(folder, layout="deepspec", markov=("rnn", 6), confidence="hidden")
     draft = BlockDraft(load_block(folder, target_config()), random_target()).to(torch.float16)
@@ -36,7 +31,7 @@ def of_block_head(toy_recipe: Path, folder: Path) -> ir.Model:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("fresh_exports")
-@pytest.mark.parametrize("export", [of_draft_model, of_target, of_block_head])
+@pytest.mark.parametrize("export", [of_target, of_block_head])
 def test_the_exporter_makes_the_same_nodes_with_all_that_it_does(
     export: Callable[[Path, Path], ir.Model], toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

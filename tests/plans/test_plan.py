@@ -134,9 +134,7 @@ def test_a_link_to_the_plan_is_followed_to_where_it_leads_when_the_plan_is_opene
     [
         ('{"most_points": 3, "branch": "{point}"}', None),
         ('{"branch": "{outline}"}', "skeleton.json: branch: Value error, is no template of a branch"),
-        ('{"branch": "{point.line}"}', "skeleton.json: branch"),
         ('{"most_points": 17}', "skeleton.json: most_points"),
-        ("", "skeleton.json: the file"),
     ],
 )
 def test_how_answers_are_outlined_is_read_with_the_plan(plan: Path, text: str, said: str | None) -> None:
