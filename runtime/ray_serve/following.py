@@ -117,14 +117,6 @@ class FollowedRequest:
     def _fail(self, message: str) -> None:
         self.handle.end(None, UnavailableError(f"{message} Send the request again."))
 
-    def _note_taken(self, taken: Acknowledgement) -> None:
-        """A replica has taken the request."""
-        self._takers += 1
-        self._kernels = taken.kernels
-        self.waits = False
-        if self._taken is None:
-            self._taken = monotonic()
-
     async def _follow(self, send: Send, patience: float) -> None:
         """Follow the request on one replica, which is to take it before `patience`.
 
@@ -136,7 +128,8 @@ class FollowedRequest:
             async with asyncio.timeout_at(_loop_time(min(patience, self._until or inf))) as waiting:
                 async for message in stream:
                     if isinstance(message, Acknowledgement):
-                        self._note_taken(message)
+                        self._takers, self._kernels, self.waits = self._takers + 1, message.kernels, False
+                        self._taken = monotonic() if self._taken is None else self._taken
                         waiting.reschedule(None if self._until is None else _loop_time(self._until + _LATE))
                         continue
                     for span in message:

@@ -39,6 +39,8 @@ from outrider.runtime.step_loop import StepLoop
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 COMMAND = [sys.executable, "-m", "outrider.runtime", "batch"]
 
 
@@ -62,7 +64,7 @@ def answer(answering: Answering, *lines: dict[str, Any]) -> list[dict[str, Any]]
     return [each.result for each in sorted(answering.answer(asked), key=lambda each: each.number)]
 
 
-def refusals(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refusals(capsys: Captured, *arguments: object) -> str:
     assert main(["batch", *map(str, arguments)]) == 2
     return " ".join(capsys.readouterr().err.split())
 
@@ -167,7 +169,7 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
 
 
 def test_faults_that_no_result_could_hold_are_found_before_anything_runs(
-    toy_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy_plan: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     good = json.dumps(line("a", {"prompt": "x"}))
     path, out = tmp_path / "requests.jsonl", tmp_path / "out"
@@ -212,9 +214,7 @@ def test_requests_that_are_wrong_get_results_that_say_why(answering: Answering) 
     assert last["response"]["status_code"] == 200
 
 
-def test_a_fault_that_nobody_foresaw_costs_its_request_alone(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_that_nobody_foresaw_costs_its_request_alone(answering: Answering, monkeypatch: Patch) -> None:
     asked_of = answering_module.asked_of
 
     def failing(text: str, model: str) -> Any:
@@ -227,9 +227,7 @@ def test_a_fault_that_nobody_foresaw_costs_its_request_alone(
     assert "KeyError" in found[1]["response"]["body"]["error"]["message"]
 
 
-def test_a_request_at_which_the_runtime_fails_costs_no_other(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_at_which_the_runtime_fails_costs_no_other(answering: Answering, monkeypatch: Patch) -> None:
     """Requests that shared its pass are repeated and answered. If all requests fail, the run ends."""
     step, failing = StepLoop.step, answering.runtime.tokenizer.encode("zzz")[0]
 
@@ -297,8 +295,8 @@ def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, branch_p
 
 
 def test_a_folder_with_other_results_is_refused(
-    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     out, other = tmp_path / "out", write(tmp_path / "other.jsonl", mixed(3, seed=1))
     few = write(tmp_path / "few.jsonl", mixed(3))
@@ -317,7 +315,7 @@ def test_a_folder_with_other_results_is_refused(
 
 
 def test_settings_that_cannot_be_served_end_the_run(
-    branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    branch_plan: Path, requests: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     command = [branch_plan, requests, "--out", tmp_path / "out"]
     assert "max_running is 17; the plan serves at most 16" in refusals(capsys, *command, "--max-running", "17")
@@ -328,8 +326,8 @@ def test_settings_that_cannot_be_served_end_the_run(
 
 
 def test_a_plan_that_was_replaced_meanwhile_is_refused(
-    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured,
+    monkeypatch: Patch,
 ) -> None:  # fmt: skip
     """Replaced between the look at its manifest and its load."""
     monkeypatch.setattr(
@@ -339,9 +337,7 @@ def test_a_plan_that_was_replaced_meanwhile_is_refused(
     assert not list((tmp_path / "out" / "parts").iterdir())
 
 
-def test_parts_that_were_changed_are_refused(
-    branch_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_that_were_changed_are_refused(branch_plan: Path, tmp_path: Path, capsys: Captured) -> None:
     lines, out = write(tmp_path / "requests.jsonl", mixed(6)), tmp_path / "out"
     expected = run(branch_plan, lines, out)
     (out / "results.jsonl").write_bytes(expected[: len(expected) // 2])
@@ -367,9 +363,7 @@ def test_parquet_gives_the_results_of_lines(
     assert run(branch_plan, path, tmp_path / "out") == results
 
 
-def test_columns_that_no_request_has_are_refused(
-    toy_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_that_no_request_has_are_refused(toy_plan: Path, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "requests.parquet"
     for columns, substance in (
         ({"custom_id": ["a"], "prompt": ["x"], "promt_id": ["y"]}, "'promt_id'"),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,6 +24,7 @@ from outrider.runtime.__main__ import main
 from outrider.runtime.cli import branches as branch_command
 from tests.conftest import TOY_DRAFTERS
 
+Patch = pytest.MonkeyPatch
 PROMPT = "def add(a, b):\n"
 GENERATION_KEYS = {"text", "token_ids", "finish_reason", "seed", "stats"}
 
@@ -63,7 +63,7 @@ def test_build_prints_a_line_and_the_same_as_json(toy_recipe: Path, toy_plan: Pa
 
 
 def test_build_puts_the_plan_under_build_and_takes_overrides(
-    toy_recipe: Path, toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    toy_recipe: Path, toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(toy_plan, tmp_path / "build" / "toy")  # its engines are taken over: this is about the command
@@ -157,7 +157,7 @@ def test_compiler_commands_refuse_with_one_sentence(toy_recipe: Path, tmp_path: 
 
 
 @pytest.fixture
-def generate(toy: Runtime, toy_plan: Path, monkeypatch: pytest.MonkeyPatch):
+def generate(toy: Runtime, toy_plan: Path, monkeypatch: Patch):
     """`python -m outrider.runtime generate` on the toy plan, which is loaded already."""
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
     command = ["generate", str(toy_plan), "--max-new-tokens", "24", "--ignore-eos"]
@@ -195,18 +195,8 @@ def test_json_has_stable_keys_and_the_tokens_of_the_runtime(generate, toy: Runti
     assert [len(entry["top"]) for entry in streamed["logprobs"]] == [2] * 24
 
 
-def test_options_that_change_logits(generate, toy: Runtime, capsys: Captured) -> None:
-    """Each flag becomes its option in `test_options.py`; what options do is in `test_logits_options.py`."""
-    arguments = ("--logit-bias", "40=60", "--logit-bias", "41=50", "--bad-word", "H", "--presence-penalty", "-1.5")
-    found = run_json(capsys, lambda a: generate(*a), "--prompt", PROMPT, "--json", *arguments)
-    options: dict[str, Any] = {"logit_bias": {40: 60.0, 41: 50.0}, "bad_words": ["H"], "presence_penalty": -1.5}
-    expected = toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True, drafter="none", **options)
-    assert found["token_ids"] == expected.token_ids
-    assert expected.token_ids != toy.generate(PROMPT, max_new_tokens=24, ignore_eos=True).token_ids
-
-
 def test_every_way_to_give_the_prompt_gives_the_same(
-    generate, toy: Runtime, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    generate, toy: Runtime, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     (tmp_path / "prompt.txt").write_bytes(PROMPT.encode())
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
@@ -242,7 +232,7 @@ def test_generate_refuses_with_one_sentence(generate, capsys: Captured, argument
 
 
 def test_a_form_is_asked_for_in_five_ways(
-    toy: Runtime, toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    toy: Runtime, toy_plan: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
@@ -278,14 +268,14 @@ def test_a_wrong_command_line_is_refused_with_one_line_and_a_hint(arguments: lis
 # chat
 
 
-def chat(monkeypatch: pytest.MonkeyPatch, toy: Runtime, toy_plan: Path, lines: str, *arguments: str) -> int:
+def chat(monkeypatch: Patch, toy: Runtime, toy_plan: Path, lines: str, *arguments: str) -> int:
     monkeypatch.setattr(Runtime, "load", lambda *_, **__: toy)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     return outrider.runtime.__main__.main(["chat", str(toy_plan), "--max-new-tokens", "10", *arguments])
 
 
 def test_chat_answers_each_line_as_a_fresh_run_over_the_whole_conversation(
-    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     assert chat(monkeypatch, toy, toy_plan, "hi\nmore\n\nnot read\n", "--json", "--system", "be brief") == 0
     replies = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -300,7 +290,7 @@ def test_chat_answers_each_line_as_a_fresh_run_over_the_whole_conversation(
 
 
 def test_chat_streams_text_and_leaves_at_the_end_of_input(
-    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     assert chat(monkeypatch, toy, toy_plan, "hi\n", "--json") == 0
     text = json.loads(capsys.readouterr().out)["text"]
@@ -317,7 +307,7 @@ def test_chat_streams_text_and_leaves_at_the_end_of_input(
 
 
 def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_continues(
-    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     assert chat(monkeypatch, toy, toy_plan, "long " * 200 + "\nhi\n", "--json", "--max-new-tokens", "4") == 0
     captured = capsys.readouterr()
@@ -326,7 +316,7 @@ def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_contin
 
 
 def test_chat_that_cannot_begin_ends_with_one_sentence(
-    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     assert "nope" in refused(capsys, chat(monkeypatch, toy, toy_plan, "hi\nmore\n", "--drafter", "nope"))
     monkeypatch.setattr(toy.tokenizer, "_chat_template", None)
@@ -356,7 +346,6 @@ def test_chat_as_a_process_answers_before_it_is_asked_again(toy_plan: Path) -> N
         assert talk.wait(timeout=60) == 0
 
 
-Captured = pytest.CaptureFixture[str]
 OPTIONS = ("--max-new-tokens", "9", "--ignore-eos", "--threads", "1", "--drafter", "head")
 
 
@@ -388,7 +377,7 @@ def test_samples_differ_and_are_printed_in_order(branch_plan: Path, capsys: Capt
         assert "27 tokens in" in captured.err
 
 
-def test_on_a_terminal_they_grow_side_by_side(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_they_grow_side_by_side(branch_plan: Path, monkeypatch: Patch) -> None:
     screen = StringIO()
     console = Console(file=screen, force_terminal=True, width=100, height=40)
     monkeypatch.setattr(branch_command, "stdout", console)

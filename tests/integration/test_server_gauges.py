@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
-from outrider.runtime.server.readiness import warm_up
 from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import client_of, get, listening, settle, wait_until
 
@@ -133,15 +132,6 @@ def test_counts_and_times_are_those_of_the_answers(branch_plan: Path) -> None:
     assert phases[0] + phases[1] == pytest.approx(phases[2])
     assert found["outrider_time_to_first_token_seconds_sum"] == found["vllm:time_to_first_token_seconds_sum"]
     assert found["outrider_request_seconds_count"] == 2
-
-
-@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
-def test_a_warm_up_is_a_request_like_others(plan: str, request: pytest.FixtureRequest) -> None:
-    runtime = Runtime.load(request.getfixturevalue(plan), threads=1)
-    warm_up(runtime)
-    stats = runtime.scheduler_stats
-    assert (stats.submitted, stats.finished, stats.failed, stats.new_tokens) == (1, 1, 0, 4)
-    runtime.close()
 
 
 def test_every_metric_is_in_the_table(branch_plan: Path) -> None:

@@ -29,6 +29,7 @@ from outrider.runtime.server.readiness import Phase, Readiness
 from outrider.runtime.server.service import recall
 from tests.integration.served import ServerProcess, client_of, get, server_process, wait_until
 
+Captured = pytest.CaptureFixture[str]
 LONG: dict[str, Any] = {
     "model": "toy", "prompt": [5], "max_tokens": 140, "temperature": 0, "ignore_eos": True, "drafter": "none"
 }  # fmt: skip
@@ -202,14 +203,12 @@ def test_sigterm_while_the_plan_is_loaded_ends_the_server(branch_plan: Path, tmp
         assert server.process.wait(60) == 0
 
 
-def test_a_plan_that_cannot_be_loaded_ends_the_server_with_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_cannot_be_loaded_ends_the_server_with_a_sentence(tmp_path: Path, capsys: Captured) -> None:
     assert main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2
     assert "plan" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_exclude_each_other_are_refused(toy_plan: Path, capsys: Captured) -> None:
     assert main(["serve", str(toy_plan), "--cache-file", "x", "--no-prefix-cache"]) == 2
     assert "--cache-file is of the prefix cache" in capsys.readouterr().err
 
@@ -243,7 +242,7 @@ def test_a_prefix_cache_of_another_plan_is_ignored(toy_plan: Path, branch_plan: 
 
 
 def test_the_command_says_what_is_wrong_with_its_options_before_it_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     empty, latin = tmp_path / "empty", tmp_path / "latin"

@@ -20,6 +20,7 @@ from outrider.runtime.server.submitting import Submitter
 from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import KEY, client_of, connected, get, listening, sent, settle, wait_until
 
+Patch = pytest.MonkeyPatch
 SECRET = "wombat"
 OURS: dict[str, Any] = {"ignore_eos": True}
 
@@ -111,7 +112,7 @@ def test_the_line_of_a_refused_request_has_its_code_alone(address: str, lines: L
 
 
 def test_the_line_of_a_client_that_goes_has_its_tokens(
-    address: str, runtime: Runtime, lines: Lines, monkeypatch: pytest.MonkeyPatch
+    address: str, runtime: Runtime, lines: Lines, monkeypatch: Patch
 ) -> None:
     original = StepLoop.step
 
@@ -132,7 +133,7 @@ def test_the_line_of_a_client_that_goes_has_its_tokens(
 
 @pytest.mark.parametrize("log_requests", [True, False])
 def test_a_fault_of_the_server_has_the_requests_id_and_no_text(
-    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch, log_requests: bool
+    branch_plan: Path, lines: Lines, monkeypatch: Patch, log_requests: bool
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError(f"with {SECRET} in it")
@@ -151,7 +152,7 @@ def test_a_fault_of_the_server_has_the_requests_id_and_no_text(
 
 
 def test_a_failed_pass_is_in_the_line_of_each_of_its_requests(
-    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+    branch_plan: Path, lines: Lines, monkeypatch: Patch
 ) -> None:
     def fail(*_: object) -> None:
         raise PlanError("The device is lost.")
