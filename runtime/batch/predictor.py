@@ -124,7 +124,7 @@ def _array(values: list[Any]) -> NDArray[Any]:
 def _values(answered: BatchAnswer) -> tuple[object, ...]:
     """The values of the columns `ADDED`."""
     response = answered.result["response"]
-    choice = next(iter(response["body"].get("choices", ())), {})
+    choice: dict[str, Any] = next(iter(response["body"].get("choices", ())), {})
     text = choice.get("text") or choice.get("message", {}).get("content") or ""
     error = response["body"].get("error", {}).get("message", "")
     line = answered.line.decode().rstrip("\n")

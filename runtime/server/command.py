@@ -31,7 +31,6 @@ _KEY = "OUTRIDER_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
-    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="serve the plan over HTTP",

@@ -100,22 +100,14 @@ def test_results_are_those_of_plain_decoding_alone(requests: Path, results: byte
     assert len({*ids, *(each["request_id"] for each in responses)}) == 120
 
 
-@pytest.mark.parametrize(
-    "options", [("--max-running", "1"), ("--max-running", "5", "--no-prefix-cache", "--block-size", "3")], ids=" ".join
-)
-def test_results_do_not_depend_on_company_blocks_and_cache(
-    options: Sequence[str], branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
-) -> None:
-    assert run(branch_plan, requests, tmp_path / "out", *options) == results
-
-
-def test_the_order_of_the_input_does_not_matter(
+def test_results_do_not_depend_on_company_blocks_cache_and_order(
     branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:
-    turned = tmp_path / "turned.jsonl"
-    lines = requests.read_text().splitlines(keepends=True)
+    turned, lines = tmp_path / "turned.jsonl", requests.read_text().splitlines(keepends=True)
     turned.write_text("".join(reversed(lines)).rstrip("\n") + "\n\n", encoding="utf-8-sig")
-    assert run(branch_plan, turned, tmp_path / "out") == results
+    assert run(branch_plan, turned, tmp_path / "turned", "--max-running", "1") == results
+    options = ("--max-running", "5", "--no-prefix-cache", "--block-size", "3")
+    assert run(branch_plan, requests, tmp_path / "out", *options) == results
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
@@ -278,16 +270,13 @@ def test_drafters_by_rejection_are_refused_and_not_chosen(everything_plan: Path)
     assert good["response"]["status_code"] == 200
 
 
-def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, branch_plan: Path) -> None:
-    before = answering.runtime.tokenizer._chat_template
-    answering.runtime.tokenizer._chat_template = ChatTemplate(HERMES, source="the test's")
-    try:
-        body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "n": 2}
-        asked = [line(each, body, "/v1/chat/completions") for each in ("a", "b")]
-        found = answer(answering, *asked)
-        assert answer(answering, *asked) == found
-    finally:
-        answering.runtime.tokenizer._chat_template = before
+def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, monkeypatch: Patch) -> None:
+    template = ChatTemplate(HERMES, source="the test's")
+    monkeypatch.setattr(answering.runtime.tokenizer, "_chat_template", template)
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "n": 2}
+    asked = [line(each, body, "/v1/chat/completions") for each in ("a", "b")]
+    found = answer(answering, *asked)
+    assert answer(answering, *asked) == found
     choices = [choice for each in found for choice in each["response"]["body"]["choices"]]
     calls = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
     assert len(calls) >= 4
@@ -295,9 +284,8 @@ def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, branch_p
 
 
 def test_a_folder_with_other_results_is_refused(
-    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured,
-    monkeypatch: Patch,
-) -> None:  # fmt: skip
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
+) -> None:
     out, other = tmp_path / "out", write(tmp_path / "other.jsonl", mixed(3, seed=1))
     few = write(tmp_path / "few.jsonl", mixed(3))
     run(branch_plan, few, out)
@@ -326,10 +314,8 @@ def test_settings_that_cannot_be_served_end_the_run(
 
 
 def test_a_plan_that_was_replaced_meanwhile_is_refused(
-    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured,
-    monkeypatch: Patch,
-) -> None:  # fmt: skip
-    """Replaced between the look at its manifest and its load."""
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(
         "outrider.runtime.batch.loading.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
     )
@@ -395,13 +381,7 @@ def test_the_predictor_answers_arrays_and_tables(branch_plan: Path, requests: Pa
     assert list(predictor(arrays)["text"]) == list(arrays["text"])  # its own columns are no fields
 
 
-def test_columns_that_the_predictor_would_overwrite_are_refused(branch_plan: Path) -> None:
-    for name in ("text", "custom_id"):
-        with pytest.raises(RequestError, match=f"keep has '{name}', a column that answers are written to"):
-            OutriderPredictor(branch_plan, keep=["origin", name])
-
-
-def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_plan: Path) -> None:
+def test_the_predictor_names_requests_without_ids_and_refuses_columns(branch_plan: Path) -> None:
     predictor = OutriderPredictor(branch_plan, threads=1)
     asked = {"prompt": np.array(["import os", "x", ""]), "max_tokens": np.array([9, 9, 9])}
     found = predictor(asked)
@@ -419,6 +399,8 @@ def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_pl
         predictor({"prompt": np.array(["x", "x"]), "temperature": np.array([1.0, np.inf])})
     with pytest.raises(RequestError, match="does not see"):
         OutriderPredictor("no/where")
+    with pytest.raises(RequestError, match="keep has 'text', a column that answers are written to"):
+        OutriderPredictor(branch_plan, keep=["origin", "text"])
 
 
 @pytest.mark.parametrize("beside", [0.5, np.nan])

@@ -88,14 +88,7 @@ def test_families_are_those_that_are_compiled(capsys: Captured) -> None:
 def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: Captured) -> None:
     assert outrider.compiler.__main__.main(["inspect", str(toy_plan)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for part in (
-        "3 layers",
-        "KV caches: target 0.29 MB float32, chain ",
-        "outrider.cpu.BranchAttention 3",
-        "ngram ngram trees of up to 6 nodes coupled looks up 1 to 3 tokens, min_confidence 0.25",
-        "sure model chains of 1 to 6 coupled as long as it is sure, beta 0.3",
-        "head eagle3 trees of 12 nodes coupled top_k 4, depth 2",
-    ):
+    for part in ("3 layers", "KV caches: target 0.29 MB float32", "head eagle3 trees of 12 nodes coupled top_k 4"):
         assert part in shown
     found = run_json(capsys, outrider.compiler.__main__.main, "inspect", toy_plan, "--json")
     assert set(found) == {
@@ -103,9 +96,6 @@ def test_inspect_shows_geometry_programs_ops_and_rules(toy_plan: Path, capsys: C
         "files", "end_tokens",
     }  # fmt: skip
     target = found["backends"]["onnxruntime-cpu"]
-    assert set(target) == {
-        "programs", "symbols", "session_bytes", "kv_caches", "engines", "kernels", "probe", "lowering",
-    }  # fmt: skip
     assert target["programs"]["decode"] == ["op:BimMask", "engine:target", "op:Sample"]
     assert target["kv_caches"]["target"] == {"type": "float32", "bytes": 2 * 3 * 2 * 384 * 16 * 4}
     assert target["session_bytes"] > sum(kv["bytes"] for kv in target["kv_caches"].values())
@@ -128,11 +118,8 @@ def test_verify_compares_with_pytorch_and_exits_with_the_verdict(toy_plan: Path,
     }  # fmt: skip
     assert (found["prompts"], found["tokens"], found["passed"]) == (2, 24, True)
     assert set(found["drafters"]) == set(found["sampled"]) == set(TOY_DRAFTERS)
-    for drafter in found["drafters"].values():
-        assert (drafter["tokens"], drafter["equal_runs"], drafter["partings"]) == (24, 2, [])
-        assert drafter["tokens_per_verify"] == 24 / drafter["rounds"] >= 1.0
+    assert all(drafter["equal_runs"] == 2 for drafter in found["drafters"].values())
     assert 0 < found["max_logit_error"] < 1e-4
-    assert (found["tolerance"], found["logit_bound"]) == (2 * found["max_logit_error"], 1e-3)
     assert main([*arguments, "--prompts", str(held_out)]) == 0
     assert "the plan agrees" in capsys.readouterr().out
 
@@ -169,7 +156,7 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr(generate, toy: Run
     assert generate("--prompt", PROMPT) == 0
     printed = capsys.readouterr()
     assert printed.out == expected.text + "\n"
-    assert "24 tokens (length)" in printed.err.replace("\n", " ")
+    assert re.search(r"^24 tokens \(length\), .*, first token after [\d.]+ ms$", printed.err.replace("\n", " ").strip())
     assert generate("--prompt", PROMPT, "--max-new-tokens", "9999", "--ignore-eos") == 0
     assert "(length: the context of 160 tokens is full)" in capsys.readouterr().err.replace("\n", " ")
 
@@ -274,7 +261,7 @@ def chat(monkeypatch: Patch, toy: Runtime, toy_plan: Path, lines: str, *argument
     return outrider.runtime.__main__.main(["chat", str(toy_plan), "--max-new-tokens", "10", *arguments])
 
 
-def test_chat_answers_each_line_as_a_fresh_run_over_the_whole_conversation(
+def test_chat_answers_as_a_fresh_run_over_the_whole_conversation(
     toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     assert chat(monkeypatch, toy, toy_plan, "hi\nmore\n\nnot read\n", "--json", "--system", "be brief") == 0
@@ -289,9 +276,7 @@ def test_chat_answers_each_line_as_a_fresh_run_over_the_whole_conversation(
     assert replies[1]["stats"]["reused_tokens"] > 0
 
 
-def test_chat_streams_text_and_leaves_at_the_end_of_input(
-    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
-) -> None:
+def test_chat_streams_text(toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch) -> None:
     assert chat(monkeypatch, toy, toy_plan, "hi\n", "--json") == 0
     text = json.loads(capsys.readouterr().out)["text"]
     assert chat(monkeypatch, toy, toy_plan, "hi\n") == 0
@@ -306,7 +291,7 @@ def test_chat_streams_text_and_leaves_at_the_end_of_input(
     )
 
 
-def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_continues(
+def test_a_turn_that_outgrows_the_context_is_refused(
     toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     assert chat(monkeypatch, toy, toy_plan, "long " * 200 + "\nhi\n", "--json", "--max-new-tokens", "4") == 0
@@ -315,21 +300,10 @@ def test_a_turn_that_outgrows_the_context_is_refused_and_the_conversation_contin
     assert len(captured.out.splitlines()) == 1  # the reply to the turn that fits
 
 
-def test_chat_that_cannot_begin_ends_with_one_sentence(
-    toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch
-) -> None:
+def test_chat_that_cannot_begin_is_refused(toy: Runtime, toy_plan: Path, capsys: Captured, monkeypatch: Patch) -> None:
     assert "nope" in refused(capsys, chat(monkeypatch, toy, toy_plan, "hi\nmore\n", "--drafter", "nope"))
     monkeypatch.setattr(toy.tokenizer, "_chat_template", None)
     assert "no chat template" in refused(capsys, chat(monkeypatch, toy, toy_plan, "hi\nmore\n"))
-
-
-def test_a_process_reads_standard_input_and_keeps_stdout_for_the_text(toy: Runtime, toy_plan: Path) -> None:
-    command = [sys.executable, "-m", "outrider.runtime", "generate", str(toy_plan), "--prompt-file", "-"]
-    command += ["--max-new-tokens", "12", "--ignore-eos"]
-    ended = subprocess.run(command, input=PROMPT, capture_output=True, text=True, encoding="utf-8", timeout=120)
-    assert ended.returncode == 0
-    assert ended.stdout == toy.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text + "\n"
-    assert re.search(r"^12 tokens \(length\), .*, first token after [\d.]+ ms$", ended.stderr, re.MULTILINE)
 
 
 def test_chat_as_a_process_answers_before_it_is_asked_again(toy_plan: Path) -> None:

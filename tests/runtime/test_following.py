@@ -17,10 +17,9 @@ from outrider import Runtime, SchedulerConfig
 from outrider.plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
 from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.handle import Handle
-from outrider.runtime.ray_serve.following import Failover, LostError, Message
+from outrider.runtime.ray_serve.following import Acknowledgement, Failover, LostError, Message, ReplicaRequest
 from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
 from outrider.runtime.ray_serve.replica import Callers, _messages, joined
-from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
 from outrider.runtime.scheduler_stats import SchedulerStats
 
 Patch = pytest.MonkeyPatch
