@@ -245,7 +245,6 @@ def test_a_request_at_which_the_runtime_fails_costs_no_other(answering: Answerin
 
 
 def test_the_largest_requests_of_two_blocks_at_once_find_room(answering: Answering) -> None:
-    """As in an actor, which answers two blocks beside each other."""
     small = [{"prompt": "x", "max_tokens": 100 if number else 1, "ignore_eos": True} for number in range(31)]
     bodies = [*small, {"prompt": ["x"] * 1024, "max_tokens": 1}]
     asked = [BatchRequest(f"a-{number}", json.dumps(line("a", body))) for number, body in enumerate(bodies)]

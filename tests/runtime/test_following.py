@@ -281,7 +281,6 @@ def test_closing_while_a_request_comes_in_cancels_it_too(runtime: Runtime) -> No
 
 
 def test_a_request_that_a_replica_has_does_not_wait(runtime: Runtime) -> None:
-    """Nor does one that finds a free place."""
 
     async def run() -> None:
         remote = RemoteRuntime(runtime._plan, Replicas(runtime, []), SchedulerConfig(2, max_waiting=1))
