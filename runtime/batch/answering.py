@@ -16,7 +16,7 @@ from outrider.plans.manifest import rejects
 from outrider.runtime.batch.body import asked_of
 from outrider.runtime.batch.folder import BatchFolder
 from outrider.runtime.batch.requests import BatchRequest
-from outrider.runtime.generation import FinishReason, Generation
+from outrider.runtime.generation import FinishReason
 from outrider.runtime.handle import Handle
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.server.answers import Answer
@@ -173,19 +173,12 @@ class Answering:
             return self._refused(ended.number, request, stamps, error)
         if any(each.finish_reason is FinishReason.CANCELLED for each in found):
             raise PlanError(f"The request {request.custom_id!r} was cut off: the runtime was closed meanwhile.")
-        name, kind = ("chatcmpl", "chat.completion") if isinstance(asked, ChatRequest) else ("cmpl", "text_completion")
         chat = isinstance(asked, ChatRequest)
-        answer = Answer(name, kind, kind, self.model, self.runtime, chat=chat, stamps=stamps, costs=False)
+        answer = Answer(self.model, self.runtime, chat=chat, stamps=stamps, costs=False)
         answer.describe(submitted, asked.drafter)
         body = answer.whole(found, submitted.prompts, submitted.logprobs)
-        prompts = found[:: len(found) // submitted.prompts]
-        return BatchAnswer(
-            ended.number,
-            request,
-            _result(request, stamps, 200, body),
-            sum(each.stats.prompt_tokens for each in prompts),
-            _tokens(found),
-        )
+        tokens = body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
+        return BatchAnswer(ended.number, request, _result(request, stamps, 200, body), *tokens)
 
 
 def _wait_for_error(handle: Handle) -> Exception | None:
@@ -198,10 +191,6 @@ def _wait_for_error(handle: Handle) -> Exception | None:
 def _is_fault(error: Exception | None) -> bool:
     """Whether an error is the runtime's, and not a refusal of the request."""
     return error is not None and not isinstance(error, RequestError)
-
-
-def _tokens(found: Iterable[Generation]) -> int:
-    return sum(len(each.token_ids) for each in found)
 
 
 def _result(request: BatchRequest, stamps: DerivedStamps, status: int, body: dict[str, Any]) -> dict[str, Any]:

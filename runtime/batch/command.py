@@ -32,7 +32,6 @@ _EPOCH = "SOURCE_DATE_EPOCH"
 
 
 def add_batch(commands: Any) -> None:
-    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "batch",
         help="answer a file of requests",

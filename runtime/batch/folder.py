@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -231,11 +231,10 @@ class BatchFolder:
         return iter(found)
 
     def _copy(self, places: Iterable[tuple[str, int, int, int]], results: Any) -> None:
-        with _Opened(self._part) as parts:
-            for _, number, offset, length in places:
-                file = parts.part(number)
-                file.seek(offset)
-                results.write(file.read(length))
+        opened = lru_cache(maxsize=64)(lambda number: self._part(number).open("rb"))  # results come from all by turns
+        for _, number, offset, length in places:
+            opened(number).seek(offset)
+            results.write(opened(number).read(length))
 
     def _totals(self, count: int) -> Totals:
         succeeded = failed = prompt = new = 0
@@ -253,29 +252,6 @@ class BatchFolder:
                 f"{self.results} has {succeeded + failed} results of {count}; delete it, and run the batch again."
             )
         return Totals(succeeded, failed, prompt, new)
-
-
-class _Opened:
-    """Files of parts, of which a few stay open: results by id come from all of them by turns."""
-
-    _MOST = 64
-
-    def __init__(self, path_of: Any) -> None:
-        self._path_of, self._files = path_of, dict[int, Any]()
-
-    def part(self, number: int) -> Any:
-        file = self._files.pop(number, None) or self._path_of(number).open("rb")
-        self._files[number] = file  # the last used stand last
-        if len(self._files) > self._MOST:
-            self._files.pop(next(iter(self._files))).close()
-        return file
-
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
 
 
 def _read(line: bytes, path: Path) -> Any:

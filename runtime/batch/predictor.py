@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -83,8 +83,9 @@ class OutriderPredictor:
     def _added(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         requests = [_request(row, place) for place, row in enumerate(rows)]
         answered = sorted(self._answering.answer(requests), key=lambda each: each.number)
+        columns = zip(*map(_values, answered), strict=True) if answered else [()] * len(ADDED)
         names = {"custom_id": [request.custom_id for request in requests]}
-        return names | {name: [column(each) for each in answered] for name, column in _COLUMNS.items()}
+        return names | {name: list(column) for name, column in zip(ADDED, columns, strict=True)}
 
 
 def _request(row: Mapping[str, Any], place: int) -> BatchRequest:
@@ -120,24 +121,11 @@ def _array(values: list[Any]) -> NDArray[Any]:
     return np.array(values, np.int64) if values and isinstance(values[0], int) else np.array(values, object)
 
 
-def _first(answered: BatchAnswer) -> Mapping[str, Any]:
-    choices = answered.result["response"]["body"].get("choices")
-    return choices[0] if choices else {}
-
-
-def _text(answered: BatchAnswer) -> str:
-    choice = _first(answered)
-    return str(choice.get("text") or choice.get("message", {}).get("content") or "")
-
-
-def _error(answered: BatchAnswer) -> str:
-    return str(answered.result["response"]["body"].get("error", {}).get("message", ""))
-
-
-_COLUMNS: dict[str, Callable[[BatchAnswer], Any]] = {
-    "status_code": lambda each: each.result["response"]["status_code"],
-    "text": _text,
-    "finish_reason": lambda each: _first(each).get("finish_reason", ""),
-    "error": _error,
-    "result": lambda each: each.line.decode().rstrip("\n"),
-}
+def _values(answered: BatchAnswer) -> tuple[object, ...]:
+    """The values of the columns `ADDED`."""
+    response = answered.result["response"]
+    choice: dict[str, Any] = next(iter(response["body"].get("choices", ())), {})
+    text = choice.get("text") or choice.get("message", {}).get("content") or ""
+    error = response["body"].get("error", {}).get("message", "")
+    line = answered.line.decode().rstrip("\n")
+    return response["status_code"], text, choice.get("finish_reason", ""), error, line

@@ -24,8 +24,7 @@ class BatchRequest:
 
 
 def parse(text: str) -> Any:
-    """JSON as it is defined: no NaN, no infinities; at most 256 levels deep, at any depth of calls. Raises
-    ValueError."""
+    """JSON without NaN and infinities, at most 256 levels deep at any depth of calls. Raises ValueError."""
     try:
         found = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:

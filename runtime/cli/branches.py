@@ -25,7 +25,6 @@ from outrider.runtime.stats import Stats
 
 
 def add_branches(commands: Any) -> None:
-    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "branches",
         help="continue a prompt in several ways at once",

@@ -12,7 +12,6 @@ from outrider.runtime.options.options import OPTIONS, Doors
 
 
 def add_options(commands: Any) -> None:
-    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "options",
         help="the options of a generation",

@@ -15,7 +15,6 @@ from outrider.runtime.skeleton.skeleton import Answer, Skeleton, SkeletonSpan, t
 
 
 def add_skeleton(commands: Any) -> None:
-    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "skeleton",
         help="outline an answer, then write its points at once",

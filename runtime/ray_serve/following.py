@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
 from typing import Protocol
@@ -13,9 +13,54 @@ from typing import Protocol
 from outrider.plans.errors import BusyError, OutriderError, RequestError, UnavailableError
 from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.handle import Handle
-from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
+from outrider.runtime.options.options import Options
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRequest:
+    """Token ids of a prompt, and options that were checked where it came in.
+
+    `deadline` is in seconds from the moment of sending. `identity` is that of the plan whose tokenizer and limits the
+    request was checked with; a replica of another plan refuses it. `caller` is the actor that reads the answer.
+    `kernels` are those that computed the tokens that it has given (`exactness.kernels_that_count`); a replica on a
+    processor of another kind refuses it.
+    """
+
+    token_ids: list[int]
+    options: Options
+    identity: str
+    priority: int = 0
+    deadline: float | None = None
+    client: str | None = None
+    caller: str | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
+    def again(self, generated: Sequence[int], deadline: float | None, kernels: Mapping[str, str]) -> ReplicaRequest:
+        """The same request, after tokens that it has given by those `kernels`, with `deadline` seconds left."""
+        if not generated:
+            return replace(self, deadline=deadline)
+        options = Options(**{**self.options, "generated": list(generated)})
+        return replace(self, options=options, deadline=deadline, kernels=kernels)
+
+    @property
+    def owner(self) -> str:
+        """Whose requests find what a replica keeps of it."""
+        return self.options.get("cache_salt") or ""
+
+    @property
+    def path(self) -> list[int]:
+        """All tokens that a replica computes, or finds, before the next one."""
+        return [*self.token_ids, *(self.options.get("generated") or ())]
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """A replica's first message: it has taken the request, whose tokens come of these `kernels`."""
+
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
 
 _LOG = logging.getLogger("outrider")
 # Seconds after its deadline that a request waits for its replica to end it: one that took it late is later.
@@ -117,14 +162,6 @@ class FollowedRequest:
     def _fail(self, message: str) -> None:
         self.handle.end(None, UnavailableError(f"{message} Send the request again."))
 
-    def _note_taken(self, taken: Acknowledgement) -> None:
-        """A replica has taken the request."""
-        self._takers += 1
-        self._kernels = taken.kernels
-        self.waits = False
-        if self._taken is None:
-            self._taken = monotonic()
-
     async def _follow(self, send: Send, patience: float) -> None:
         """Follow the request on one replica, which is to take it before `patience`.
 
@@ -136,7 +173,8 @@ class FollowedRequest:
             async with asyncio.timeout_at(_loop_time(min(patience, self._until or inf))) as waiting:
                 async for message in stream:
                     if isinstance(message, Acknowledgement):
-                        self._note_taken(message)
+                        self._takers, self._kernels, self.waits = self._takers + 1, message.kernels, False
+                        self._taken = monotonic() if self._taken is None else self._taken
                         waiting.reschedule(None if self._until is None else _loop_time(self._until + _LATE))
                         continue
                     for span in message:

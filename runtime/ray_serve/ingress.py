@@ -20,7 +20,7 @@ from outrider.runtime.ray_serve.replica import ReplicaInfo
 from outrider.runtime.ray_serve.settings import Settings
 from outrider.runtime.ray_serve.streams import sender
 from outrider.runtime.scheduler import SchedulerConfig
-from outrider.runtime.server.api_keys import read_api_keys
+from outrider.runtime.server.api_keys import read_api_keys, share_of_queue
 from outrider.runtime.server.app import ServerConfig, make_app
 from outrider.runtime.server.readiness import Phase, Readiness
 from outrider.runtime.server.request_log import log_to_stderr
@@ -42,7 +42,7 @@ class Ingress:
         plan = await asyncio.to_thread(open_plan, settings.plan, verify=False)  # replicas verify it
         file = settings.api_key_file
         self._keys = tuple(dict.fromkeys([*settings.api_keys, *(() if file is None else read_api_keys(file))]))
-        share = settings.share_of_queue(len(self._keys))
+        share = share_of_queue(settings.max_waiting, settings.max_waiting_per_key, len(self._keys))
         places = settings.places_here(plan.manifest.target.branches)
         config = SchedulerConfig(places, settings.max_waiting, mode=settings.mode, max_waiting_per_client=share)
         self._replicas = replicas

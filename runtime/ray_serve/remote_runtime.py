@@ -23,8 +23,7 @@ from outrider.runtime.handle import Handle
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import Request
 from outrider.runtime.prefix_cache.cache import PrefixCache
-from outrider.runtime.ray_serve.following import Failover, FollowedRequest, Send
-from outrider.runtime.ray_serve.replica_request import ReplicaRequest
+from outrider.runtime.ray_serve.following import Failover, FollowedRequest, ReplicaRequest, Send
 from outrider.runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.text.grammars import Grammars

@@ -21,8 +21,7 @@ from outrider.runtime.backends import device_of, on_processor
 from outrider.runtime.exactness import foreign_kernels, kernels_that_count
 from outrider.runtime.generation import Span
 from outrider.runtime.handle import Handle
-from outrider.runtime.ray_serve.following import Message
-from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
+from outrider.runtime.ray_serve.following import Acknowledgement, Message, ReplicaRequest
 from outrider.runtime.ray_serve.router import BLOCKS, KERNELS, PrefixIndex
 from outrider.runtime.ray_serve.settings import Settings
 from outrider.runtime.runtime import Runtime

@@ -17,7 +17,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from outrider.runtime.ray_serve.replica_request import ReplicaRequest
+from outrider.runtime.ray_serve.following import ReplicaRequest
 
 _MOST_CHOSEN = 256
 

@@ -15,7 +15,7 @@ from outrider.runtime.exactness import Exactness
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
 from outrider.runtime.ray_serve.following import Failover
 from outrider.runtime.scheduler import SchedulerConfig
-from outrider.runtime.server.api_keys import check_shares, share_of_queue
+from outrider.runtime.server.api_keys import check_shares
 from outrider.runtime.server.log_format import LogFormat
 
 Routing = Literal["prefix", "balanced", "round-robin"]
@@ -99,10 +99,6 @@ class Settings(BaseModel):
     def places_here(self, branches: int) -> int:
         """This ingress's share of the requests that all replicas, of a plan of `branches`, run at once."""
         return max(1, self.least_replicas * (self.max_running or branches) // self.ingresses)
-
-    def share_of_queue(self, keys: int) -> int | None:
-        """The most requests of one API key, of `keys` in all, that wait."""
-        return share_of_queue(self.max_waiting, self.max_waiting_per_key, keys)
 
     @property
     def tokens_per_minute_here(self) -> int | None:

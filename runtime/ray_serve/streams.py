@@ -11,8 +11,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from outrider.plans.errors import OutriderError
-from outrider.runtime.ray_serve.following import LostError, Message, Send
-from outrider.runtime.ray_serve.replica_request import ReplicaRequest
+from outrider.runtime.ray_serve.following import LostError, Message, ReplicaRequest, Send
 
 
 def sender(replicas: DeploymentHandle[Any]) -> Send:

@@ -24,17 +24,13 @@ _REASONS = {
 }
 
 
-def _usage(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
-    """Tokens of all choices; prompts count once, however many choices they have."""
+def _usage(found: Sequence[Generation], prompts: int, costs: bool) -> dict[str, Any]:
+    """Tokens of all choices; prompts count once. With `costs`, those that were not computed: that depends on others."""
     once = found[:: len(found) // prompts]
     prompt, new = sum(each.stats.prompt_tokens for each in once), sum(len(each.token_ids) for each in found)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def _reuse(found: Sequence[Generation], prompts: int) -> dict[str, Any]:
-    """What of `usage` depends on what ran before: `cached_tokens` were not computed."""
-    once = found[:: len(found) // prompts]
-    return {"prompt_tokens_details": {"cached_tokens": sum(each.stats.reused_tokens for each in once)}}
+    usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    cached = {"cached_tokens": sum(each.stats.reused_tokens for each in once)}
+    return usage | ({"prompt_tokens_details": cached} if costs else {})
 
 
 def _chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -75,16 +71,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        prefix: str,
-        whole: str,
-        chunk: str,
-        model: str,
-        runtime: ServedRuntime,
-        *,
-        chat: bool,
-        stamps: Stamps | None = None,
-        costs: bool = True,
+        self, model: str, runtime: ServedRuntime, *, chat: bool, stamps: Stamps | None = None, costs: bool = True
     ) -> None:
         self._tokenizer, self._chat, self._costs = runtime.tokenizer, chat, costs
         self._texts: dict[int, TokenTexts] = {}  # by choice, where log-probabilities are asked for
@@ -95,9 +82,10 @@ class Answer:
         self._contexts: Sequence[Sequence[int]] = ()  # token ids that each choice continues
         self.with_usage = False  # of a stream: its last object has the usage, and the others say that they have none
         self._readers: dict[int, CallReader] = {}  # by choice
-        self._whole, self._chunk = whole, chunk
+        self._whole = "chat.completion" if chat else "text_completion"
+        self._chunk = "chat.completion.chunk" if chat else self._whole
         self._common = {
-            "id": f"{prefix}-{self._stamps.token()}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._stamps.token()}",
             "created": self._stamps.created,
             "model": model,
             "system_fingerprint": runtime.manifest.identity[:12],
@@ -177,12 +165,11 @@ class Answer:
 
     def _counts(self, found: Sequence[Generation], prompts: int) -> dict[str, Any]:
         """`usage`, and `metrics` where something was drafted."""
-        usage = _usage(found, prompts)
+        usage = {"usage": _usage(found, prompts, self._costs)}
         if not self._costs:
-            return {"usage": usage}
+            return usage
         drafts = speculation([each.stats for each in found], longest_path(self._drafters, self.drafter))
-        metrics = {} if drafts is None else {"metrics": {"speculative_decoding": drafts}}
-        return {"usage": usage | _reuse(found, prompts), **metrics}
+        return usage if drafts is None else usage | {"metrics": {"speculative_decoding": drafts}}
 
     def _piece(self, index: int, own: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": index, "finish_reason": reason, "logprobs": None, **own}

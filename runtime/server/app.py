@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -36,7 +36,7 @@ from outrider.runtime.server.api_keys import check_shares
 from outrider.runtime.server.errors import ApiError, as_api_error, client_gone, invalid, shutting_down
 from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.metrics import Metrics
-from outrider.runtime.server.observer import Endings, Listener, Observer
+from outrider.runtime.server.observer import Endings, Observer
 from outrider.runtime.server.readiness import Phase, Readiness
 from outrider.runtime.server.record import Record, path_of, record_of
 from outrider.runtime.server.refusals import refusal
@@ -132,7 +132,8 @@ def make_app(
     # The context's length under the names that clients read: vLLM's, and that of OpenRouter.
     about = {"id": config.model, "object": "model", "created": int(time()), "owned_by": "outrider"}
     about |= {"max_model_len": context, "context_length": context}
-    endings = Endings(_listeners(config, metrics, tracing))
+    traced = [] if tracing is None else [tracing.end]
+    endings = Endings([_settle, metrics.observe, *traced, log_request if config.log_requests else log_fault])
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -207,23 +208,13 @@ def make_app(
 
     @app.post(_COMPLETIONS)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        answer = Answer("cmpl", "text_completion", "text_completion", config.model, runtime, chat=False)
-        return await serving.answer(request, answer, asked)
+        return await serving.answer(request, Answer(config.model, runtime, chat=False), asked)
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        answer = Answer("chatcmpl", "chat.completion", "chat.completion.chunk", config.model, runtime, chat=True)
-        return await serving.answer(request, answer, asked)
+        return await serving.answer(request, Answer(config.model, runtime, chat=True), asked)
 
     return app
-
-
-def _listeners(config: ServerConfig, metrics: Metrics, tracing: Tracing | None) -> list[Listener]:
-    """Listeners to the end of every request, in this order."""
-    listeners: list[Listener] = [_settle, metrics.observe]
-    if tracing is not None:
-        listeners.append(tracing.end)
-    return [*listeners, log_request if config.log_requests else log_fault]
 
 
 def _settle(record: Record) -> None:
@@ -396,19 +387,15 @@ class _Serving:
 
     def _submit(self, record: Record, asked: CompletionRequest | ChatRequest) -> Submission:
         """Submit what is asked, within the budget of the client's key; in a thread."""
-        record.submitted = self._submitter.submit(asked, record.client, self._admit(record), record.owner)
-        return record.submitted
-
-    def _admit(self, record: Record) -> Callable[[int, int], None] | None:
         budgets, client = self._budgets, record.client
-        if budgets is None or client is None:
-            return None
 
         def admit(prompt: int, most_new: int) -> None:
-            record.reservation = budgets.reserve(client, prompt, most_new)
-            record.headers |= budgets.headers(client)
+            if budgets is not None and client is not None:
+                record.reservation = budgets.reserve(client, prompt, most_new)
+                record.headers |= budgets.headers(client)
 
-        return admit
+        record.submitted = self._submitter.submit(asked, client, admit, record.owner)
+        return record.submitted
 
     async def _whole(self, request: Request, handles: list[Handle]) -> list[Generation]:
         waiting = asyncio.gather(*handles)

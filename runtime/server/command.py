@@ -31,7 +31,6 @@ _KEY = "OUTRIDER_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
-    """Add the command to those of `python -m outrider.runtime`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="serve the plan over HTTP",
@@ -146,7 +145,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.mode,
         max_waiting_per_client=share_of_queue(arguments.max_waiting, arguments.max_waiting_per_key, len(keys)),
     )
-    tracing = _tracing() if arguments.telemetry else None
+    tracing: Tracing | None = None
+    if arguments.telemetry:
+        with optional_packages("Telemetry", "telemetry"):
+            from outrider.runtime.server.tracing import tracing_by_environment
+        tracing = tracing_by_environment()
     with bound_socket(arguments.host, arguments.port) as bound:
         try:
             bound.listen()
@@ -160,25 +163,16 @@ def _serve(arguments: argparse.Namespace) -> int:
         if arguments.max_connections is None and limits.max_connections < Limits.max_connections:
             say(f"at most {limits.max_connections} connections at once, as this process may open few files")
         try:
-            service.run(bound, _address(arguments.host, bound))
+            host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+            service.run(bound, f"http://{host}:{bound.getsockname()[1]}")
         finally:
             if tracing is not None:
                 tracing.close()
     return 0
 
 
-def _tracing() -> Tracing:
-    with optional_packages("Telemetry", "telemetry"):
-        from outrider.runtime.server.tracing import tracing_by_environment
-    return tracing_by_environment()
-
-
 def _print(what: str) -> None:
     stderr.print(what, style="dim", soft_wrap=True)
-
-
-def _address(host: str, bound: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
 
 def option(name: str) -> str:

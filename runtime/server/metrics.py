@@ -189,7 +189,7 @@ class GatewayCounts(Collector):
             ("kv_cache_usage_perc", "Used / all slots of the KV cache, 1 being all", stats.kv_usage),
             ("gpu_cache_usage_perc", "The same under its former name", stats.kv_usage),
         ):
-            yield self._gauge(name, what, value)
+            yield self._family(GaugeMetricFamily, name, what, value)
         for name, what, value in (
             ("prompt_tokens", "Tokens of prompts that began", stats.prompt_tokens),
             ("generation_tokens", "Tokens that were generated", stats.new_tokens),
@@ -198,7 +198,7 @@ class GatewayCounts(Collector):
             ("spec_decode_num_draft_tokens", "Tokens that were drafted and verified", stats.drafted),
             ("spec_decode_num_accepted_tokens", "Of those, accepted", stats.accepted),
         ):
-            yield self._counter(name, what, value)
+            yield self._family(CounterMetricFamily, name, what, value)
         by_depth = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by place", labels=(*_LABELS, "position")
         )
@@ -208,8 +208,11 @@ class GatewayCounts(Collector):
         if cache is None:
             return
         kept = cache.get_stats()
-        yield self._counter("prefix_cache_queries", "Tokens that were looked up", kept.total_tokens_processed)
-        yield self._counter("prefix_cache_hits", "Of those, not computed again", kept.tokens_reused)
+        for name, what, value in (
+            ("prefix_cache_queries", "Tokens that were looked up", kept.total_tokens_processed),
+            ("prefix_cache_hits", "Of those, not computed again", kept.tokens_reused),
+        ):
+            yield self._family(CounterMetricFamily, name, what, value)
         shape = (str(PAGE), str(cache.config.max_cached_tokens // PAGE))
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The prefix cache's pages", labels=("engine", "block_size", "num_gpu_blocks")
@@ -217,12 +220,9 @@ class GatewayCounts(Collector):
         info.add_metric((_ENGINE, *shape), 1)
         yield info
 
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        made = GaugeMetricFamily(f"vllm:{name}", what, labels=_LABELS)
-        made.add_metric(self._labels, value)
-        return made
-
-    def _counter(self, name: str, what: str, value: float) -> Metric:
-        made = CounterMetricFamily(f"vllm:{name}", what, labels=_LABELS)
+    def _family(
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, what: str, value: float
+    ) -> Metric:
+        made = kind(f"vllm:{name}", what, labels=_LABELS)
         made.add_metric(self._labels, value)
         return made

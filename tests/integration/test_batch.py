@@ -39,6 +39,8 @@ from outrider.runtime.step_loop import StepLoop
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 COMMAND = [sys.executable, "-m", "outrider.runtime", "batch"]
 
 
@@ -62,7 +64,7 @@ def answer(answering: Answering, *lines: dict[str, Any]) -> list[dict[str, Any]]
     return [each.result for each in sorted(answering.answer(asked), key=lambda each: each.number)]
 
 
-def refusals(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refusals(capsys: Captured, *arguments: object) -> str:
     assert main(["batch", *map(str, arguments)]) == 2
     return " ".join(capsys.readouterr().err.split())
 
@@ -98,22 +100,14 @@ def test_results_are_those_of_plain_decoding_alone(requests: Path, results: byte
     assert len({*ids, *(each["request_id"] for each in responses)}) == 120
 
 
-@pytest.mark.parametrize(
-    "options", [("--max-running", "1"), ("--max-running", "5", "--no-prefix-cache", "--block-size", "3")], ids=" ".join
-)
-def test_results_do_not_depend_on_company_blocks_and_cache(
-    options: Sequence[str], branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
-) -> None:
-    assert run(branch_plan, requests, tmp_path / "out", *options) == results
-
-
-def test_the_order_of_the_input_does_not_matter(
+def test_results_do_not_depend_on_company_blocks_cache_and_order(
     branch_plan: Path, requests: Path, results: bytes, tmp_path: Path
 ) -> None:
-    turned = tmp_path / "turned.jsonl"
-    lines = requests.read_text().splitlines(keepends=True)
+    turned, lines = tmp_path / "turned.jsonl", requests.read_text().splitlines(keepends=True)
     turned.write_text("".join(reversed(lines)).rstrip("\n") + "\n\n", encoding="utf-8-sig")
-    assert run(branch_plan, turned, tmp_path / "out") == results
+    assert run(branch_plan, turned, tmp_path / "turned", "--max-running", "1") == results
+    options = ("--max-running", "5", "--no-prefix-cache", "--block-size", "3")
+    assert run(branch_plan, requests, tmp_path / "out", *options) == results
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
@@ -167,7 +161,7 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
 
 
 def test_faults_that_no_result_could_hold_are_found_before_anything_runs(
-    toy_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    toy_plan: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     good = json.dumps(line("a", {"prompt": "x"}))
     path, out = tmp_path / "requests.jsonl", tmp_path / "out"
@@ -212,9 +206,7 @@ def test_requests_that_are_wrong_get_results_that_say_why(answering: Answering) 
     assert last["response"]["status_code"] == 200
 
 
-def test_a_fault_that_nobody_foresaw_costs_its_request_alone(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_that_nobody_foresaw_costs_its_request_alone(answering: Answering, monkeypatch: Patch) -> None:
     asked_of = answering_module.asked_of
 
     def failing(text: str, model: str) -> Any:
@@ -227,9 +219,7 @@ def test_a_fault_that_nobody_foresaw_costs_its_request_alone(
     assert "KeyError" in found[1]["response"]["body"]["error"]["message"]
 
 
-def test_a_request_at_which_the_runtime_fails_costs_no_other(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_at_which_the_runtime_fails_costs_no_other(answering: Answering, monkeypatch: Patch) -> None:
     """Requests that shared its pass are repeated and answered. If all requests fail, the run ends."""
     step, failing = StepLoop.step, answering.runtime.tokenizer.encode("zzz")[0]
 
@@ -255,7 +245,6 @@ def test_a_request_at_which_the_runtime_fails_costs_no_other(
 
 
 def test_the_largest_requests_of_two_blocks_at_once_find_room(answering: Answering) -> None:
-    """As in an actor, which answers two blocks beside each other."""
     small = [{"prompt": "x", "max_tokens": 100 if number else 1, "ignore_eos": True} for number in range(31)]
     bodies = [*small, {"prompt": ["x"] * 1024, "max_tokens": 1}]
     asked = [BatchRequest(f"a-{number}", json.dumps(line("a", body))) for number, body in enumerate(bodies)]
@@ -280,16 +269,13 @@ def test_drafters_by_rejection_are_refused_and_not_chosen(everything_plan: Path)
     assert good["response"]["status_code"] == 200
 
 
-def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, branch_plan: Path) -> None:
-    before = answering.runtime.tokenizer._chat_template
-    answering.runtime.tokenizer._chat_template = ChatTemplate(HERMES, source="the test's")
-    try:
-        body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "n": 2}
-        asked = [line(each, body, "/v1/chat/completions") for each in ("a", "b")]
-        found = answer(answering, *asked)
-        assert answer(answering, *asked) == found
-    finally:
-        answering.runtime.tokenizer._chat_template = before
+def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, monkeypatch: Patch) -> None:
+    template = ChatTemplate(HERMES, source="the test's")
+    monkeypatch.setattr(answering.runtime.tokenizer, "_chat_template", template)
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "n": 2}
+    asked = [line(each, body, "/v1/chat/completions") for each in ("a", "b")]
+    found = answer(answering, *asked)
+    assert answer(answering, *asked) == found
     choices = [choice for each in found for choice in each["response"]["body"]["choices"]]
     calls = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
     assert len(calls) >= 4
@@ -297,9 +283,8 @@ def test_ids_of_tool_calls_are_derived_and_differ(answering: Answering, branch_p
 
 
 def test_a_folder_with_other_results_is_refused(
-    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
+) -> None:
     out, other = tmp_path / "out", write(tmp_path / "other.jsonl", mixed(3, seed=1))
     few = write(tmp_path / "few.jsonl", mixed(3))
     run(branch_plan, few, out)
@@ -317,7 +302,7 @@ def test_a_folder_with_other_results_is_refused(
 
 
 def test_settings_that_cannot_be_served_end_the_run(
-    branch_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    branch_plan: Path, requests: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     command = [branch_plan, requests, "--out", tmp_path / "out"]
     assert "max_running is 17; the plan serves at most 16" in refusals(capsys, *command, "--max-running", "17")
@@ -328,10 +313,8 @@ def test_settings_that_cannot_be_served_end_the_run(
 
 
 def test_a_plan_that_was_replaced_meanwhile_is_refused(
-    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Replaced between the look at its manifest and its load."""
+    branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(
         "outrider.runtime.batch.loading.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
     )
@@ -339,9 +322,7 @@ def test_a_plan_that_was_replaced_meanwhile_is_refused(
     assert not list((tmp_path / "out" / "parts").iterdir())
 
 
-def test_parts_that_were_changed_are_refused(
-    branch_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_that_were_changed_are_refused(branch_plan: Path, tmp_path: Path, capsys: Captured) -> None:
     lines, out = write(tmp_path / "requests.jsonl", mixed(6)), tmp_path / "out"
     expected = run(branch_plan, lines, out)
     (out / "results.jsonl").write_bytes(expected[: len(expected) // 2])
@@ -367,9 +348,7 @@ def test_parquet_gives_the_results_of_lines(
     assert run(branch_plan, path, tmp_path / "out") == results
 
 
-def test_columns_that_no_request_has_are_refused(
-    toy_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_that_no_request_has_are_refused(toy_plan: Path, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "requests.parquet"
     for columns, substance in (
         ({"custom_id": ["a"], "prompt": ["x"], "promt_id": ["y"]}, "'promt_id'"),
@@ -401,13 +380,7 @@ def test_the_predictor_answers_arrays_and_tables(branch_plan: Path, requests: Pa
     assert list(predictor(arrays)["text"]) == list(arrays["text"])  # its own columns are no fields
 
 
-def test_columns_that_the_predictor_would_overwrite_are_refused(branch_plan: Path) -> None:
-    for name in ("text", "custom_id"):
-        with pytest.raises(RequestError, match=f"keep has '{name}', a column that answers are written to"):
-            OutriderPredictor(branch_plan, keep=["origin", name])
-
-
-def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_plan: Path) -> None:
+def test_the_predictor_names_requests_without_ids_and_refuses_columns(branch_plan: Path) -> None:
     predictor = OutriderPredictor(branch_plan, threads=1)
     asked = {"prompt": np.array(["import os", "x", ""]), "max_tokens": np.array([9, 9, 9])}
     found = predictor(asked)
@@ -425,6 +398,8 @@ def test_the_predictor_names_requests_that_have_no_id_by_what_they_ask(branch_pl
         predictor({"prompt": np.array(["x", "x"]), "temperature": np.array([1.0, np.inf])})
     with pytest.raises(RequestError, match="does not see"):
         OutriderPredictor("no/where")
+    with pytest.raises(RequestError, match="keep has 'text', a column that answers are written to"):
+        OutriderPredictor(branch_plan, keep=["origin", "text"])
 
 
 @pytest.mark.parametrize("beside", [0.5, np.nan])

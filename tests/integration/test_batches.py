@@ -41,7 +41,6 @@ def recorded(everything_cuda_plan: Path, device: EmulatedDevice) -> Iterator[Run
 def test_what_runs_was_recorded(
     recorded: Runtime, everything: Runtime, mode: str, sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One sequence ends early."""
     plain = list[str]()
     original = onnxruntime_cuda._run_options
     monkeypatch.setattr(onnxruntime_cuda, "_run_options", lambda graph: plain.append(graph) or original(graph))

@@ -49,7 +49,7 @@ def test_an_installed_runtime_alone_gives_the_same_tokens(toy: Runtime, toy_plan
     python = tmp_path / "venv" / "bin" / "python"
     # A build folder of its own: the checkout's belongs to the editable install.
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--disable-pip-version-check"]
-    install += ["--retries", "1", REPOSITORY, "--config-settings", f"build-dir={tmp_path / 'build'}"]
+    install += ["--no-compile", "--retries", "1", REPOSITORY, "--config-settings", f"build-dir={tmp_path / 'build'}"]
     if CONSTRAINTS.is_file():
         install += ["--constraint", CONSTRAINTS]
     installed = run(install, outside)

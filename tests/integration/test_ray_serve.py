@@ -169,7 +169,6 @@ def test_a_client_that_goes_leaves_nothing_running(served: Deployed, client: ope
 
 @pytest.mark.long
 def test_conversations_stay_with_the_replica_that_holds_them(cluster: str, plan: Path) -> None:
-    """Six conversations of four turns."""
     texts = [[(7 * place + each) % 290 for each in range(200)] for place in range(6)]
     talk = Talk([[ids[:16], *([ids[16 * turn]] for turn in range(1, 4))] for ids in texts], 24)
     own = {"replicas": 2, "replica_cpus": 0.1}

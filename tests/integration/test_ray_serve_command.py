@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -133,20 +132,3 @@ def test_the_config_that_is_shipped_is_one_of_ours(branch_plan: Path) -> None:
     ):
         with pytest.raises(ValidationError, match=said):
             Settings(**{**application.args, "api_key_file": None, **wrong})
-
-
-@pytest.mark.long
-def test_the_config_that_is_shipped_is_served(branch_plan: Path, tmp_path: Path) -> None:
-    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    port = free_port()
-    config |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
-    own = {"plan": str(branch_plan), "threads": 1, "replica_cpus": 0.1, "cache_bytes": 2**24, "drain_seconds": 2.0}
-    config["applications"][0]["args"] |= own
-    file = tmp_path / "serve.yaml"
-    file.write_text(json.dumps(config), encoding="utf-8")
-    address = f"http://127.0.0.1:{port}"
-    with started([sys.executable, "-m", "ray.serve.scripts", "run", str(file)], address) as process:
-        with client_of(address) as client:
-            assert client.completions.create(model="toy", prompt="x", max_tokens=4).choices[0].text
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=90)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -134,26 +133,3 @@ def test_an_ingress_that_dies_leaves_nothing_running(cluster: tuple[Cluster, str
         assert sum(each.new_tokens for each in stats) < 10 * 64 * 150 / 2
         with client_of(served.address) as client:
             assert client.completions.create(model="toy", prompt="x", max_tokens=2).usage is not None
-
-
-def test_replicas_come_with_the_load(cluster: tuple[Cluster, str], branch_plan: Path) -> None:
-    settings = settings_of(branch_plan, replicas=1, min_replicas=1, max_replicas=2, target_ongoing=4)
-    with deployed(cluster[1], "more", settings) as served, client_of(served.address) as client:
-        assert len(served.replicas()) == 1
-        enough = threading.Event()
-
-        def ask(_: int) -> None:
-            while not enough.is_set():
-                body: dict[str, Any] = {"model": "toy", "prompt": PROMPTS, "n": 2, "max_tokens": 150, **OWN}
-                client.completions.create(**body, extra_body=EXTRA)
-
-        with ThreadPoolExecutor(3) as threads:
-            asked = threads.map(ask, range(3))
-            until = time.monotonic() + 120
-            try:
-                while len(served.replicas()) == 1 and time.monotonic() < until:
-                    time.sleep(0.5)
-            finally:
-                enough.set()  # else the threads never end
-            list(asked)
-        assert len(served.replicas()) == 2

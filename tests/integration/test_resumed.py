@@ -79,7 +79,6 @@ def assert_same(result: Generation, expected: Generation, given: int) -> None:
 
 
 def test_its_tokens_are_its_result_at_the_deadline(branch_plan: Path, whole: Runtime) -> None:
-    """It ends while it waits."""
     expected = whole.generate(PROMPT, max_new_tokens=12, temperature=0.8, seed=2)
     replica = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
     others = [replica.submit(PROMPT, max_new_tokens=140, ignore_eos=True) for _ in range(3)]

@@ -20,6 +20,8 @@ from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import KEY, client_of, get, listening, settle, wait_until
 
+Patch = pytest.MonkeyPatch
+
 
 @pytest.fixture(scope="module")
 def alone(branch_plan: Path) -> Runtime:
@@ -89,7 +91,7 @@ def test_several_prompts_and_choices(client: openai.OpenAI, alone: Runtime) -> N
 
 
 @pytest.fixture
-def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+def always_drafting(monkeypatch: Patch) -> None:
     """Whether it pays or not."""
     monkeypatch.setattr(AdaptiveSpeculation, "disabled", property(lambda _: False))
     monkeypatch.setattr(AdaptiveSpeculation, "drafting", property(lambda _: True))
@@ -203,16 +205,6 @@ def test_a_special_token_is_a_stop(client: openai.OpenAI, alone: Runtime, drafte
     assert refused.value.param == "stop[0]"
 
 
-def test_options_that_change_logits(client: openai.OpenAI, alone: Runtime) -> None:
-    """Each field becomes its option in `test_options.py`; what options do is in `test_logits_options.py`."""
-    own: dict[str, Any] = {"presence_penalty": 1.5, "logit_bias": {"40": 20, "41": 19.5}, "temperature": 0.0, "seed": 3}
-    ours: dict[str, Any] = {"bad_words": ["H"], "repetition_penalty": 1.4, "drafter": "bushy", "draft_tokens": 3}
-    expected = alone.generate(messages=HELLO, max_new_tokens=20, **own, **ours)
-    assert expected.text != alone.generate(messages=HELLO, max_new_tokens=20).text
-    chat: Any = client.chat.completions.create(model="toy", messages=HELLO, max_tokens=20, extra_body=ours, **own)
-    assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (expected.text, expected.finish_reason)
-
-
 def test_without_a_seed_samples_differ(client: openai.OpenAI) -> None:
     found = [client.completions.create(model="toy", prompt=[5], max_tokens=12, extra_body=OURS) for _ in range(4)]
     assert len({each.choices[0].text for each in found}) > 1
@@ -289,9 +281,7 @@ def test_models(client: openai.OpenAI) -> None:
         client.completions.create(model="other", prompt="x")
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
-    branch_plan: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(branch_plan: Path, monkeypatch: Patch) -> None:
     def never(*_: object, **__: object) -> list[int]:
         raise AssertionError("it was encoded")
 
@@ -308,9 +298,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
             assert caught.value.code == "context_length_exceeded"
 
 
-def test_others_are_answered_while_a_prompt_is_encoded(
-    client: openai.OpenAI, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_answered_while_a_prompt_is_encoded(client: openai.OpenAI, address: str, monkeypatch: Patch) -> None:
     begun, resume, encoded = threading.Event(), threading.Event(), list[str]()
     original = Tokenizer.encode
 
@@ -333,7 +321,7 @@ def test_others_are_answered_while_a_prompt_is_encoded(
 
 
 @pytest.fixture
-def slow_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_passes(monkeypatch: Patch) -> None:
     """150 tokens take 8 s, or longer."""
     original = StepLoop.step
 

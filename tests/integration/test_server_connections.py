@@ -115,7 +115,6 @@ def test_a_client_that_reads_slowly_has_all_of_its_answer(branch_plan: Path) -> 
 
 
 def test_more_connections_than_open_files(branch_plan: Path) -> None:
-    """Two hundred open files, and three hundred clients that say nothing."""
     command = [sys.executable, "-m", "outrider.runtime", "serve", str(branch_plan), "--threads", "1", "--port", "0"]
     limited = ["bash", "-c", 'ulimit -n 200 && exec "$@"', "bash", *command, "--head-seconds", "2"]
     with subprocess.Popen(limited, stderr=subprocess.PIPE, text=True) as server:

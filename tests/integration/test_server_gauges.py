@@ -12,7 +12,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
-from outrider.runtime.server.readiness import warm_up
 from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import client_of, get, listening, settle, wait_until
 
@@ -76,7 +75,7 @@ def test_the_kv_caches_use_is_what_running_requests_have(
         handles = [runtime.submit(prompt, **LONG) for prompt in prompts]
         wait_until(lambda: runtime.scheduler_stats.rounds == 8 and runtime.scheduler_stats.kv_used > 0, 20)
         stats, found = runtime.scheduler_stats, scraped(address)
-        # All tokens have KV but the newest one of each; of those of the last pass, some may be counted a pass later.
+        # All tokens have KV but the newest one of each; some of the last pass may be counted a pass later.
         tokens = sum(map(len, prompts))
         expected = tokens + stats.new_tokens - len(prompts)
         assert expected - 2 * len(prompts) <= stats.kv_used <= expected + len(prompts)
@@ -108,9 +107,7 @@ def test_counts_and_times_are_those_of_the_answers(branch_plan: Path) -> None:
         settle(runtime)
         wait_until(lambda: scraped(address)["vllm:request_success_total{finished_reason=length}"] == 4, 20)
         found, stats = scraped(address), runtime.scheduler_stats
-    assert found["outrider_requests_submitted_total"] == stats.submitted
-    assert found["outrider_step_seconds_count"] == stats.rounds
-    assert found["outrider_cache_hits_total"] > 0
+    assert (found["outrider_requests_submitted_total"], found["outrider_step_seconds_count"]) == (4, stats.rounds)
     new = whole.usage.completion_tokens + usage.completion_tokens
     assert found["vllm:generation_tokens_total"] == found["outrider_new_tokens_total"] == new == 60
     assert found["vllm:prompt_tokens_total"] == found["outrider_prompt_tokens_total"] == 90
@@ -129,19 +126,8 @@ def test_counts_and_times_are_those_of_the_answers(branch_plan: Path) -> None:
     assert found["vllm:request_queue_time_seconds_count"] == 4
     for name in ("time_to_first_token", "e2e_request_latency", "request_decode_time", "request_time_per_output_token"):
         assert found[f"vllm:{name}_seconds_count"] == 3, name
-    phases = [found[f"vllm:request_{phase}_time_seconds_sum"] for phase in ("prefill", "decode", "inference")]
-    assert phases[0] + phases[1] == pytest.approx(phases[2])
     assert found["outrider_time_to_first_token_seconds_sum"] == found["vllm:time_to_first_token_seconds_sum"]
     assert found["outrider_request_seconds_count"] == 2
-
-
-@pytest.mark.parametrize("plan", ["branch_plan", "toy_plan"])
-def test_a_warm_up_is_a_request_like_others(plan: str, request: pytest.FixtureRequest) -> None:
-    runtime = Runtime.load(request.getfixturevalue(plan), threads=1)
-    warm_up(runtime)
-    stats = runtime.scheduler_stats
-    assert (stats.submitted, stats.finished, stats.failed, stats.new_tokens) == (1, 1, 0, 4)
-    runtime.close()
 
 
 def test_every_metric_is_in_the_table(branch_plan: Path) -> None:

@@ -80,7 +80,6 @@ def test_unknown_paths_models_and_types_of_bodies_are_named(address: str) -> Non
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_key_learns_what_another_asked(branch_plan: Path, shared: bool) -> None:
-    """`cached_tokens` shows what is in the cache."""
     kept = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=4096))
     prompt = "import os\nimport sys\ndef main("
     with listening(kept, api_key=["one", "two"], share_prefixes=shared) as address:

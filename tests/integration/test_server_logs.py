@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from outrider.runtime.server import request_log
 from outrider.runtime.server.connections import Limits
 from outrider.runtime.server.submitting import Submitter
 from outrider.runtime.step_loop import StepLoop
-from tests.integration.served import KEY, client_of, connected, get, listening, sent, settle, wait_until
+from tests.integration.served import KEY, client_of, connected, get, listening, sent, wait_until
 
+Patch = pytest.MonkeyPatch
 SECRET = "wombat"
 OURS: dict[str, Any] = {"ignore_eos": True}
 
@@ -110,29 +110,9 @@ def test_the_line_of_a_refused_request_has_its_code_alone(address: str, lines: L
     assert [line["path"] for line in lines.requests if line["path"].startswith("/health")] == ["/health/nowhere"]
 
 
-def test_the_line_of_a_client_that_goes_has_its_tokens(
-    address: str, runtime: Runtime, lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = StepLoop.step
-
-    def slowly(self: StepLoop, *arguments: Any) -> Any:
-        time.sleep(0.02)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(StepLoop, "step", slowly)
-    asked: dict[str, Any] = {"model": "toy", "prompt": [5], "max_tokens": 140, "stream": True}
-    asked |= {"extra_headers": {"x-request-id": "gone"}, "extra_body": OURS | {"drafter": "none"}}
-    with client_of(address, KEY) as client, client.completions.create(**asked) as stream:
-        next(iter(stream))
-    fields = lines.of("gone")
-    assert fields["finish_reason"] == "cancelled"
-    assert 1 <= fields["new_tokens"] < 140
-    settle(runtime)
-
-
 @pytest.mark.parametrize("log_requests", [True, False])
 def test_a_fault_of_the_server_has_the_requests_id_and_no_text(
-    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch, log_requests: bool
+    branch_plan: Path, lines: Lines, monkeypatch: Patch, log_requests: bool
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError(f"with {SECRET} in it")
@@ -151,7 +131,7 @@ def test_a_fault_of_the_server_has_the_requests_id_and_no_text(
 
 
 def test_a_failed_pass_is_in_the_line_of_each_of_its_requests(
-    branch_plan: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+    branch_plan: Path, lines: Lines, monkeypatch: Patch
 ) -> None:
     def fail(*_: object) -> None:
         raise PlanError("The device is lost.")

@@ -94,7 +94,6 @@ def test_a_form_that_allows_everything_changes_nothing(reference: Runtime) -> No
 def test_text_that_keeps_to_a_form_is_drafted(
     toy: Runtime, branch_plan: Path, drafter: str, temperature: float
 ) -> None:
-    """With the tokens of plain decoding, alone and beside others."""
     allowed = "[abc ]*" if drafter in ("ngram", "short") else "[ -~\u00a0-\u00ff]*"  # n-grams foresee what comes again
     form: Any = {"structured_outputs": {"regex": allowed}}
     options = Options(max_new_tokens=90, temperature=temperature, auto_disable=False, seed=0, **form)

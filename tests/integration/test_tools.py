@@ -202,7 +202,6 @@ def test_without_tools_to_call_there_are_none(served: Served) -> None:
 
 
 def test_a_conversation_continues_after_a_call(served: Served) -> None:
-    """The client sends the message back as it came, and the tool's result."""
     first = served.ask(tools=TOOLS[:1], tool_choice="required", temperature=0, parallel_tool_calls=False).choices[0]
     (call,) = first.message.tool_calls or ()
     messages = [*ASK, first.message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]

@@ -17,12 +17,12 @@ from outrider import Runtime, SchedulerConfig
 from outrider.plans.errors import BusyError, ClosedError, PlanError, RequestError, UnavailableError
 from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.handle import Handle
-from outrider.runtime.ray_serve.following import Failover, LostError, Message
+from outrider.runtime.ray_serve.following import Acknowledgement, Failover, LostError, Message, ReplicaRequest
 from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
 from outrider.runtime.ray_serve.replica import Callers, _messages, joined
-from outrider.runtime.ray_serve.replica_request import Acknowledgement, ReplicaRequest
 from outrider.runtime.scheduler_stats import SchedulerStats
 
+Patch = pytest.MonkeyPatch
 PROMPT = "def main(x): return"
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 3, "max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
 
@@ -141,7 +141,7 @@ class CutOff(Stream):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_was_held_back_at_the_cut_comes_once(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_what_was_held_back_at_the_cut_comes_once(runtime: Runtime, monkeypatch: Patch, seed: int) -> None:
     """A beginning of a stop string, or of a character."""
     monkeypatch.setattr(Replicas, "kind", CutOff)
     options = {**SAMPLED, "seed": seed, "drafter": "none"}
@@ -153,7 +153,7 @@ def test_what_was_held_back_at_the_cut_comes_once(runtime: Runtime, monkeypatch:
     assert "".join(span.text for span in spans) == found.text
 
 
-def test_the_kernels_of_the_first_tokens_are_sent_on(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_the_first_tokens_are_sent_on(runtime: Runtime, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Replicas, "kernels", {"processor": "A"})
     _, _, replicas = follow(runtime, [(3, LOST)])
     assert [dict(sent.kernels) for sent in replicas.sent] == [{}, {"processor": "A"}]
@@ -212,14 +212,14 @@ class Stopped(Stream):
         await asyncio.sleep(1000)
 
 
-def test_a_replica_that_stops_is_left_at_the_deadline(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_stops_is_left_at_the_deadline(runtime: Runtime, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Replicas, "kind", Stopped)
     found, _, _ = follow(runtime, [], deadline=1.0)
     assert found.finish_reason is FinishReason.DEADLINE
     assert 0 < len(found.token_ids) < 40
 
 
-def test_a_caller_that_cancels_is_heard_at_once(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_cancels_is_heard_at_once(runtime: Runtime, monkeypatch: Patch) -> None:
     async def run(ends: list[tuple[int, Exception | None]], tokens: int) -> Generation:
         replicas = Replicas(runtime, ends)
         remote = RemoteRuntime(runtime._plan, replicas, SchedulerConfig(), Failover(patience=60.0))
@@ -281,7 +281,6 @@ def test_closing_while_a_request_comes_in_cancels_it_too(runtime: Runtime) -> No
 
 
 def test_a_request_that_a_replica_has_does_not_wait(runtime: Runtime) -> None:
-    """Nor does one that finds a free place."""
 
     async def run() -> None:
         remote = RemoteRuntime(runtime._plan, Replicas(runtime, []), SchedulerConfig(2, max_waiting=1))

@@ -35,41 +35,34 @@ ONE = '<tool_call>\n{"name": "get", "arguments": {"city": "}\\"é"}}\n</tool_cal
 TWO = '<tool_call>\n{"name": "get-all", "arguments": {"n":\n  1, "m": [{}, "]"]}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("text", "auto", "must", "alone"),
-    [
-        ("", True, False, False),
-        ("an answer {", True, False, False),
-        (ONE, True, True, True),
-        (f"first this:\n{ONE}", True, False, False),
-        (f"{ONE}\n{TWO}", True, True, False),
-        (f"{ONE} and this", False, False, False),
-        ("a <tool_call> of mine", False, False, False),
-        (ONE.replace("get", "got"), False, False, False),
-        (ONE.replace('"city"', '"town"'), False, False, False),
-        (ONE.removesuffix("</tool_call>"), False, False, False),
-    ],
-)
-def test_what_an_answer_may_be(text: str, auto: bool, must: bool, alone: bool) -> None:
-    assert takes(calling(HERMES).grammar, text) == auto
-    assert takes(calling(HERMES, must=True).grammar, text) == must
-    assert takes(calling(HERMES, must=True, several=False).grammar, text) == alone
+CITY_OF_LLAMA = '{"name": "get", "parameters": {"city": "x"}}'
 
 
 @pytest.mark.parametrize(
-    ("text", "auto", "must"),
+    ("form", "text", "auto", "must", "alone"),
     [
-        ("", True, False),
-        ("an answer {", True, False),
-        ('{"name": "get", "parameters": {"city": "x"}}', True, True),
-        ('{"name": "get", "parameters": {"city": "x"}} ', False, False),
-        ('{"name": "get", "arguments": {"city": "x"}}', False, False),
-        ('{"an": "object"}', False, False),
+        (HERMES, "an answer {", True, False, False),
+        (HERMES, ONE, True, True, True),
+        (HERMES, f"first this:\n{ONE}", True, False, False),
+        (HERMES, f"{ONE}\n{TWO}", True, True, False),
+        (HERMES, f"{ONE} and this", False, False, False),
+        (HERMES, "a <tool_call> of mine", False, False, False),
+        (HERMES, ONE.replace("get", "got"), False, False, False),
+        (HERMES, ONE.replace('"city"', '"town"'), False, False, False),
+        (HERMES, ONE.removesuffix("</tool_call>"), False, False, False),
+        (LLAMA, "", True, False, False),
+        (LLAMA, "an answer {", True, False, False),
+        (LLAMA, CITY_OF_LLAMA, True, True, True),
+        (LLAMA, f"{CITY_OF_LLAMA} ", False, False, False),
+        (LLAMA, '{"name": "get", "arguments": {"city": "x"}}', False, False, False),
+        (LLAMA, '{"an": "object"}', False, False, False),
     ],
 )
-def test_without_a_trigger_the_first_character_decides(text: str, auto: bool, must: bool) -> None:
-    assert takes(calling(LLAMA).grammar, text) == auto
-    assert takes(calling(LLAMA, must=True).grammar, text) == must
+def test_what_an_answer_may_be(form: ToolFormat, text: str, auto: bool, must: bool, alone: bool) -> None:
+    """Without a trigger, as in Llama's format, the first character decides."""
+    assert takes(calling(form).grammar, text) == auto
+    assert takes(calling(form, must=True).grammar, text) == must
+    assert takes(calling(form, must=True, several=False).grammar, text) == alone
 
 
 def read(way: ToolCalling, pieces: list[str]) -> tuple[str, list[tuple[str, str]], bool]:

@@ -83,7 +83,7 @@ class Oracle:
         chat = "messages" in body
         kind: TypeAdapter[ChatRequest | CompletionRequest] = TypeAdapter(ChatRequest if chat else CompletionRequest)
         submitted = self._submitter.submit(kind.validate_python({**body, "drafter": "none"}))
-        written = Written("", "", "", MODEL, self.runtime, chat=chat)
+        written = Written(MODEL, self.runtime, chat=chat)
         written.describe(submitted, None)
         answer = Answer(200, done=True)
         found = [handle.result() for handle in submitted.handles]
