@@ -364,8 +364,8 @@ def test_rows_with_and_without_partial_kv_and_every_drafter_share_passes(
 
 
 def test_lossy_rows_read_their_own_partial_caches(everything: Runtime) -> None:
-    """A lossy row has the tokens that it has alone where its prompt is fed in the same chunks: without a drafter, and both
-    are asked for at once, so that the second prompt goes in after the first, before the first row's next full pass."""
+    """A lossy row has the tokens that it has alone where its prompt is fed in the same chunks: without drafts, and with
+    both asked for at once, so that the second prompt goes in before the first row's next full pass."""
     lengths = (64, 48)
     options = Options(max_new_tokens=50, drafter="none", ignore_eos=True)
     alone = [everything.generate(prompt(8, length), partial_kv="lossy", **options) for length in lengths]
