@@ -118,10 +118,6 @@ TOY_EXPERTS: dict[str, object] = {
 }
 
 
-LATER_LAYERS = 0.25
-"""What projections to the residual stream are multiplied by, in all layers but the first."""
-
-
 def _toy_model(sizes: dict[str, object]) -> PreTrainedModel:
     if "num_experts" in sizes:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
@@ -139,10 +135,10 @@ def write_toy_checkpoint(folder: Path, noise: float = 0.0, *, experts: bool = Fa
     model: PreTrainedModel = _toy_model(sizes)
     with torch.no_grad():
         for layer in model.model.layers[1:]:
-            layer.self_attn.o_proj.weight *= LATER_LAYERS
+            layer.self_attn.o_proj.weight *= 0.25
             for name, parameter in layer.mlp.named_parameters():
                 if "down_proj" in name:
-                    parameter *= LATER_LAYERS
+                    parameter *= 0.25
         if noise:
             first = _toy_model(sizes | {"num_hidden_layers": 1})
             first.load_state_dict(model.state_dict(), strict=False)

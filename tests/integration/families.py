@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from outrider.compiler.held_out import read_text
 from tests.compiler.conftest import new_model
-from tests.integration.quantised import calibration_text
+from tests.conftest import HELD_OUT
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -132,6 +133,13 @@ capacity: {{context: 160, prefill_chunk: 16, branches: 16, batching: true}}
 """
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 DRAFTERS = ("none", "ngram", "chain", "bushy")
+
+
+def calibration_text(folder: Path) -> Path:
+    """Write a little of the reference's calibration text."""
+    text, lines = folder / "text.jsonl", read_text(HELD_OUT.with_name("calibration.jsonl.gz")).splitlines()
+    text.write_text("".join(f"{line}\n" for line in lines[:2]))
+    return text
 
 
 def write_toy(name: str, folder: Path, tokenizer: Path) -> None:

@@ -177,8 +177,6 @@ ATTENTION = Counter(  # a layer's kernels in GroupQueryAttention, by a part of t
         "TransposeCtx": 1,
     }
 )
-OTHERS = Counter({"cublasGemmEx": 5, "SkipLayerNormKernel": 2, "OP_QuickGelu": 1, "OP_Mul": 1})
-"""The others of a layer: products of q, k and v, the output, the gate, and up and down; residual sums with norms."""
 
 
 def test_a_layer_in_float16_is_sixteen_kernels_seven_of_them_attention(
@@ -197,8 +195,7 @@ def test_a_layer_in_float16_is_sixteen_kernels_seven_of_them_attention(
             assert count(name, kernels) == each * layers
         if layers == LAYERS:
             outside = 12  # embedding, first norm, last sum and norm, logits; the bias and the last slot
-            assert all(count(name, kernels) >= each * LAYERS - 1 for name, each in OTHERS.items())
-            assert len(kernels) <= (ATTENTION + OTHERS).total() * LAYERS + outside
+            assert len(kernels) <= 16 * LAYERS + outside
             copied = [int(each.text.split()[3]) for each in graph if each.event == "captured copy"]
             assert sum(copied) <= 8
     assert passes.keys() == {0, 2, LAYERS}  # our ops, the drafter with a level, the target

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from outrider import PrefixCacheConfig, Runtime
+from outrider import Runtime
 from outrider.plans import names
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plugins.reference import block_select, block_summary, partial_kv_gather
@@ -201,19 +201,6 @@ def test_lossy_mode_is_repeatable_and_is_in_the_statistics(long: Runtime) -> Non
         assert whole(found[0].stats)
 
 
-def test_the_prefix_cache_serves_lossless_sessions(long_plan: Path) -> None:
-    runtime = Runtime.load(long_plan, threads=1, prefix_cache=PrefixCacheConfig())
-    assert runtime.prefix_cache is not None
-    assert set(runtime.prefix_cache.shapes) == {names.TARGET, "head", "block", "chain", "bushy", "sure"}  # no copies
-    tokens = prompt(6, 90)
-    expected = runtime.session().generate(tokens, max_new_tokens=50, partial_kv="off", ignore_eos=True).token_ids
-    for drafter in ("head", "chain", "ngram", "none", "head"):
-        found = runtime.session().generate(tokens, max_new_tokens=50, drafter=drafter, ignore_eos=True)
-        assert found.token_ids == expected
-        assert found.stats.cached_tokens > 60
-        assert found.stats.partial_rounds > 0
-
-
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])
 @pytest.mark.parametrize("drafter", ["head", "chain", "mixed"])
 def test_where_the_cache_breaks_full_kv_continues_with_one_warning(
@@ -376,20 +363,9 @@ def test_rows_with_and_without_partial_kv_and_every_drafter_share_passes(
             assert (own.partial_rounds > own.refreshes > 0) == (options["partial_kv"] == "lossless")
 
 
-def test_passes_over_the_partial_cache_change_no_token_of_a_head_accepted_by_rejection(everything: Runtime) -> None:
-    """By rejection, tokens depend on every draft, and a head drafts from the features of the pass before."""
-    options = Options(drafter="classical-head", temperature=1.0, max_new_tokens=40, ignore_eos=True)
-    alone = [everything.generate(prompt(seed, 27), seed=seed, **options).token_ids for seed in range(4)]
-    company = Options(partial_kv="lossless", **asked(0, 75))  # type: ignore[misc]
-    requests = [(prompt(0, 75), company), *((prompt(seed, 27), Options(seed=seed, **options)) for seed in range(4))]  # type: ignore[misc]
-    first, *found = everything.submit_all(requests)
-    assert [handle.result().token_ids for handle in found] == alone
-    assert first.result().stats.partial_rounds > 0  # once the others were over
-
-
 def test_lossy_rows_read_their_own_partial_caches(everything: Runtime) -> None:
-    """A lossy row has the tokens that it has alone where its prompt is fed in the same chunks: nobody drafts, and both
-    are asked for at once, so that the second prompt goes in after the first, before the first row's next full pass."""
+    """A lossy row has the tokens that it has alone where its prompt is fed in the same chunks: without drafts, and with
+    both asked for at once, so that the second prompt goes in before the first row's next full pass."""
     lengths = (64, 48)
     options = Options(max_new_tokens=50, drafter="none", ignore_eos=True)
     alone = [everything.generate(prompt(8, length), partial_kv="lossy", **options) for length in lengths]

@@ -82,6 +82,7 @@ def expect_the_tokens_of_the_target_alone(
     user = RandomUse(alone, used, mode, seed, **drafters)
     user.run(rounds)
     assert user.compared > rounds
+    assert user.partial_rounds > 0 or alone.manifest.partial_kv is None or rounds < 25
     assert used.close(timeout=60)
     if used.prefix_cache is not None:
         used.prefix_cache.check()
@@ -113,7 +114,7 @@ class RandomUse:
         self._beginnings = [self._tokens(60) for _ in range(6)]
         self._expected: dict[str, Generation] = {}
         self._same_bits = used.backend == alone.backend == "onnxruntime-cpu"
-        self.compared = 0
+        self.compared = self.partial_rounds = 0
 
     def run(self, rounds: int) -> None:
         ways = (self._generate, self._submit, self._branches, self._session)
@@ -176,6 +177,7 @@ class RandomUse:
             assert isinstance(found, Generation)
             assert (found.text, found.logprobs) == (expected.text, expected.logprobs), (drafting, key)
         self.compared += 1
+        self.partial_rounds += found.stats.partial_rounds if isinstance(found, Generation) else 0
 
     def _generate(self) -> None:
         prompt, sampling = self._prompt(), self._sampling()

@@ -130,7 +130,7 @@ def test_tokens_have_the_distribution_of_the_target(
 
 @pytest.mark.parametrize("drafter", REJECTING)
 def test_tokens_do_not_depend_on_slots_that_neighbours_have_left(everything: Runtime, drafter: str) -> None:
-    """A sequence that is alone after them drafts at once, as if nobody had been there."""
+    """A sequence that is alone after them drafts at once, as if it had always been alone."""
     options = Options(max_new_tokens=90, temperature=1.0, seed=11, ignore_eos=True)
     engine = everything.engines.borrow()
     engine.warm_up("in-one-sequence")

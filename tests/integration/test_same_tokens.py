@@ -120,16 +120,6 @@ def test_rows_are_computed_again_only_for_features_that_are_lost(toy: Runtime) -
     assert 50 < again.stats.reused_tokens < 62  # plain steps left no features after them
 
 
-def test_chunked_prefill_gives_the_tokens_of_feeding_the_prompt_one_by_one(toy: Runtime) -> None:
-    prompt = [(7 * i) % 290 + 1 for i in range(90)]
-    session = toy.session()
-    for token in prompt[:-1]:
-        session.generate([token], max_new_tokens=1, drafter="none", ignore_eos=True)
-        session.truncate(len(session.token_ids) - 1)
-    one_by_one = session.generate(prompt[-1:], max_new_tokens=40, temperature=1.0, seed=5, drafter="none")
-    assert one_by_one.token_ids == toy.generate(prompt, max_new_tokens=40, temperature=1.0, seed=5).token_ids
-
-
 @pytest.mark.parametrize(
     ("sampling", "count"),
     [(SAMPLINGS[0], 2), *(pytest.param(each, 120, marks=pytest.mark.long) for each in SAMPLINGS)],

@@ -231,9 +231,13 @@ def runtime(plan: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
             yield made
 
 
+@pytest.fixture
+def expected(runtime: Runtime) -> list[list[int]]:
+    return [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in PROMPTS]
+
+
 @pytest.mark.parametrize("place", [0, 10, -1])
-def test_it_ends_alone(runtime: Runtime, place: int) -> None:
-    expected = [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in PROMPTS]
+def test_a_request_with_nan_logits_ends_alone(runtime: Runtime, expected: list[list[int]], place: int) -> None:
     spoilt = [*PROMPTS[0]]
     spoilt[place] = LARGE
     asked: list[tuple[list[int], Any]] = [
@@ -247,7 +251,7 @@ def test_it_ends_alone(runtime: Runtime, place: int) -> None:
         assert [handle.result(60).token_ids for handle in handles] == expected
 
 
-def test_prompts_that_are_computed_beside_it_are_computed_again(runtime: Runtime) -> None:
+def test_prompts_that_are_computed_beside_nan_logits_are_computed_again(runtime: Runtime) -> None:
     """In chunks, before any sequence has a token that would show the fault; also if the faulty one is cancelled."""
     long = [[20 + place, *range(30, 100)] for place in range(2)]
     expected = [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in long]
@@ -264,9 +268,8 @@ def test_prompts_that_are_computed_beside_it_are_computed_again(runtime: Runtime
 
 
 def test_infinite_logits_end_a_request_for_log_probabilities_alone(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in PROMPTS]
 
     def refuse(logits: np.ndarray, token: int, top: int) -> TokenLogprob:
         return logprobs(np.where(np.arange(len(logits)) == token, np.float32(np.inf), logits), token, top)
@@ -282,9 +285,8 @@ def test_infinite_logits_end_a_request_for_log_probabilities_alone(
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_draft_that_is_at_fault_changes_no_token(
-    runtime: Runtime, together: bool, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, expected: list[list[int]], together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [runtime.generate(each, drafter="none", **OPTIONS).token_ids for each in PROMPTS]
     monkeypatch.setattr(Drafting, "_host_draft", lambda *given: Draft([LARGE], np.array([-1])))
     asked = Options(drafter="ngram") | OPTIONS
     handles = runtime.submit_all([(each, asked) for each in PROMPTS]) if together else []
@@ -292,7 +294,7 @@ def test_a_draft_that_is_at_fault_changes_no_token(
     assert [each.token_ids for each in found] == expected
 
 
-def test_a_session_continues_after_it(runtime: Runtime) -> None:
+def test_a_session_continues_after_nan_logits(runtime: Runtime) -> None:
     session = runtime.session()
     with pytest.raises(PlanError, match="NaN"):
         session.generate([*PROMPTS[0], LARGE], drafter="chain", **OPTIONS)
