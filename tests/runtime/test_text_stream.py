@@ -204,7 +204,7 @@ def test_text_that_may_start_a_stop_string_is_held_back_until_decided() -> None:
         text_stream = TextStream(tokenizer, stop=stop)
         assert [text_stream.push([letters[letter.encode()]]).text for letter in text] == shown
     text_stream = TextStream(tokenizer, stop=["e"])
-    text_stream.least = 1  # the token that this many come before is the first that counts
+    text_stream.least = 1  # stop strings count after this number of tokens
     assert text_stream.push([letters[b"e"]] * 2).text == "e"
     assert text_stream.stopped == "e"
 
