@@ -9,7 +9,7 @@ from typing import Any
 from weakref import finalize
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from outrider.plans import names
 from outrider.plans.buffers import DType
@@ -199,6 +199,20 @@ class DeviceBuffers(Buffers):
         (a, i), (b, j) = ((self.memory[names.buffer_name(model, tensor)], row) for model, tensor, row in (source, to))
         with self.device.lock():
             self.device.copy(b.address + j * b.row_bytes, a.address + i * a.row_bytes, count * a.row_bytes)
+
+
+class OnDevice:
+    """The part that backends on a device share: one device and one stream for all sessions, on which engines and ops
+    run in order. With `records`, rounds are recorded, engines too unless they record themselves."""
+
+    def __init__(self, device: Device, *, records: bool, records_engines: bool = True) -> None:
+        self.device, self.records, self.records_engines = device, records, records_engines
+
+    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
+        return DeviceKv.allocate(self.device, planes, heads, slots, size, dtype)
+
+    def buffers(self, plan: BackendPlan) -> Buffers:
+        return DeviceBuffers(plan, self.device, records=self.records, records_engines=self.records_engines)
 
 
 def _give_back(device: Device, recorder: Recorder | None, addresses: list[int], marks: dict[int, Any]) -> None:

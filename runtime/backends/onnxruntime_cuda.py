@@ -22,7 +22,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import DTypeLike
 
 from outrider.plans import names
 from outrider.plans.buffers import DType, Tensor
@@ -32,11 +31,9 @@ from outrider.plans.manifest import BackendPlan, Engine
 from outrider.plans.onnx_operators import check_operators
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine, Settings
 from outrider.runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
-from outrider.runtime.backends.device import DeviceBuffers, Memory
-from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.device import DeviceBuffers, Memory, OnDevice
 from outrider.runtime.backends.one_thread import OneThread
 from outrider.runtime.execution.buffers import Buffers
-from outrider.runtime.kv.memory import KvMemory
 
 _PROVIDER = "CUDAExecutionProvider"
 LIBRARIES = ("libcudart.so.{cuda}", "libcublasLt.so.{cuda}", "libcublas.so.{cuda}", "libcurand.so.10", "libcudnn.so.9")
@@ -82,12 +79,11 @@ def _loads(library: str) -> bool:
     return True
 
 
-class OnnxRuntimeCuda:
-    """One device and one stream for all sessions, on which engines and ops run in order."""
-
+class OnnxRuntimeCuda(OnDevice):
     def __init__(self, plan: BackendPlan, settings: Settings) -> None:
-        self._thread = OneThread() if settings.cuda_graphs else None
         self._device = CudaDevice()
+        super().__init__(self._device, records=settings.cuda_graphs, records_engines=False)
+        self._thread = OneThread() if settings.cuda_graphs else None
         self._kernels = PlanKernels(self._device, plan.kernels)
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
@@ -125,12 +121,6 @@ class OnnxRuntimeCuda:
         if graphs:
             provider["enable_cuda_graph"] = "1"
         return ort.InferenceSession(str(path), options, providers=[(_PROVIDER, provider)], enable_fallback=0)
-
-    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
-        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
-
-    def buffers(self, plan: BackendPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records=self._thread is not None)
 
 
 class DeviceEngine:

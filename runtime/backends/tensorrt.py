@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import DTypeLike
-
 from outrider.plans.errors import PlanError
 from outrider.plans.extras import install
 from outrider.plans.manifest import BackendPlan, Engine
@@ -27,12 +25,10 @@ from outrider.runtime.backends.cuda_driver import (
     driver_version,
     fitting_kernels,
 )
-from outrider.runtime.backends.device import DeviceBuffers
-from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.device import DeviceBuffers, OnDevice
 from outrider.runtime.backends.kept_kernels import KeptKernels, kernel_file
 from outrider.runtime.backends.tensorrt_context import BoundEngine, ContextMaker, Kernels
 from outrider.runtime.execution.buffers import Buffers
-from outrider.runtime.kv.memory import KvMemory
 
 
 @dataclass(frozen=True)
@@ -92,14 +88,12 @@ def runs_on(own: str, device: str) -> bool:
     return own == device
 
 
-class TensorRt:
-    """One device and one stream for all sessions."""
-
+class TensorRt(OnDevice):
     def __init__(self, library: Library, plan: BackendPlan, settings: Settings) -> None:
-        self._library, self._records = library, settings.cuda_graphs
-        self._trt = importlib.import_module(library.package)
-        self._device = CudaDevice()
-        self._cubin = PlanKernels(self._device, plan.kernels)
+        device = CudaDevice()
+        super().__init__(device, records=settings.cuda_graphs)
+        self._library, self._trt = library, importlib.import_module(library.package)
+        self._cubin = PlanKernels(device, plan.kernels)
         self._log = make_log(self._trt)
         self._runtime = self._trt.Runtime(self._log)
         self.activations = 0  # bytes of scratch memory that any engine needs
@@ -121,12 +115,6 @@ class TensorRt:
         maker = ContextMaker(self._trt, self._log, built, engine, self._kernels(path))
         self.activations = max(self.activations, maker.activations)
         return _LoadedEngine(maker, self)
-
-    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
-        return DeviceKv.allocate(self._device, planes, heads, slots, size, dtype)
-
-    def buffers(self, plan: BackendPlan) -> Buffers:
-        return DeviceBuffers(plan, self._device, records=self._records, records_engines=True)
 
     def _kernels(self, engine: Path) -> Kernels | None:
         """What keeps the kernels of the engine at `engine`, if the library compiles any here."""

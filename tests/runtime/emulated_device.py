@@ -19,19 +19,17 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from outrider.plans.manifest import BackendPlan, Engine
 from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
 from outrider.runtime.backends.cuda_driver import Box, PinnedMemory
-from outrider.runtime.backends.device import DeviceBuffers
-from outrider.runtime.backends.device_kv import DeviceKv
+from outrider.runtime.backends.device import OnDevice
 from outrider.runtime.backends.kernel_engines import KernelEngines
 from outrider.runtime.backends.one_thread import OneThread
 from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
 from outrider.runtime.execution.buffers import Buffers
-from outrider.runtime.kv.memory import KvMemory
 from tests.plugins.emulator import ANY_THREADS, Emulator
 
 
@@ -204,19 +202,6 @@ def driven(kind: str, make: Callable[[Any], Any]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(BACKENDS, kind, Driver(lambda target: None, lambda target, settings: make(target)))
         yield
-
-
-class OnDevice:
-    """The part of a backend that is the same for all engines on an emulated device."""
-
-    def __init__(self, device: EmulatedDevice, *, records: bool = False, records_engines: bool = True) -> None:
-        self.device, self.records, self.records_engines = device, records, records_engines
-
-    def kv_memory(self, planes: int, heads: int, slots: int, size: int, dtype: DTypeLike) -> KvMemory:
-        return DeviceKv.allocate(self.device, planes, heads, slots, size, dtype)
-
-    def buffers(self, plan: BackendPlan) -> Buffers:
-        return DeviceBuffers(plan, self.device, records=self.records, records_engines=self.records_engines)
 
 
 class EmulatedBackend(OnDevice):

@@ -25,11 +25,11 @@ from outrider.plans.buffers import Tensor
 from outrider.plans.manifest import Engine
 from outrider.plugins.tensorrt import DISTINCT
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
-from outrider.runtime.backends.device import DeviceBuffers
+from outrider.runtime.backends.device import DeviceBuffers, OnDevice
 from outrider.runtime.backends.tensorrt_context import shape_of
 from outrider.runtime.execution.buffers import Buffers
 from tests.plugins.tensorrt_stand_in import StandIn
-from tests.runtime.emulated_device import EmulatedDevice, OnDevice
+from tests.runtime.emulated_device import EmulatedDevice
 
 
 class GraphsInPlaceOfEngines:

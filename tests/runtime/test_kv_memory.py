@@ -57,17 +57,6 @@ def test_rows_and_pages(device: EmulatedDevice, copies: list[tuple[int, int, int
         np.testing.assert_array_equal(mine.array(0, SLOTS), other.array(0, SLOTS))
 
 
-def test_to_and_from_the_host(device: EmulatedDevice) -> None:
-    there = DeviceKv.allocate(device, PLANES, HEADS, SLOTS, SIZE, np.float32)
-    numbers = np.random.default_rng(0).normal(size=(PLANES, HEADS, 5, SIZE)).astype(np.float32)
-    there.copy(4, HostKv(numbers), 0, 5)
-    back = host_kv(PLANES, HEADS, SLOTS, SIZE, np.float32)
-    back.copy(1, there, 4, 5)
-    np.testing.assert_array_equal(back.array(1, 5), numbers)
-    assert not back.array(0, 1).any()
-    assert not there.array(0, 4).any()
-
-
 def test_memory_is_given_back(device: EmulatedDevice) -> None:
     gc.collect()
     before = device.held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -161,33 +161,25 @@ def test_what_is_found_has_the_rows_that_were_kept(lines: list[tuple[list[int], 
 @pytest.mark.parametrize("operations", [5_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_operations_from_many_threads(operations: int) -> None:
     kept = cache(60 * PAGE, min_prefix_length=2)
-    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
-        try:
-            for step in range(operations // 8):
-                tokens = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
-                what = draw.random()
-                if what < 0.35:
-                    insert(kept, tokens, draw.randrange(len(tokens) + 1))
-                elif what < 0.9:
-                    check_match(kept, kept.match(tokens), tokens)
-                elif what < 0.97:
-                    kept.remove(tokens)
-                else:
-                    kept.evict(draw.randrange(60 * PAGE))
-                if step % 100 == 0:
-                    kept.check()
-        except BaseException as error:
-            failures.append(error)
+        for step in range(operations // 8):
+            tokens = [draw.randrange(3) for _ in range(draw.randrange(1, 40))]
+            what = draw.random()
+            if what < 0.35:
+                insert(kept, tokens, draw.randrange(len(tokens) + 1))
+            elif what < 0.9:
+                check_match(kept, kept.match(tokens), tokens)
+            elif what < 0.97:
+                kept.remove(tokens)
+            else:
+                kept.evict(draw.randrange(60 * PAGE))
+            if step % 100 == 0:
+                kept.check()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))  # raises what a thread has raised
     kept.check()
     assert kept.in_use == 0
     kept.clear()

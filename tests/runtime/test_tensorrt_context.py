@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,15 +29,12 @@ ONE, TREE, CHUNK = (
 
 
 class Context:
-    """Notes calls; those named in `refuses` return False, those in `lacks` are not there."""
+    """Notes calls; those named in `refuses` return False."""
 
-    def __init__(self, number: int, calls: list[tuple[Any, ...]], refuses: set[str], lacks: set[str]) -> None:
-        self._number, self._calls, self._refuses, self._lacks = number, calls, refuses, lacks
+    def __init__(self, number: int, calls: list[tuple[Any, ...]], refuses: set[str]) -> None:
+        self._number, self._calls, self._refuses = number, calls, refuses
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._lacks:
-            raise AttributeError(f"IExecutionContext has no attribute {name!r}")
-
         def call(*arguments: Any) -> bool:
             self._calls.append((self._number, name, *arguments))
             return name not in self._refuses
@@ -55,7 +50,6 @@ class Library:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.refuses: set[str] = set()
-        self.lacks: set[str] = set()
         self.made = 0
         self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user")
         self.CudaGraphStrategy = SimpleNamespace(DISABLED="disabled")
@@ -76,7 +70,7 @@ class Library:
     def create_execution_context(self, config: Any) -> Context:
         assert config is self.config
         self.made += 1
-        return Context(self.made, self.calls, self.refuses, self.lacks)
+        return Context(self.made, self.calls, self.refuses)
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return (1000, 5000)[profile]
@@ -92,8 +86,6 @@ class Library:
     def save(self) -> None:
         self.saved += 1
 
-    def clear(self) -> None: ...
-
     def said(self) -> str:
         return "what the library says"
 
@@ -101,11 +93,6 @@ class Library:
         maker = ContextMaker(self, self, self, ENGINE, self.kernels if jit else None)
         bound = {"token_ids": "ids", "past_length": "past", "logits": "logits"}
         return BoundEngine(maker, self, bound, maker.activations)  # type: ignore[arg-type]
-
-    @contextmanager
-    def taken(self) -> Iterator[list[tuple[Any, ...]]]:
-        self.calls.clear()
-        yield self.calls
 
 
 def test_a_context_gets_its_profile_then_its_memory() -> None:
@@ -127,11 +114,11 @@ def test_a_context_gets_its_profile_then_its_memory() -> None:
 def test_plain_steps_share_a_context_of_their_profile() -> None:
     library = Library()
     run = library.bind()
-    with library.taken() as calls:
-        for sizes in (ONE, ONE, TREE, CHUNK, ONE):
-            run(sizes)
+    library.calls.clear()
+    for sizes in (ONE, ONE, TREE, CHUNK, ONE):
+        run(sizes)
     ran = "execute_async_v3"
-    assert calls == [
+    assert library.calls == [
         (1, "set_input_shape", "token_ids", (1,)), (1, ran, 7), (1, ran, 7),
         (1, "set_input_shape", "token_ids", (9,)), (1, ran, 7),
         (2, "set_input_shape", "token_ids", (80,)), (2, ran, 7),
@@ -142,22 +129,21 @@ def test_plain_steps_share_a_context_of_their_profile() -> None:
 def test_what_is_recorded_has_a_context_that_nothing_else_touches() -> None:
     library = Library()
     run = library.bind()
-    with library.taken() as calls:
-        library.recording = True
-        for sizes in (TREE, TREE, ONE, ONE):  # each plainly, then recorded
-            run(sizes)
-        library.recording = False
-        run(TREE)  # of a round that was not warmed up
+    library.recording = True
+    for sizes in (TREE, TREE, ONE, ONE):  # each plainly, then recorded
+        run(sizes)
+    library.recording = False
+    run(TREE)  # of a round that was not warmed up
     assert library.made == 4
     for number, new in ((3, 9), (4, 1)):
-        mine = [call[1:] for call in calls if call[0] == number]
+        mine = [call[1:] for call in library.calls if call[0] == number]
         assert mine[-4:] == [
             ("set_input_shape", "token_ids", (new,)),
             ("is_stream_capturable", 7),
             ("execute_async_v3", 7),
             ("execute_async_v3", 7),
         ]
-    assert calls[-2:] == [(1, "set_input_shape", "token_ids", (9,)), (1, "execute_async_v3", 7)]
+    assert library.calls[-2:] == [(1, "set_input_shape", "token_ids", (9,)), (1, "execute_async_v3", 7)]
 
 
 @pytest.mark.parametrize(
@@ -186,20 +172,19 @@ def test_a_shape_that_was_refused_is_set_again() -> None:
     with pytest.raises(PlanError):
         run(TREE)
     library.refuses.clear()
-    with library.taken() as calls:
-        run(ONE)
-    assert calls[0] == (1, "set_input_shape", "token_ids", (1,))
+    library.calls.clear()
+    run(ONE)
+    assert library.calls[0] == (1, "set_input_shape", "token_ids", (1,))
 
 
 def test_tensorrt_is_not_asked_what_it_does_not_know() -> None:
     """Only TensorRT for RTX says whether a context can be recorded, and keeps kernels."""
     library = Library()
-    library.lacks.add("is_stream_capturable")
     run = library.bind(jit=False)
     library.recording = True
-    with library.taken() as calls:
-        run(ONE)
-    assert calls[-1] == (3, "execute_async_v3", 7)
+    run(ONE)
+    assert "is_stream_capturable" not in {call[1] for call in library.calls}
+    assert library.calls[-1] == (3, "execute_async_v3", 7)
     library.recording = False
     run(ONE)
     del run

@@ -107,6 +107,28 @@ def test_a_text_is_encoded_as_in_transformers_and_streamed_without_half_a_charac
     assert shown + stream.finish() == whole
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "unigram without bytes"])
+@pytest.mark.parametrize("stop", ["日本", "👩‍👧", "e👩‍", "\u200d👧the", "é!"])
+def test_stop_strings_of_characters_that_many_tokens_spell(family: str, stop: str) -> None:
+    tokenizer = of(family)
+    the = tokenizer.encode_continuation("the")
+    for ids in (
+        [*the, *spelled(family, "日本"), *the, *spelled(family, "👩‍👧"), *the, *spelled(family, "é!"), *the],
+        tokenizer.encode(f"the end, {stop}the"),
+    ):
+        text = TextStream(tokenizer).push([*ids, *the]).text
+        for size in (1, 2, len(ids)):
+            stream, shown = TextStream(tokenizer, stop=[stop]), ""
+            for start in range(0, len(ids), size):
+                pushed = stream.push(ids[start : start + size])
+                shown += pushed.text
+                if pushed.stop:
+                    break
+            shown += stream.finish()
+            assert stop in text
+            assert (shown, stream.stopped) == (text[: text.index(stop)], stop)
+
+
 def test_special_tokens_part_no_character_and_print_nothing() -> None:
     for family in FAMILIES:
         tokenizer = of(family)

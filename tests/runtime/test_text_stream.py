@@ -155,6 +155,20 @@ def test_stop_strings_count_after_the_least_tokens(
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @cheap
+@given(data=st.data(), stops=STOPS)
+def test_a_stop_is_reported_at_the_token_that_completes_it(kind: str, data: st.DataObject, stops: list[str]) -> None:
+    """With the counted tokens the stop string is there; with one token less it is not, or not for sure."""
+    tokenizer = TOKENIZERS[kind]()
+    ids = data.draw(token_lists(tokenizer))
+    text, stop, count = stream(tokenizer, ids, stops, [3])
+    assert cut(tokenizer.decode(ids[:count]), stops) == (text, stop)
+    if stop is not None and count:
+        before = TextStream(tokenizer, (), stops)
+        assert before.push(ids[: count - 1]).stop is None
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@cheap
 @given(data=st.data())
 def test_a_context_is_continued(kind: str, data: st.DataObject) -> None:
     """After whole characters, what is streamed is what the decoded whole has more than the decoded context."""
@@ -189,6 +203,10 @@ def test_text_that_may_start_a_stop_string_is_held_back_until_decided() -> None:
     ):
         text_stream = TextStream(tokenizer, stop=stop)
         assert [text_stream.push([letters[letter.encode()]]).text for letter in text] == shown
+    text_stream = TextStream(tokenizer, stop=["e"])
+    text_stream.least = 1  # stop strings count after this number of tokens
+    assert text_stream.push([letters[b"e"]] * 2).text == "e"
+    assert text_stream.stopped == "e"
 
 
 def test_nothing_may_follow_a_stop_string() -> None:

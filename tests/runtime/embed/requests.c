@@ -2,9 +2,7 @@
  *
  * Prints tokens, log-probabilities and text of requests that ran together, a zero after each; FOLDER is for a file. */
 #include <math.h>
-#include <poll.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include "check.h"
 
@@ -135,7 +133,7 @@ static void together(outrider_runtime *runtime) {
   for (int i = 0; i < MANY; ++i) read_all(requests[i], i);
 }
 
-/* -- Reading: with a timeout, and when notified -------------------------------------------------------------------- */
+/* -- Reading: with a timeout, and when notified (tools/examples/c/serve_many.c has an event loop) ------------------ */
 
 static void timeouts(outrider_runtime *runtime) {
   OWN(params) params = slow_params(20);
@@ -153,35 +151,6 @@ static void timeouts(outrider_runtime *runtime) {
     over = span->over;
   }
   EXPECT(seen == 20 && empty > 0 && reason_at_the_end(request) == OUTRIDER_LENGTH);
-}
-
-static void write_down(void *user, outrider_request *request) {
-  EXPECT(write(*(int *)user, &request, sizeof request) == (ssize_t)sizeof request);
-}
-
-/* An event loop: it waits for a pipe alone. */
-static void event_loop(outrider_runtime *runtime) {
-  int ends[2];
-  EXPECT(pipe(ends) == 0);
-  OWN(params) params = params_of(30);
-  size_t seen = 0, over = 0;
-  for (int i = 0; i < 3; ++i) submit(runtime, params, write_down, &ends[1]);
-  while (over < 3) {
-    struct pollfd waiting = {.fd = ends[0], .events = POLLIN};
-    outrider_request *request = NULL;
-    EXPECT(poll(&waiting, 1, 60000) == 1);
-    EXPECT(read(ends[0], &request, sizeof request) == (ssize_t)sizeof request);
-    const outrider_span *span = NULL;
-    const outrider_status status = outrider_request_next(request, 0, &span);
-    if (status == OUTRIDER_TIMEOUT || status == OUTRIDER_INVALID_HANDLE) continue; /* an earlier call has had it */
-    EXPECT_OK(status);
-    seen += span->count;
-    over += (size_t)span->over;
-    if (span->over) EXPECT_OK(outrider_request_destroy(request)); /* nothing is notified any more */
-  }
-  EXPECT(seen == 90);
-  close(ends[0]);
-  close(ends[1]);
 }
 
 /* What a notification may do: read, submit, wait, and destroy its own request. */
@@ -405,7 +374,6 @@ int main(int count, char **words) {
   together(runtime);
   cached(runtime, words[1], words[2]);
   timeouts(runtime);
-  event_loop(runtime);
   destroyed_when_notified(runtime);
   slow_notification(runtime);
   ended(runtime);

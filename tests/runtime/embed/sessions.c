@@ -157,26 +157,11 @@ static int32_t ended(outrider_runtime *runtime, int destroyed) {
   return (int32_t)(intptr_t)reason;
 }
 
-static void logits_changed(outrider_runtime *runtime) {
-  OWN(session) session = create_session(runtime);
-  OWN(params) params = params_of(12);
-  OWN(result) result = NULL;
-  const int64_t *tokens;
-  size_t count;
-  EXPECT_OK(outrider_params_add_int(params, "allowed_token_ids", 17, 40));
-  EXPECT_OK(outrider_params_add_int(params, "allowed_token_ids", 17, 41));
-  EXPECT_OK(outrider_params_set_text(params, "logit_bias", 10, "{\"40\": 100, \"41\": -0.5}", 23));
-  EXPECT_OK(outrider_generate(session, "import", 6, params, NULL, NULL, &result));
-  EXPECT_OK(outrider_result_tokens(result, &tokens, &count));
-  for (size_t i = 0; i < count; ++i) EXPECT(tokens[i] == 40);
-}
-
 int main(int count, char **words) {
   EXPECT(count == 2);
   inspected(words[1]);
   OWN(runtime) runtime = open_plan(words[1]);
   results(runtime);
-  logits_changed(runtime);
   threads(runtime);
   EXPECT(ended(runtime, 0) == OUTRIDER_CANCELLED && slow_spans < 40);
   EXPECT(ended(runtime, 1) == OUTRIDER_LENGTH);
