@@ -80,8 +80,8 @@ def replicas_of(setting: Setting, count: int) -> Iterator[Replicas]:
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # short: Ray's sockets lie in it
     environment = {"RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     cache = ("--cache-tokens", "8192", "--cache-bytes", str(2**26))
-    own = ("--replicas", str(count), "--replica-cpus", "0.1", "--threads", str(setting.threads))
-    own += ("--max-waiting", "4096", *cache)
+    own = ["--replicas", str(count), "--replica-cpus", "0.1", "--threads", str(setting.threads)]
+    own += ["--max-waiting", "4096", *cache]
     server = Server(setting.plan, setting.file("ray.log"), own, environment, ("outrider.runtime.ray_serve",))
     started = set[int]()
     try:
