@@ -107,13 +107,11 @@ class RemoteRuntime:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
         shared = self._config.shares_rows(self.manifest.target)
         checked = check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
-        options = Options(**{**options, "seed": checked.request.sampling.seed})  # the same wherever it continues
+        options = Options(**{**options, "seed": checked.sampling.seed})  # the same wherever it continues
         sent = ReplicaRequest(
-            checked.token_ids, options, self.manifest.identity, priority, deadline, client, self._caller
+            list(checked.token_ids), options, self.manifest.identity, priority, deadline, client, self._caller
         )
-        followed = FollowedRequest(
-            sent, Handle(lambda: self._cancel(followed)), stays=self._why_it_stays(checked.request)
-        )
+        followed = FollowedRequest(sent, Handle(lambda: self._cancel(followed)), stays=self._why_it_stays(checked))
         return followed
 
     def _why_it_stays(self, request: Request) -> str | None:

@@ -139,7 +139,7 @@ def test_wrong_recipe_names_line_and_key(old: str, new: str, sentence: str, reci
 
 
 def test_all_faults_are_reported_in_the_order_of_the_file(recipe_file: Path) -> None:
-    text = FULL.replace("branches: 4", "branches: 40").replace("bfloat16", "int8").replace("max_draft: 2", "max: 2")
+    text = FULL.replace("branches: 4", "branches: 400").replace("bfloat16", "int8").replace("max_draft: 2", "max: 2")
     lines = refusal(recipe_file, text).splitlines()
     assert [line.split(" ")[0] for line in lines] == ["FILE:4:", "FILE:10:", "FILE:13:"]
 

@@ -224,7 +224,7 @@ import json, sys
 from outrider import PlanError, Runtime
 from outrider.runtime.backends import onnxruntime_cuda
 if sys.argv[2] == "unnoticed":
-    onnxruntime_cuda.missing_libraries = list
+    onnxruntime_cuda._missing_libraries = list
 try:
     Runtime.load(sys.argv[1], backend="onnxruntime-cuda")
 except PlanError as error:

@@ -302,3 +302,16 @@ def test_a_session_continues_after_nan_logits(runtime: Runtime) -> None:
     found = session.generate(PROMPTS[1], drafter="chain", **OPTIONS)
     assert found.token_ids == runtime.generate(PROMPTS[0] + PROMPTS[1], drafter="none", **OPTIONS).token_ids
     session.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batching", ["true", "false"])
+def test_a_plan_serves_128_branches(built: BuildOnce, batching: str) -> None:
+    capacity = f"{{context: 256, prefill_chunk: 16, branches: 128, batching: {batching}}}"
+    runtime = Runtime.load(built(f"many-{batching}", [f"capacity={capacity}"]), threads=1)
+    prompts = [[7 + place, 3, 1 + place % 5] for place in range(128)]
+    for drafter in ("none", "ngram", "head", "chain"):
+        options = Options(max_new_tokens=8, temperature=0.8, seed=3, ignore_eos=True, drafter=drafter)
+        handles = runtime.submit_all([(prompt, options) for prompt in prompts])
+        found = [handle.result(120).token_ids for handle in handles]
+        assert found[::16] == [runtime.generate(prompt, **options).token_ids for prompt in prompts[::16]]
