@@ -137,8 +137,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(generation_json(stream.result))
         return 0
-    for text in (span.text for span in stream) if arguments.stream else [stream.result.text]:
-        print(text, end="", flush=True)
+    if arguments.stream:
+        for span in stream:
+            print(span.text, end="", flush=True)
+    else:
+        print(stream.result.text, end="")
     print(flush=True)  # before the lines on stderr
     stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
     return 0

@@ -33,7 +33,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundTrace:
     """`position` is that of the first token committed. `entropy` is the drafter's, where that decides the length.
     `left_out` nodes more were drafted, and were not worth what verifying them costs.
 
@@ -47,7 +47,7 @@ class Round:
     entropy: float | None
     left_out: int = 0
 
-    def cut(self, kept: int) -> Round:
+    def cut(self, kept: int) -> RoundTrace:
         """Return the round with only the first `kept` of its tokens."""
         if kept == len(self.committed):
             return self
@@ -55,7 +55,7 @@ class Round:
         return replace(self, nodes=nodes, committed=self.committed[:kept])
 
 
-Watcher = Callable[[Round], None]
+Watcher = Callable[[RoundTrace], None]
 
 
 def read_round(
@@ -67,7 +67,7 @@ def read_round(
     accepted: NDArray[np.int64],
     draft: Draft | TreeInPlace | None,
     trials: NDArray[np.float64] | None,
-) -> Round:
+) -> RoundTrace:
     """The round of one sequence that has just run: the tip is token `root` of the step, with logits index `first`, and
     `drafted` nodes stand after it.
 
@@ -101,5 +101,5 @@ def read_round(
         )
     position = int(step.positions[root]) + 1
     if draft is None:
-        return Round(position, nodes, committed, None)
-    return Round(position, nodes, committed, draft.entropy, draft.left_out)
+        return RoundTrace(position, nodes, committed, None)
+    return RoundTrace(position, nodes, committed, draft.entropy, draft.left_out)

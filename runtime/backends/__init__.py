@@ -48,10 +48,10 @@ def _tensorrt(library: str) -> tuple[_Reason, _Make]:
     return partial(backend.reason_against, which), partial(backend.TensorRt, which)
 
 
-def _onnxruntime_cpu() -> tuple[_Reason, _Make]:
-    from outrider.runtime.backends import onnxruntime_cpu as backend
+def _onnxruntime_cpu(plan: BackendPlan, settings: Settings) -> Backend:
+    from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 
-    return lambda plan: None, lambda plan, settings: backend.OnnxRuntimeCpu(settings)
+    return OnnxRuntimeCpu(settings)
 
 
 BACKENDS: dict[str, Driver] = {
@@ -59,7 +59,7 @@ BACKENDS: dict[str, Driver] = {
     "tensorrt-rtx": _lazily(partial(_tensorrt, "RTX")),
     "onnxruntime-cuda": _lazily(_onnxruntime_cuda),
     "cuda": _lazily(_cuda),
-    "onnxruntime-cpu": _lazily(_onnxruntime_cpu),
+    "onnxruntime-cpu": Driver(lambda plan: None, _onnxruntime_cpu),
 }
 
 

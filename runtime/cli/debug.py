@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.trace import Node, Round
+from outrider.runtime.trace import Node, RoundTrace
 
 
 def log_to(console: Console) -> None:
@@ -41,7 +41,7 @@ class RoundPrinter:
     def __init__(self, tokenizer: Tokenizer, console: Console) -> None:
         self._tokenizer, self._console = tokenizer, console
 
-    def __call__(self, round_: Round) -> None:
+    def __call__(self, round_: RoundTrace) -> None:
         line = Text(f"{round_.position:6d} ", style="dim")
         if round_.entropy is not None:
             line.append(f"H {round_.entropy:.2f} ", style="dim")

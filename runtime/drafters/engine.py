@@ -257,7 +257,7 @@ class EngineDrafter(EngineState):
                 if first:
                     state.chain = state.end
                     entropies[number] = float(self._entropy[tree])
-                    own = by_number[number].request.limits.gamma or settings
+                    own = by_number[number].generation.request.limits.gamma or settings
                     if state.length is None or state.length.settings != own:
                         state.length = ChainLength(own)
                     left[number] = min(state.length.choose(entropies[number]), wanting[number])

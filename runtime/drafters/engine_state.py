@@ -60,14 +60,14 @@ class EngineState:
         self,
         settings: GraphDrafter,
         geometry: Geometry,
-        parts: Assembly,
+        assembly: Assembly,
         watch: Stopwatch,
         kept: KeptFeatures | None,
         *,
         engine: Engine,
     ) -> None:
         """`watch` has the time of the bookkeeping; `kept` is there for heads."""
-        name, buffers, programs = settings.name, parts.buffers, parts.programs
+        name, buffers, programs = settings.name, assembly.buffers, assembly.programs
         self.name, self.settings = name, settings
         least = LEAST_CHANCE if buffers.exchange is None else 0.0
         least = least if settings.least_chance is None else settings.least_chance
@@ -75,7 +75,7 @@ class EngineState:
         self.paired, self.rejects = settings.reads_features, settings.acceptance == "rejection"
         self._tree, self._lead, self._room = settings.tree, int(self.paired), geometry.context
         self._buffers, self._watch = buffers, watch
-        self._step: DraftStep = parts.draft_steps[name]
+        self._step: DraftStep = assembly.draft_steps[name]
         self._extend = programs[names.extend(name)]
         self._draft = programs.get(names.draft(name))
         several = geometry.branches > 1

@@ -294,8 +294,8 @@ class Options(TypedDict, total=False):
     on_round: Annotated[
         Watcher | None,
         Option(
-            Function("a function of one `Round`"),
-            "called with a `trace.Round` after each round; what it raises ends the request",
+            Function("a function of one `RoundTrace`"),
+            "called with a `trace.RoundTrace` after each round; what it raises ends the request",
             doors=NONE,
         ),
     ]

@@ -211,7 +211,8 @@ def lives(actor: str) -> bool:
 
 
 class Callers:
-    """Belongs to one event loop, in which a task looks after callers while there are any."""
+    """Cancels the requests of ingresses that have died: nobody reads them. Belongs to one event loop, in which a task
+    looks for them while there are any."""
 
     def __init__(self, alive: Callable[[str], bool] = lives, every: float = _EVERY) -> None:
         self._alive, self._every = alive, every

@@ -22,10 +22,10 @@ from outrider.runtime.stats import Stats
 def logits_of(parts: Parts, sequence: Sequence, index: int) -> NDArray[np.float32]:
     """Return the logits f32 `[vocab]` that the `index`-th token of the last round was chosen by: a view."""
     at = 0  # its first pass has failed
-    if sequence.chosen_by is not None:
-        if sequence.chosen_by.overtaken:
-            _compute_again(parts, sequence, sequence.chosen_by)
-        at = logits_index(sequence.chosen_by, index)
+    if (chosen_by := parts.chosen_by.get(sequence.number)) is not None:
+        if chosen_by.overtaken:
+            _compute_again(parts, sequence, chosen_by)
+        at = logits_index(chosen_by, index)
     logits: NDArray[np.float32] = parts.logits(at, at + 1)[0]
     return logits
 
@@ -35,7 +35,7 @@ def _compute_again(parts: Parts, sequence: Sequence, chosen_by: Placement) -> No
     chosen = chosen_by.start + chosen_by.fed  # the place of the token
     parts.truncate(sequence, min(sequence.computed, chosen - 1))
     _feed(parts, sequence, chosen, tip=True)
-    chosen_by.first, chosen_by.overtaken, sequence.watched = 0, False, True
+    chosen_by.first, chosen_by.overtaken, sequence.generation.watched = 0, False, True
 
 
 def _feed(parts: Parts, sequence: Sequence, stop: int, *, tip: bool) -> None:

@@ -28,7 +28,7 @@ def plan_round(parts: Parts, sequences: abc.Sequence[Sequence], view: KvView, ch
             budgets[each.number] = _budget(parts, each, starts[each], view, chunk)
         else:
             confirming[each], budgets[each.number] = draft, DraftBudget(each, 0)
-    following = [each for each in parts.live.values() if not each.disabled]
+    following = [each for each in parts.live.values() if not parts.drafting.drafters_of(each).disabled]
     nodes = parts.step.max_nodes + 1 - len(sequences) - sum(map(len, confirming.values()))
     if alone:
         cache.compact_if_worthwhile(1 + parts.longest_draft)  # slots of ended neighbours must not prevent a draft
@@ -45,10 +45,11 @@ def plan_round(parts: Parts, sequences: abc.Sequence[Sequence], view: KvView, ch
 
 def _budget(parts: Parts, sequence: Sequence, start: int, view: KvView, chunk: int) -> DraftBudget:
     """Return what may be drafted after the tip of a sequence that is fed from token `start` on."""
-    pending, request = len(sequence.tokens) - start, sequence.request
+    pending, generation = len(sequence.tokens) - start, sequence.generation
+    request = generation.request
     # By rejection the first token has no draft: tokens must not depend on whether a prompt's KV was known.
-    unready = parts.rejecting and sequence.rounds == 0 and request.drafter in parts.rejecting
-    if not sequence.drafting or pending > view.feeds(chunk) or unready:
+    unready = parts.rejecting and generation.rounds == 0 and request.drafter in parts.rejecting
+    if not parts.drafting.drafters_of(sequence).drafting or pending > view.feeds(chunk) or unready:
         return DraftBudget(sequence, 0)
     nodes, most = min(parts.step.max_nodes, view.room(sequence) - 1), request.limits.tokens
     return DraftBudget(sequence, nodes if most is None else min(nodes, most), pending == 1)

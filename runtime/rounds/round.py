@@ -29,8 +29,8 @@ class RoundClock:
 class Round:
     """One pass of the target over sequences: which cache it reads, where each sequence lies in the step, the program.
 
-    `confirming` are tentative tokens that the pass verifies. `kept`
-    are the tokens of the step whose KV stays, once it has run; None: all that were fed.
+    `confirming` are tentative tokens that the pass verifies. `kept` are the tokens of the step whose KV stays, once it
+    has run; None: all that were fed.
     """
 
     view: KvView

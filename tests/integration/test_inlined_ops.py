@@ -28,7 +28,7 @@ from outrider.plans.plan import Plan
 from outrider.runtime.backends import BACKENDS, Driver
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.options.options import Options
-from outrider.runtime.trace import Round
+from outrider.runtime.trace import RoundTrace
 from tests.conftest import TOY_RECIPE
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import (  # noqa: F401  # tests of this backend too
@@ -117,7 +117,7 @@ def test_rules_are_applied_after_an_engine_that_accepts(runtime: Runtime, cpu: R
         found = runtime.generate(PROMPT, drafter=drafter, **options)
         assert found.token_ids == expected.token_ids
         assert found.stats.drafted == 0
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     options = Options(temperature=0.9, seed=5, max_new_tokens=14, ignore_eos=True, auto_disable=False)
     expected = cpu.generate(PROMPT, drafter="none", **options)
     found = runtime.generate(PROMPT, drafter=drafter, draft_tokens=3, draft_depth=2, on_round=rounds.append, **options)

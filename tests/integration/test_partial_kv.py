@@ -17,6 +17,7 @@ from outrider.plugins.reference import block_select, block_summary, partial_kv_g
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
 from outrider.runtime.session import Session
+from outrider.runtime.trace import RoundTrace
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.long_context import prompt
 
@@ -376,3 +377,21 @@ def test_lossy_rows_read_their_own_partial_caches(everything: Runtime) -> None:
         result = handle.result()
         assert result.stats.partial_rounds > result.stats.refreshes > 0
         assert result.token_ids == one.token_ids != whole
+
+
+def test_kv_accepted_after_an_end_token_is_in_no_partial_cache(everything: Runtime) -> None:
+    rounds: list[RoundTrace] = []
+    options = Options(drafter="bushy", partial_kv="lossy", auto_disable=False)
+    start = [*range(5, 13)] * 6
+    everything.session().generate(start, max_new_tokens=60, ignore_eos=True, on_round=rounds.append, **options)
+    before, ends = set[int](), list[int]()
+    for each in rounds:
+        ends += [token for token in each.committed[:-1] if token not in before]
+        before |= set(each.committed)
+    for end in ends[:3]:
+        sessions = everything.session(), everything.session()
+        for session in sessions:
+            session.generate(start, max_new_tokens=60, eos_token_ids=[end], **options)
+        sessions[1].truncate(len(sessions[1].token_ids))
+        found = [session.generate([40], max_new_tokens=20, ignore_eos=True, **options) for session in sessions]
+        assert found[0].token_ids == found[1].token_ids

@@ -19,7 +19,7 @@ from outrider.runtime.backends.one_thread import OneThread
 from outrider.runtime.backends.recorder import Recorder
 from outrider.runtime.options.options import Options
 from outrider.runtime.step_loop import StepLoop
-from outrider.runtime.trace import Round
+from outrider.runtime.trace import RoundTrace
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import CUDA
@@ -90,7 +90,7 @@ def test_a_round_halts_for_rules_before_it_accepts_and_for_limits_before_it_veri
     recorded: Runtime, halves: Runtime, toy: Runtime, drafter: str, engines: bool
 ) -> None:
     """What is recorded as one launch runs in two parts, and rounds without rules are recorded as before."""
-    runtime, rounds = recorded if engines else halves, list[Round]()
+    runtime, rounds = recorded if engines else halves, list[RoundTrace]()
     options = Options(max_new_tokens=30, ignore_eos=True, auto_disable=False, temperature=0.7, seed=2)
     limits = Options(draft_tokens=3, draft_depth=2, on_round=rounds.append)
     for rule in (None, Shifting(), None):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from outrider import Runtime
 from outrider.plans.manifest import EntropyGamma, GraphDrafter
 from outrider.runtime.drafters.entropy import ChainLength
-from outrider.runtime.trace import Node, Round
+from outrider.runtime.trace import Node, RoundTrace
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(30)]
 
@@ -49,7 +49,7 @@ def test_lengths_are_those_of_the_rule(entropies: list[float], low: int, more: i
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_entropies_and_lengths_of_a_generation(toy: Runtime, toy_recipe: Path, temperature: float) -> None:
     """The entropies are those of the draft model in transformers, and every chain has the rule's length."""
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     run = toy.generate(
         PROMPT, drafter="sure", max_new_tokens=60, temperature=temperature, ignore_eos=True, auto_disable=False,
         on_round=rounds.append,
@@ -80,7 +80,7 @@ def test_its_chains_are_those_of_a_fixed_gamma(toy: Runtime) -> None:
     """Drafted a token a run or all in one graph: the same tokens and probabilities, as far as both go."""
     found: dict[str, dict[int, list[Node]]] = {}
     for drafter in ("chain", "sure"):
-        rounds: list[Round] = []
+        rounds: list[RoundTrace] = []
         toy.generate(PROMPT, drafter=drafter, max_new_tokens=80, ignore_eos=True, auto_disable=False,
                      on_round=rounds.append)  # fmt: skip
         found[drafter] = {r.position: r.nodes for r in rounds}

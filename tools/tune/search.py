@@ -33,7 +33,7 @@ from outrider.plans.manifest import GraphDrafter, Manifest, Tree
 from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
-from outrider.runtime.trace import Round, Watcher
+from outrider.runtime.trace import RoundTrace, Watcher
 from outrider.tools.bench.variants import tokens_of_block
 from outrider.tools.measuring import run_in_turn
 from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
@@ -270,14 +270,14 @@ def _record(bench: _Bench, session: Session, prompts: list[list[int]], tree: Tre
     name, trees, spent = name_of(tree), list[DraftedTree](), []
     for ids in prompts:
         bench.begin(f"recording {name}")
-        seen: list[Round] = []
+        seen: list[RoundTrace] = []
         stats = bench.rounds(session, ids, name, seen.append).stats
         spent.append(stats.stage_ms[name] / stats.rounds)
         trees += [_drafted(r) for r in seen[:-1] if r.nodes]  # the last was cut at the limit
     return trees, median(spent)
 
 
-def _drafted(seen: Round) -> DraftedTree:
+def _drafted(seen: RoundTrace) -> DraftedTree:
     score, children, ranks = [0.0], [0] * (len(seen.nodes) + 1), []
     for node in seen.nodes:
         probability = max(node.probability or 0.0, np.finfo(np.float64).tiny)
