@@ -144,14 +144,14 @@ class Drafting:
             memory = memories.get_or_create(sequence.owner)
             memory.add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
 
-    def catch_up(self, sequence: Sequence, passes: int, *, fresh: bool = True) -> int:
+    def catch_up(self, sequence: Sequence, passes: int) -> int:
         """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""
         if sequence.host_drafter is not None:
             sequence.host_drafter.mark_tentative(None)
             sequence.host_drafter.sync(sequence.tokens)  # now: no round is to seem so slow
         if sequence.engine_drafter is None:
             return sequence.computed
-        return sequence.engine_drafter.catch_up(sequence, passes, fresh=fresh)
+        return sequence.engine_drafter.catch_up(sequence, passes)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Drop what drafters know of a sequence after its first `length` tokens."""
@@ -242,7 +242,7 @@ class Drafting:
             0 if host is None or engine is None else host.foresee(sequence.tokens, chain, sequence.request.sampling)
         )
         if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(sequence.least, chain)):
-            tree = self._of_engine(engine, sequence, chain, past)
+            tree = engine.draft_in_place(sequence, past, self._step, chain)
             if tree is not None:
                 return tree
         if engine is not None:
@@ -251,16 +251,6 @@ class Drafting:
             host.sync(sequence.tokens)
             return _worth(self._host_draft(sequence, chain), sequence)
         return None
-
-    def _of_engine(
-        self, engine: EngineDrafter, sequence: Sequence, limit: int, past: int
-    ) -> Draft | TreeInPlace | None:
-        if engine.settings.entropy is None:
-            return engine.draft_in_place(sequence, past, self._step, limit)
-        if past + 1 + engine.settings.longest > self._step.largest_view:
-            return None
-        chain = engine.draft({sequence.number: limit}, [sequence], in_place=True).get(sequence.number)
-        return None if chain is None else _worth(chain, sequence)
 
     def _divide(
         self,
@@ -411,7 +401,6 @@ def _part(tree: Draft, nodes: abc.Sequence[int]) -> Draft:
         [int(tree.token_ids[node]) for node in nodes],
         [place[int(tree.parent[node])] for node in nodes],
         scores,
-        tree.entropy,
         left_out=tree.left_out,
         by_host=tree.by_host,
     )
