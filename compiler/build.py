@@ -224,7 +224,6 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
             target.vocab_size,
             rejected=drafter.acceptance == "rejection",
             positions=max(capacity, target.capacity + drafter.grown),
-            entropy=drafter.entropy is not None,
             slots=drafter.compacts,
             branches=target.branches,
             columns=drafters.feature_columns(source, taps, decoder.config.hidden_size),

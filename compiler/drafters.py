@@ -27,7 +27,6 @@ from outrider.compiler.recipe_drafters import (
     BlockSection,
     Device,
     Eagle3Section,
-    EntropySection,
     GraphSection,
     ModelSection,
     NgramSection,
@@ -36,7 +35,7 @@ from outrider.compiler.recipe_drafters import (
 from outrider.compiler.recipe_sections import WeightsSection, positions_served
 from outrider.compiler.text import read_vocabulary
 from outrider.plans.errors import RecipeError
-from outrider.plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
+from outrider.plans.manifest import Drafter, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
 from outrider.plans.plan import file_sha256
 from outrider.plans.tokenizer import TOKENIZER_FILE
 
@@ -60,16 +59,12 @@ class GraphSource:
     @property
     def drafter(self) -> GraphDrafter:
         section = self.section
-        adaptive = section.gamma if isinstance(section, ModelSection) else None
         return GraphDrafter(
             kind=section.kind,
             name=section.name,
             tree=self.tree,
             least_chance=section.least_chance,
             acceptance=section.acceptance,
-            entropy=EntropyGamma(gamma_min=adaptive.min, gamma_max=adaptive.max, beta=adaptive.beta)
-            if isinstance(adaptive, EntropySection)
-            else None,
             taps=None if isinstance(self.config, DecoderConfig) else Taps(**self.config.taps._asdict()),
             block=block_slots(self.config, self.tree) if isinstance(self.config, BlockConfig) else None,
         )
@@ -222,8 +217,6 @@ def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockCon
     if section.tree is not None:
         deepest = config.drafted - 1 if isinstance(config, BlockConfig) else None
         return resolve_tree(section.tree, device, deepest).tree()
-    if isinstance(section.gamma, EntropySection):
-        return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs the engine once per drafted token
     gamma = section.gamma or (config.drafted if isinstance(config, BlockConfig) else CHAIN)
     return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
 

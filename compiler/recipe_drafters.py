@@ -20,7 +20,7 @@ from outrider.compiler.models.config_reader import RopeTheta
 from outrider.compiler.models.eagle3_config import Eagle3Overrides
 from outrider.compiler.models.rope import RopeScaling
 from outrider.compiler.recipe_sections import Name, RopeScalingSection, Section, WeightsSection, WrittenPath
-from outrider.plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, EntropyGamma, Tree
+from outrider.plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, Tree
 
 
 class _Section(Section):
@@ -216,28 +216,6 @@ class BlockSection(_HeadSection):
     )
 
 
-class EntropySection(Section):
-    """Chains as long as the drafter is sure (EGAG): `max` tokens times 1 - H / ln V, H being the entropy of its first
-    distribution and V its vocabulary, rounded down and kept within the limits."""
-
-    min: int = Field(1, ge=1, le=64, description="tokens of the shortest chain")
-    max: int = Field(ge=1, le=64, description="tokens of the longest chain")
-    beta: float = Field(0.0, ge=0, lt=1, description="weight of the lengths before in the smoothed one; 0 is off")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            context = {"low": self.min, "high": self.max}
-            raise PydanticCustomError("gamma", "has min {low}, more than max {high}; lower min", context)
-        return self
-
-
-Gamma = Annotated[
-    Annotated[int, Field(ge=1, le=64), Tag(":count")] | Annotated[EntropySection, Tag(":entropy")],
-    Discriminator(lambda written: ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"),
-]
-
-
 class ModelSection(_EngineSection):
     """A small decoder with the target's vocabulary."""
 
@@ -248,10 +226,8 @@ class ModelSection(_EngineSection):
     weights: WeightsSection | None = Field(
         None, description="quantised weights; without it they are of `target.dtype`, or the checkpoint's own integers"
     )
-    gamma: Gamma | None = Field(
-        None,
-        description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: a chain "
-        "as long as it is sure",
+    gamma: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        None, description="drafts a chain of this many tokens, and takes as much longer to build"
     )
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
 
@@ -265,15 +241,13 @@ GraphSection = Eagle3Section | BlockSection | ModelSection
 DrafterSection = Annotated[NgramSection | Eagle3Section | BlockSection | ModelSection, Field(discriminator="kind")]
 
 
-def reshaped(section: DrafterSection, name: str, shape: Tree | EntropyGamma | int) -> dict[str, JsonValue]:
-    """Return the same drafter as recipe data under another name, with `shape`: a tree, chains as long as the drafter
-    is sure, or, for n-grams, the most nodes of a draft, to which `least` is lowered where it is more."""
+def reshaped(section: DrafterSection, name: str, shape: Tree | int) -> dict[str, JsonValue]:
+    """Return the same drafter as recipe data under another name, with `shape`: a tree or, for n-grams, the most nodes
+    of a draft, to which `least` is lowered where it is more."""
     if isinstance(section, NgramSection):
         assert isinstance(shape, int), "the most nodes of a draft"
         least = min(section.least, shape)
         return section.model_dump(mode="json") | {"name": name, "max_draft": shape, "least": least}
-    assert not isinstance(shape, int), "an engine's draft has a tree, or is as long as it is sure"
+    assert isinstance(shape, Tree), "an engine's draft has a tree"
     same = section.model_dump(mode="json", exclude_none=True, exclude={"name", "gamma", "tree"})
-    if isinstance(shape, Tree):
-        return same | {"name": name, "tree": shape.model_dump()}
-    return same | {"name": name, "gamma": {"min": shape.gamma_min, "max": shape.gamma_max, "beta": shape.beta}}
+    return same | {"name": name, "tree": shape.model_dump()}

@@ -81,9 +81,8 @@ def _parser(called: str) -> Parser:
         "--debug",
         action="store_true",
         help="print each round on standard error: its position, the drafted tokens with the drafter's probability that "
-        "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token after them; H is "
-        "the entropy that chose the length; r and p/q decide by rejection. Lengths chosen and drafting that is stopped "
-        "because it does not pay are printed as well",
+        "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token after them; r "
+        "and p/q decide by rejection. Drafting that is stopped because it does not pay is printed as well",
     )
     beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
     count = partial(beams.add_argument, type=at_least_1, metavar="N")

@@ -34,8 +34,8 @@ class Node:
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """`position` is that of the first token committed. `entropy` is the drafter's, where that decides the length.
-    `left_out` nodes more were drafted, and were not worth what verifying them costs.
+    """`position` is that of the first token committed. `left_out` nodes more were drafted, and were not worth what
+    verifying them costs.
 
     `committed` are the accepted tokens and the correction (the bonus, after a draft accepted whole), which is missing
     where the generation ended before it.
@@ -44,7 +44,6 @@ class RoundTrace:
     position: int
     nodes: list[Node]
     committed: list[int]
-    entropy: float | None
     left_out: int = 0
 
     def cut(self, kept: int) -> RoundTrace:
@@ -100,6 +99,4 @@ def read_round(
             )
         )
     position = int(step.positions[root]) + 1
-    if draft is None:
-        return RoundTrace(position, nodes, committed, None)
-    return RoundTrace(position, nodes, committed, draft.entropy, draft.left_out)
+    return RoundTrace(position, nodes, committed, 0 if draft is None else draft.left_out)

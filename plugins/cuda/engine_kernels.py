@@ -62,7 +62,6 @@ ENGINE_KERNELS = {
         EngineKernel(
             "outrider_quant_gather", ("ids", "packed", "to"), ("count", "inputs", "outputs", "bits", "wide", "minimums")
         ),
-        EngineKernel("outrider_entropy", ("logits", "to"), ("vocabulary",)),
         EngineKernel(
             "outrider_visible", ("bias", "row_splits", "lists", "counts"), ("rows", "places", "view")
         ),

@@ -17,16 +17,15 @@ from outrider.runtime.sampling import SamplingParams
 class Draft:
     """Drafted nodes after a tip, ancestors first: `parent[i]` is the node that node i hangs from, -1 for the tip.
 
-    `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them; `entropy` is that of
-    the first distribution where it decides the length. `probs`, f32 `[nodes, vocab]`, are the distributions that the
-    tokens of a chain were drawn from, for acceptance by rejection. `left_out` more nodes were drafted, and are not
-    worth what verifying them costs. `by_host`: a drafter on the host gave it.
+    `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them. `probs`, f32
+    `[nodes, vocab]`, are the distributions that the tokens of a chain were drawn from, for acceptance by rejection.
+    `left_out` more nodes were drafted, and are not worth what verifying them costs. `by_host`: a drafter on the host
+    gave it.
     """
 
     token_ids: Sequence[int] | NDArray[np.int64]
     parent: Sequence[int] | NDArray[np.int64]
     scores: Sequence[float] | NDArray[np.float32] | None = None
-    entropy: float | None = None
     probs: NDArray[np.float32] | None = None
     left_out: int = 0
     by_host: bool = False
@@ -48,8 +47,6 @@ class TreeInPlace:
     scores: NDArray[np.float32]
     left_out: int = 0
     shape: tuple[list[int], list[float]] | None = None
-
-    entropy = None
 
     def __len__(self) -> int:
         return self.nodes - 1

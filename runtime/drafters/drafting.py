@@ -189,7 +189,7 @@ class Drafting:
             memory = memories.get_or_create(generation.request.cache_salt)
             memory.add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
 
-    def catch_up(self, sequence: Sequence, passes: int, *, fresh: bool = True) -> int:
+    def catch_up(self, sequence: Sequence, passes: int) -> int:
         """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""
         own = self._drafters[sequence.number]
         if own.host is not None:
@@ -197,7 +197,7 @@ class Drafting:
             own.host.sync(sequence.tokens)  # now: no round is to seem so slow
         if own.engine is None:
             return sequence.computed
-        return own.engine.catch_up(sequence, passes, fresh=fresh)
+        return own.engine.catch_up(sequence, passes)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Drop what drafters know of a sequence after its first `length` tokens."""
@@ -291,7 +291,7 @@ class Drafting:
         if host is not None and engine is not None:
             foreseen = host.foresee(sequence.tokens, chain, sequence.generation.request.sampling)
         if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(own.least, chain)):
-            tree = self._of_engine(engine, sequence, chain, past)
+            tree = engine.draft_in_place(sequence, past, self._step, chain)
             if tree is not None:
                 return tree
         if engine is not None:
@@ -300,16 +300,6 @@ class Drafting:
             host.sync(sequence.tokens)
             return _worth(self._host_draft(sequence, chain), sequence, own)
         return None
-
-    def _of_engine(
-        self, engine: EngineDrafter, sequence: Sequence, limit: int, past: int
-    ) -> Draft | TreeInPlace | None:
-        if engine.settings.entropy is None:
-            return engine.draft_in_place(sequence, past, self._step, limit)
-        if past + 1 + engine.settings.longest > self._step.largest_view:
-            return None
-        chain = engine.draft({sequence.number: limit}, [sequence], in_place=True).get(sequence.number)
-        return None if chain is None else _worth(chain, sequence, self._drafters[sequence.number])
 
     def _divide(
         self,
@@ -469,7 +459,6 @@ def _part(tree: Draft, nodes: abc.Sequence[int]) -> Draft:
         [int(tree.token_ids[node]) for node in nodes],
         [place[int(tree.parent[node])] for node in nodes],
         scores,
-        tree.entropy,
         left_out=tree.left_out,
         by_host=tree.by_host,
     )

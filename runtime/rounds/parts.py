@@ -95,10 +95,9 @@ class Parts:
         self.cache.truncate(sequence.number, computed)
         sequence.computed = computed
 
-    def catch_up_drafters(self, sequence: Sequence, *, fresh: bool = True) -> None:
-        """The sequence's drafters consume its tokens; the target recomputes those whose features they lack. Unless
-        `fresh`, they keep their estimates for it."""
-        computed = self.drafting.catch_up(sequence, self.passes, fresh=fresh)
+    def catch_up_drafters(self, sequence: Sequence) -> None:
+        """The sequence's drafters consume its tokens; the target recomputes those whose features they lack."""
+        computed = self.drafting.catch_up(sequence, self.passes)
         if computed < sequence.computed:
             self.truncate(sequence, computed)
 

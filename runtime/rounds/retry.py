@@ -79,6 +79,6 @@ def roll_back(parts: Parts, sequence: Sequence, end: int) -> None:
     if end <= sequence.shared:
         parts.drafting.truncate(sequence, end)
     if not parts.drafting.drafters_of(sequence).disabled and not sequence.over:
-        parts.catch_up_drafters(sequence, fresh=False)
+        parts.catch_up_drafters(sequence)
     for cache in caches:
         cache.erase(sequence.number)

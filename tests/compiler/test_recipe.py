@@ -263,7 +263,7 @@ SEARCHED = "{type: int4, method: awq, calibration: text.jsonl}"
             ("tree: tall", "tree must be {top_k, depth, nodes}, or auto"),
             ("gamma: 2, tree: auto", "gamma stands beside tree"),
             ("gamma: 0", "gamma must be at least 1"),
-            ("gamma: {min: 3, max: 2}", "gamma has min 3, more than max 2; lower min"),
+            ("gamma: {max: 2}", "gamma must be a whole number"),
         )),
     ],
 )  # fmt: skip

@@ -104,13 +104,6 @@ D = "name: d, kind: model, checkpoint: models/drafter"
         (f"  - {{tree: auto, {D}}}\n", f"  - {{{WRITTEN}, {D}}}\n"),
         (f"  - {{{D}, gamma: 4}}\n", f"  - {{{D}, {WRITTEN}}}\n"),
         (f"  - {{{D}, gamma: 4, tree: null}}\n", f"  - {{{D}, gamma: null, {WRITTEN}}}\n"),
-        (f"  - {{{D}, gamma: {{max: 6}}}}\n", f"  - {{{D}, {WRITTEN}}}\n"),
-        (
-            "  - name: d\n    kind: model\n    gamma:\n      min: 2\n      max: 6  # long\n    # then\n"
-            "    checkpoint: models/drafter\n",
-            f"  - name: d\n    kind: model\n    tree:\n      {WRITTEN.removeprefix('tree: ')}  # long\n    # then\n"
-            "    checkpoint: models/drafter\n",
-        ),
         (f"  - {{{D}}}\n", f"  - {{{D.replace('checkpoint', f'{WRITTEN}, checkpoint')}}}\n"),
         (
             "  - name: 'd'  # quoted\n    kind: model\n    tree:\n      top_k: 8  # wide\n      nodes: 60\n"
@@ -236,10 +229,9 @@ def test_one_key_or_one_mapping_can_be_asked_for(capsys: Captured) -> None:
     assert "max_draft" in printed("drafters[0].max_draft")
     assert "min_context" not in printed("drafters[0].max_draft")
     assert {path for m in choose_keys("drafters.model") for path in m.paths} == {
-        "drafters.model", "drafters.model.tree", "drafters.eagle3.tree", "drafters.model.gamma",
-        "drafters.block.tree", "drafters.block.weights",
-        "drafters.model.rope_scaling", "target.rope_scaling", "drafters.model.weights", "drafters.eagle3.weights",
-        "target.weights",
+        "drafters.model", "drafters.model.tree", "drafters.eagle3.tree", "drafters.block.tree",
+        "drafters.block.weights", "drafters.model.rope_scaling", "target.rope_scaling", "drafters.model.weights",
+        "drafters.eagle3.weights", "target.weights",
     }  # fmt: skip
     with pytest.raises(UsageError, match=r"no key 'capcity'; did you mean capacity\?"):
         choose_keys("capcity")

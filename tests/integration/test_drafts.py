@@ -59,7 +59,7 @@ def test_a_draft_keeps_to_the_limits(toy: Runtime, drafter: str, limits: dict[st
     assert found.token_ids == expected.token_ids
     check_rounds(rounds, **limits)
     assert found.stats.drafted > 0
-    assert found.stats.accepted > 0 or drafter not in ("chain", "sure", "bushy")
+    assert found.stats.accepted > 0 or drafter not in ("chain", "bushy")
     most = min(limits.get("draft_tokens", 99), 99)
     if drafter == "bushy" and "draft_depth" not in limits:  # a whole tree, but where its KV is fed alone
         assert Counter(len(each.nodes) for each in rounds).most_common(1)[0][0] == most
@@ -80,35 +80,12 @@ def test_in_company(serving: Runtime) -> None:
     assert sum(each.stats.accepted for each in found) > 10
 
 
-def test_lengths_of_chains_by_entropy(toy: Runtime) -> None:
-    expected = toy.generate(PROMPT, **asked(drafter="none")).token_ids
-
-    def lengths(**limits: int) -> set[int]:
-        rounds: list[RoundTrace] = []
-        found = toy.generate(PROMPT, **asked(drafter="sure", on_round=rounds.append, **limits))
-        assert found.token_ids == expected
-        return {len(each.nodes) for each in rounds[1:-6]}  # the last have no room
-
-    plan = lengths()
-    assert max(plan) > 1
-    assert lengths(gamma_max=1) == {1}
-    assert lengths(gamma_min=4, gamma_max=4) == {4}
-    assert min(lengths(gamma_min=5)) == 5
-    assert max(lengths(gamma_min=5, draft_tokens=2)) == 2
-    assert lengths() == plan
-
-
 @pytest.mark.parametrize(
     ("drafter", "limits", "words"),
     [
         ("chain", {"draft_tokens": 12}, "draft_tokens is 12; pass a whole number from 1 to 11"),
         ("chain", {"draft_depth": 12}, "draft_depth is 12; pass a whole number from 1 to 11"),
-        ("sure", {"gamma_max": 7}, "gamma_max is 7; pass a whole number from 1 to 6"),
-        ("sure", {"gamma_min": 4, "gamma_max": 3}, "gamma_min is 4; pass a whole number from 1 to 3"),
-        ("chain", {"gamma_max": 3}, "gamma_max is given, and the drafter 'chain' has no chains that are as long as"),
-        ("none", {"gamma_min": 3}, "gamma_min is given, and the drafter 'none' has no chains"),
         ("classical", {"draft_tokens": 2}, "draft_tokens is given, and tokens of the drafter 'classical', which is"),
-        ("classical-egag", {"gamma_max": 2}, "gamma_max is given, and tokens of the drafter 'classical-egag'"),
     ],
 )
 def test_what_cannot_be_is_refused(everything: Runtime, drafter: str, limits: dict[str, Any], words: str) -> None:
@@ -127,7 +104,7 @@ def test_nodes_within_limits() -> None:
     assert clip_draft([-1, 0, 1], None, 2, None) == [0, 1]
 
 
-DRAFTED_BY_ENGINES = ("chain", "sure", "bushy", "head", "block")
+DRAFTED_BY_ENGINES = ("chain", "bushy", "head", "block")
 FREE, STEEP, STAIRS = [0.0], [1000.0], [0.0, 0.0, 1.0]  # what each row after the first, of 1, costs; repeated
 Priced = Callable[[Path, list[float]], Path]
 

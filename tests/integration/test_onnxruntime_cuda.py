@@ -82,7 +82,7 @@ def test_with_grouped_attention_every_drafter_gives_the_tokens_of_plain_decoding
     plan = open_plan(built("grouped", [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"]))
     reports = plan.manifest.backends[CUDA].lowering
     applied = {report.engine: report.applied for report in reports if report.rule == "GroupQueryAttention"}
-    assert applied.keys() == {"target", "chain", "sure", "bushy", "head", "block"}
+    assert applied.keys() == {"target", "chain", "bushy", "head", "block"}
     assert all(applied.values())
     runtime = Runtime.load(plan.root)
     for sampling in SAMPLINGS:
@@ -113,11 +113,11 @@ def test_levels_that_leave_no_rows_give_the_same_tokens(
     for options in SAMPLINGS:
         expected = toy.generate(PROMPT, drafter="none", **options).token_ids
         whole = toy.generate([*PROMPT, *expected, 5, 6], drafter="none", **options).token_ids
-        for drafter in ("chain", "sure", "bushy", "head"):
+        for drafter in ("chain", "bushy", "head"):
             session, always = runtime.session(), options | Options(auto_disable=False, drafter=drafter)
             found = session.generate(PROMPT, **always)
             assert (found.token_ids, session.generate([5, 6], **always).token_ids) == (expected, whole)
-            assert drafter in ("sure", "head") or found.stats.accepted == toy.generate(PROMPT, **always).stats.accepted
+            assert drafter == "head" or found.stats.accepted == toy.generate(PROMPT, **always).stats.accepted
 
 
 @pytest.fixture(scope="module")

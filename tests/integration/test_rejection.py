@@ -108,7 +108,7 @@ def chi_square(found: NDArray[np.float64]) -> float:
     [
         ("bushy", 3_000, "top-k", 1),  # a coupled tree
         ("classical", 2_000, "top-k", 4),
-        ("classical-egag", 2_000, "top-p", 1),
+        ("classical", 2_000, "top-p", 1),
         ("classical-head", 2_000, "temperature last", 1),
         *(
             pytest.param(*case, marks=pytest.mark.long)
@@ -116,7 +116,6 @@ def chi_square(found: NDArray[np.float64]) -> float:
                 ("classical", 20_000, "top-k", 1),
                 ("classical", 10_000, "top-p", 4),
                 ("classical", 5_000, "temperature last", 1),
-                ("classical-egag", 10_000, "top-k", 4),
                 ("classical-head", 5_000, "top-k", 4),
             )
         ),

@@ -110,7 +110,7 @@ def speculation_of(answer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("always_drafting")
-@pytest.mark.parametrize(("drafter", "longest"), [("bushy", 3), ("sure", 6)])
+@pytest.mark.parametrize(("drafter", "longest"), [("bushy", 3), ("chain", 4)])
 def test_an_answer_says_how_much_of_its_drafts_was_accepted(client: openai.OpenAI, drafter: str, longest: int) -> None:
     own: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 12}
     own["extra_body"] = OURS | {"drafter": drafter}
@@ -191,7 +191,7 @@ def test_a_chat_is_its_template_continued(client: openai.OpenAI, alone: Runtime)
     assert again.choices[0].message.content == expected.text
 
 
-@pytest.mark.parametrize("drafter", ["none", "sure"])
+@pytest.mark.parametrize("drafter", ["none", "chain"])
 def test_a_special_token_is_a_stop(client: openai.OpenAI, alone: Runtime, drafter: str) -> None:
     """It prints nothing, so that its spelling would never be found in a text."""
     token, spelled = next(iter(alone.tokenizer.special_tokens.items()))

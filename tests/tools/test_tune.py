@@ -173,7 +173,7 @@ def test_the_number_of_nodes_is_the_one_that_costs_least_a_token() -> None:
     found = table()
     found.verify_ms = [1.0, 1.0, 1.0, 9.0]
     nodes = [{"probability": p, "parent": 0, "depth": 1, "accepted": a} for p, a in ((0.5, 0), (0.3, 0), (0.2, 1))]
-    seen = [tune._drafted(RoundTrace(5, [Node(token_id=1, **n) for n in nodes], [7, 8], None))]
+    seen = [tune._drafted(RoundTrace(5, [Node(token_id=1, **n) for n in nodes], [7, 8]))]
     free = tune._best_nodes(found, seen, top_k=2, depth=0)
     assert (free.nodes, free.tokens_per_verify) == (2, 1.0)  # the third child would be accepted, and is not in the tree
     found.draft_ms[3] = [0.5]

@@ -143,17 +143,11 @@ def _within_block(search: Search, recipe: Recipe, section: BlockSection) -> Sear
 def tunable(manifest: Manifest, name: str | None) -> GraphDrafter:
     """The drafter of this name, or the first that has a tree. Raises `RequestError`."""
     trees = [d for d in manifest.drafters if isinstance(d, GraphDrafter)]
-    trees.sort(key=lambda d: d.entropy is not None)  # where none is named, one that can be tuned
     found = next((d for d in trees if name in (None, d.name)), None)
     if found is None:
         has = ", ".join(f"{d.name} ({d.kind})" for d in manifest.drafters) or "no drafters"
         asked = "" if name is None else f" {name!r}"
         raise RequestError(f"The plan has no drafter{asked} with a tree (kinds eagle3, block and model); it has {has}.")
-    if found.entropy is not None:
-        raise RequestError(
-            f"The drafter {found.name!r} drafts as many tokens as it is sure of, which has no tree to tune; build a "
-            "plan in which it has `tree: auto`, or a number as gamma, and tune that."
-        )
     return found
 
 
