@@ -74,7 +74,9 @@ class CapacitySection(Section):
     context: int = Field(ge=2, le=2**23, description="tokens of the longest sequence, prompt and output together")
     branches: int = Field(1, ge=1, le=128, description="independent continuations at once")
     batching: bool = Field(
-        False, description="a row of the KV cache for every branch as well, so that they can run in batching mode"
+        False,
+        description="a row of the KV cache for every branch as well, so that they can run in batching mode; takes "
+        "memory that grows with the square of branches",
     )
     prefill_chunk: int = Field(
         default_factory=lambda capacity: min(256, capacity.get("context", 256)),

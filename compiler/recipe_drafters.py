@@ -41,7 +41,7 @@ class NgramSection(_Section):
         0.25, ge=0, le=1, description="tokens are proposed where the chance that they are accepted is at least this"
     )
     filler_top_k: int = Field(
-        3, ge=0, le=8, description="the target's likeliest tokens that are learned from too (NASD); 0 is off"
+        3, ge=0, le=8, description="how many of the target's likeliest tokens are learned from too (NASD); 0 is off"
     )
     otherwise: str | None = Field(
         None, description="the model, eagle3 or block drafter that drafts where fewer than `least` tokens are foreseen"
@@ -136,7 +136,8 @@ class _EngineSection(_Section):
     checkpoint: WrittenPath
     weights: WeightsSection | None
     tree: TreeKey | None = Field(
-        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 5"
+        None,
+        description="drafts a tree: {top_k, depth, nodes}, or auto; without it (and without `gamma`), a chain of 5",
     )
     least_chance: float | None = Field(
         None,
@@ -212,7 +213,9 @@ class BlockSection(_HeadSection):
         None, description="drafts a chain of this many tokens; without it, of all that a block of the head drafts"
     )
     tree: TreeKey | None = Field(
-        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; depth is less than a block's tokens"
+        None,
+        description="drafts a tree in place of `gamma`: {top_k, depth, nodes}, or auto; depth is less than a block's "
+        "tokens",
     )
 
 
