@@ -261,7 +261,7 @@ class StepLoop:
         """
         tokens = sequence.tokens
         if request.rules and not self.parts.halts:
-            request = replace(request, drafter=None)
+            request = replace(request, drafter=None, partial_kv="off")
         given = len(request.generated)
         stats = Stats(prompt_tokens=len(tokens), resumed_tokens=given, partial_mode=request.partial_kv)
         rules = [rule.begin(tokens) for rule in request.rules]

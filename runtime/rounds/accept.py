@@ -61,17 +61,22 @@ def accept(parts: Parts, placed: Placement, program: Program, view: KvView, coun
     committed = CommittedTokens(sequence, [], drafted=placed.drafted, accepted=count - 1)
     if placed.draft is not None:
         generation.stats.left_out += placed.draft.left_out
+    stuck: RequestError | None = None
+    if generation.rules:
+        chosen, stuck = _apply_rules(parts, placed, program, chosen)
     if (ahead := view.run_ahead(sequence)) is not None:
         committed.tentative = True
         if sequence.confirmed is None:
             sequence.confirmed = len(sequence.tokens)
         committed.token_ids = ahead.cut(chosen)
+        ahead.over = ahead.over or stuck is not None  # a pass over the full cache finds out whether it is
         sequence.tokens += committed.token_ids
         return committed
-    if generation.rules:
-        chosen = _apply_rules(parts, placed, program, chosen, committed)
     if chosen:
+        generation.stuck = stuck
         committed.token_ids, committed.reason = generation.cut(chosen, len(chosen) == room)
+    else:
+        committed.error = stuck
     generation.reason, generation.error = committed.reason, committed.error
     parts.chosen_by[sequence.number] = placed
     _observe(parts, placed, committed)
@@ -122,20 +127,15 @@ def _trace(parts: Parts, placed: Placement, committed: CommittedTokens) -> None:
 
 
 def _apply_rules(
-    parts: Parts, placed: Placement, program: Program, chosen: list[int], committed: CommittedTokens
-) -> list[int]:
-    """Return the tokens of a pass that the sequence's rules allow, up to where no token may follow: an error of this
-    sequence alone."""
+    parts: Parts, placed: Placement, program: Program, chosen: list[int]
+) -> tuple[list[int], RequestError | None]:
+    """Return the tokens of a pass that the sequence's rules allow, and why none may follow them, if so."""
     try:
         if not program.halts:
-            return [parts.ruled_walk.choose_again(placed)]
+            return [parts.ruled_walk.choose_again(placed)], None
     except RequestError as error:
-        placed.stuck = 0, error
+        return [], error
     if placed.stuck is None or placed.stuck[0] >= len(chosen):
-        return chosen
+        return chosen, None
     kept, reason = placed.stuck
-    if kept:
-        placed.sequence.generation.stuck = reason
-    else:
-        committed.error = reason
-    return chosen[:kept]
+    return chosen[:kept], reason

@@ -52,7 +52,7 @@ class FullKv:
         self.cache, self._partial = cache, partial
 
     def begin(self, sequence: Sequence) -> tuple[int, Draft | None]:
-        if self._partial is not None and sequence.tentative:
+        if self._partial is not None and sequence.confirmed is not None:
             draft = self._partial.to_confirm(sequence)
             return sequence.computed, draft
         return sequence.computed, None

@@ -153,10 +153,7 @@ class RandomUse:
     def _drafting(self, sampling: dict[str, Any], *, rejection: bool = True, partial: bool = True) -> dict[str, Any]:
         drafter = self._random.choice([*self._coupled, *self._rejecting] if rejection else self._coupled)
         chosen = {"drafter": drafter, "auto_disable": self._random.random() < 0.5}
-        ruled = any(sampling.keys() >= rule.keys() for rule in RULES)  # which goes with full KV alone
-        lossless = (
-            self._partial and partial and not ruled and drafter not in self._rejecting and self._random.random() < 0.3
-        )
+        lossless = self._partial and partial and drafter not in self._rejecting and self._random.random() < 0.3
         if drafter not in self._rejecting and self._random.random() < 0.2:
             chosen |= self._random.choice(LIMITS)
         budget = {"partial_kv": "lossless", "partial_budget": self._random.choice([None, 2, 3, "auto"])}
