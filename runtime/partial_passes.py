@@ -17,7 +17,7 @@ from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import Geometry, longest_draft
 from outrider.plans.partial_kv import PartialKv
-from outrider.runtime.drafters.base import Draft
+from outrider.runtime.drafters.base import Draft, chain_draft
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.execution.assembly import Assembly, LoadedPlan
 from outrider.runtime.execution.layout import Placement
@@ -165,7 +165,7 @@ class PartialPasses:
         limit = min(self._most_tentative, sequence.generation.end - sequence.confirmed - 1)
         chain = sequence.tentative[: max(limit, 0)]
         self.retract(sequence)
-        return Draft(chain, range(-1, len(chain) - 1))
+        return chain_draft(chain)
 
     def retract(self, sequence: Sequence) -> None:
         """Discard the sequence's tentative tokens, with their KV and what drafters know of them."""

@@ -9,7 +9,7 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime.drafters.base import Draft, TreeInPlace
+from outrider.runtime.drafters.base import Draft
 from outrider.runtime.execution.step import TargetStep
 
 
@@ -64,7 +64,7 @@ def read_round(
     drafted: int,
     committed: list[int],
     accepted: NDArray[np.int64],
-    draft: Draft | TreeInPlace | None,
+    draft: Draft | None,
     trials: NDArray[np.float64] | None,
 ) -> RoundTrace:
     """The round of one sequence that has just run: the tip is token `root` of the step, with logits index `first`, and
@@ -73,13 +73,12 @@ def read_round(
     `accepted` lists those of the step's tokens that were accepted; `trials` are those of ChainAccept, by logits index.
     """
     scores = None if draft is None else draft.scores
-    in_place = isinstance(draft, TreeInPlace)
     on_path = set(accepted.tolist())
 
     def score(node: int) -> float:
         """Log-probability summed from the tip, which is node 0."""
         assert scores is not None
-        return float(scores[node]) if in_place else float(scores[node - 1]) if node else 0.0
+        return float(scores[node - 1]) if node else 0.0
 
     nodes = []
     for node in range(1, drafted + 1):

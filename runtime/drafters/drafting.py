@@ -1,18 +1,11 @@
-"""Propose tokens for the sequences of a pass, and divide the nodes that the pass verifies among the sequences.
-
-A pass verifies a limited number of nodes. Where more are drafted, every sequence has its share, and what one does not
-need goes to the others; of trees, the nodes that are likeliest of all are taken.
-"""
+"""The drafters of a step loop, and which of them drafts for each sequence."""
 
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from heapq import nlargest
-from math import log
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,27 +13,15 @@ from outrider.plans import names
 from outrider.plans.manifest import GraphDrafter, NgramDrafter
 from outrider.runtime.drafters import make_host_drafter
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
-from outrider.runtime.drafters.base import NOTHING, Draft, HostDrafter, TreeInPlace, clip_draft
-from outrider.runtime.drafters.engine import EngineDrafter, chain_rounds, tree_shape
-from outrider.runtime.drafters.engine_state import LEAST_CHANCE
+from outrider.runtime.drafters.base import NOTHING, Draft, HostDrafter
+from outrider.runtime.drafters.engine import EngineDrafter, chain_rounds
 from outrider.runtime.drafters.kept_features import KeptFeatures
-from outrider.runtime.drafters.verify_length import VerifyLength, common_rate, worth_verifying
+from outrider.runtime.drafters.verify_length import VerifyLength
 from outrider.runtime.execution.assembly import Assembly, LoadedPlan
 from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.step import TargetStep
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import Stopwatch
-
-
-class DraftBudget(NamedTuple):
-    """What a sequence may draft in a pass: at most `nodes`.
-
-    Its engine drafter may only where `by_engine`: it needs the KV of all tokens before the tip.
-    """
-
-    sequence: Sequence
-    nodes: int
-    by_engine: bool = False
 
 
 @dataclass(slots=True)
@@ -84,7 +65,7 @@ class HostTime:
 
 
 class Drafting:
-    """The drafters of a step loop by name. A round: `propose`, the pass, `commit` for each sequence."""
+    """The drafters of a step loop by name. A round: `rounds/propose.py`, the pass, `commit` for each sequence."""
 
     def __init__(self, loaded: LoadedPlan, assembly: Assembly, watch: Stopwatch) -> None:
         manifest = loaded.manifest
@@ -234,136 +215,8 @@ class Drafting:
                 return True
         return False
 
-    def propose(
-        self, live: Mapping[int, DraftBudget], following: abc.Sequence[Sequence], nodes: int, past: int | None
-    ) -> dict[int, Draft | TreeInPlace]:
-        """Drafts by number for the sequences of a pass, `nodes` in all; `live` says what each may use.
-
-        `following` are all whose drafters are enabled: heads consume what those have committed. `past`: of a sequence
-        that is alone, the slots of the cache that is read.
-        """
-        if past is not None:
-            ((number, budget),) = live.items()
-            draft = self._propose_alone(budget, past)
-            return {} if draft is None else {number: draft}
-        chains: dict[int, tuple[Sequence, int]] = {}
-        wanting: dict[str, dict[int, int]] = {}
-        forced: dict[int, abc.Sequence[int]] = {}
-        for number, (each, limit, by_engine) in live.items():
-            if limit <= 0:
-                continue
-            own, chain = self._drafters[number], _chain_limit(each, limit)
-            if tokens := _forced(each, own, chain):
-                forced[number] = tokens
-                continue
-            if own.host is not None:
-                limit = min(limit, own.reach) if len(live) > 1 else limit
-                chain = min(chain, limit)
-                foreseen = own.host.foresee(each.tokens, chain, each.generation.request.sampling)
-                if foreseen >= min(own.least, chain) or own.engine is None:
-                    chains[number] = each, foreseen
-                    continue
-            if own.engine is not None and by_engine:
-                wanting.setdefault(own.engine.name, {})[number] = (
-                    chain if own.engine.settings.tree.top_k == 1 else limit
-                )
-        drafts: dict[int, Draft] = {}
-        for engine in self.engine_drafters.values():
-            of_engine = [each for each in following if self._drafters[each.number].engine is engine]
-            if of_engine:
-                drafted = engine.draft(wanting.get(engine.name, {}), of_engine)
-                drafts |= {number: _limited(draft, live[number].sequence) for number, draft in drafted.items()}
-        return {**self._divide(live, chains, forced, drafts, nodes)}
-
-    def _propose_alone(self, allowed: DraftBudget, past: int) -> Draft | TreeInPlace | None:
-        """Propose for one sequence that is alone, after `past` slots of the cache that is read."""
-        sequence, limit, by_engine = allowed
-        own = self._drafters[sequence.number]
-        host, engine = own.host, own.engine
-        if own.disabled or not own.any:
-            return None
-        chain = _chain_limit(sequence, limit)
-        if forced := _forced(sequence, own, chain):
-            if engine is not None:
-                engine.skip_round(sequence)
-            return _chain(forced)
-        foreseen = 0
-        if host is not None and engine is not None:
-            foreseen = host.foresee(sequence.tokens, chain, sequence.generation.request.sampling)
-        if limit > 0 and engine is not None and by_engine and (host is None or foreseen < min(own.least, chain)):
-            tree = engine.draft_in_place(sequence, past, self._step, chain)
-            if tree is not None:
-                return tree
-        if engine is not None:
-            engine.skip_round(sequence)
-        if limit > 0 and host is not None:
-            host.sync(sequence.tokens)
-            return _worth(self._host_draft(sequence, chain), sequence, own)
-        return None
-
-    def _divide(
-        self,
-        live: Mapping[int, DraftBudget],
-        chains: Mapping[int, tuple[Sequence, int]],
-        forced: Mapping[int, abc.Sequence[int]],
-        drafts: dict[int, Draft],
-        budget: int,
-    ) -> dict[int, Draft]:
-        """Choose the nodes of each draft for the pass. A rejecting draft is taken whole: tokens depend on it."""
-        priced = {n for n, (_, foreseen) in chains.items() if foreseen and self._rate(n) is not None}
-        drafts |= {n: self._host_draft(*chains[n]) for n in priced}
-        chains = {n: chain for n, chain in chains.items() if n not in priced}
-        whole = {n: draft for n, draft in drafts.items() if draft.probs is not None}
-        others = sum(map(len, whole.values())) + sum(n for _, n in chains.values()) + sum(map(len, forced.values()))
-        trees = {n: draft for n, draft in drafts.items() if draft.probs is None}
-        worth = self._worth_verifying(live, trees, others)
-        trees |= worth
-        nodes = [
-            (float(score), -place, number)
-            for number, tree in trees.items()
-            for place, score in enumerate(tree.scores if tree.scores is not None else ())
-            if number in worth or score >= self._least(tree, number) or len(live) == 1
-        ]
-        wanted = {number: foreseen for number, (_, foreseen) in chains.items()} | dict.fromkeys(trees, 0)
-        wanted |= {number: len(tokens) for number, tokens in forced.items()}
-        for _, _, number in nodes:
-            wanted[number] += 1
-        shares = divide(budget - sum(map(len, whole.values())), wanted)
-        found = whole | {number: self._host_draft(each, shares[number]) for number, (each, _) in chains.items()}
-        found |= {number: _chain(tokens[: shares[number]]) for number, tokens in forced.items()}
-        chosen: dict[int, list[int]] = {number: [] for number in trees}
-        for _, place, number in nlargest(sum(shares[number] for number in trees), nodes):
-            chosen[number].append(-place)
-        return found | {number: _part(trees[number], sorted(places)) for number, places in chosen.items()}
-
-    def _worth_verifying(
-        self, live: Mapping[int, DraftBudget], trees: Mapping[int, Draft], others: int
-    ) -> dict[int, Draft]:
-        """Cut trees to what is worth verifying in a pass that verifies `others` more nodes; return those that
-        the rule serves, of sequences with a `verify_length`."""
-        lengths = {n: length for n in trees if (length := self._drafters[n].verify_length) is not None}
-        rate = common_rate(lengths.values())
-        if rate is None:
-            return {}
-        rows = others + sum(len(tree) for number, tree in trees.items() if number not in lengths)
-        rows += sum(min(each.sequence.pending, self._step.most) for each in live.values())
-        chances = [
-            length.chances(*_shape(trees[number]), by_host=trees[number].by_host) for number, length in lengths.items()
-        ]
-        curve = next(iter(lengths.values())).curve
-        chosen = worth_verifying(chances, rows, curve, rate)
-        return {number: _left(trees[number], nodes) for number, nodes in zip(lengths, chosen, strict=True)}
-
-    def _least(self, draft: Draft, number: int) -> float:
-        """Return the lowest score of a node that is verified beside others' where no prices are known."""
-        engine = self._drafters[number].engine
-        return log(LEAST_CHANCE) if draft.by_host or engine is None else engine.least_score
-
-    def _rate(self, number: int) -> float | None:
-        length = self._drafters[number].verify_length
-        return None if length is None else length.rate
-
-    def _host_draft(self, sequence: Sequence, limit: int) -> Draft:
+    def draft_on_host(self, sequence: Sequence, limit: int) -> Draft:
+        """Let the sequence's drafter on the host draft at most `limit` nodes."""
         host = self._drafters[sequence.number].host
         assert host is not None
         began = perf_counter_ns()
@@ -372,15 +225,15 @@ class Drafting:
         draft = NOTHING
         if count:
             nodes = slice(1, 1 + count)
-            draft = Draft(token_ids[nodes].copy(), parent[nodes] - 1, score[nodes].copy(), by_host=True)
+            draft = Draft(token_ids[nodes].copy(), parent[nodes].copy(), score[nodes].copy(), by_host=True)
         self.host_times[host.name].nanoseconds[0] += perf_counter_ns() - began
         return draft
 
-    def commit(self, placed: Placement, count: int, draft: Draft | TreeInPlace | None, passes: int) -> None:
+    def commit(self, placed: Placement, count: int, draft: Draft | None, passes: int) -> None:
         """A pass gave KV to `count` tokens of a sequence; it verified the nodes of `draft`."""
         sequence = placed.sequence
         own = self._drafters[sequence.number]
-        if isinstance(draft, Draft) and draft.by_host and draft:
+        if draft is not None and draft.by_host and len(draft):
             accepted = count - 1  # what is rejected costs a pass that many share more than it brings
             own.reach = 2 * own.reach if accepted == len(draft) else accepted + 2
         if draft and draft.scores is not None and own.verify_length is not None:
@@ -389,17 +242,13 @@ class Drafting:
             kept = None if placed.kept is None else placed.kept[:count]
             own.engine.commit(sequence, placed.start, count, kept, passes)
 
-    def _note_verified(self, length: VerifyLength, placed: Placement, draft: Draft | TreeInPlace) -> None:
+    def _note_verified(self, length: VerifyLength, placed: Placement, draft: Draft) -> None:
         """Note which of a draft's verified nodes the target has reached."""
         first, count = placed.root + 1, placed.drafted
         assert placed.kept is not None, "a draft is accepted by tokens that are listed"
-        if isinstance(draft, TreeInPlace):
-            parent, scores = draft.shape or tree_shape(self._step, draft, count)
-        else:
-            parent, scores = _shape(draft)
-            parent, scores = parent[:count], scores[:count]
+        parent, scores = draft.shape()
         accepted = {token - first for token in placed.kept[placed.fed :].tolist()}
-        length.note_verified(parent, scores, accepted, by_host=isinstance(draft, Draft) and draft.by_host)
+        length.note_verified(parent[:count], scores[:count], accepted, by_host=draft.by_host)
 
     # Sizes of rounds, for devices that record them.
 
@@ -421,75 +270,3 @@ def _kept_features(loaded: LoadedPlan, assembly: Assembly) -> KeptFeatures | Non
     first = assembly.step.most
     count = len(assembly.buffers.array(names.TARGET, names.FEATURES)) - first - 1
     return KeptFeatures(assembly.buffers, first, count)
-
-
-def _forced(sequence: Sequence, own: SequenceDrafters, limit: int) -> abc.Sequence[int]:
-    """Return the tokens that a rule of the sequence forces; none by rejection, where tokens depend on the draft."""
-    if limit > 0 and own.any and not (own.engine is not None and own.engine.rejects):
-        for rule in sequence.generation.rules:
-            if tokens := rule.forced(sequence.generated, limit)[:limit]:
-                return tokens
-    return ()
-
-
-def _chain(tokens: abc.Sequence[int]) -> Draft:
-    return Draft(tokens, range(-1, len(tokens) - 1))
-
-
-def _chain_limit(sequence: Sequence, limit: int) -> int:
-    """Return how long a chain may be where `limit` nodes may be drafted."""
-    depth = sequence.generation.request.limits.depth
-    return limit if depth is None else min(limit, depth)
-
-
-def _limited(draft: Draft, sequence: Sequence) -> Draft:
-    """Cut a draft to the limits of the sequence's request."""
-    limits = sequence.generation.request.limits
-    if limits.tokens is None and limits.depth is None:
-        return draft
-    nodes = clip_draft(np.asarray(draft.parent).tolist(), draft.scores, limits.tokens, limits.depth)
-    return draft if len(nodes) == len(draft) else _part(draft, nodes)
-
-
-def _part(tree: Draft, nodes: abc.Sequence[int]) -> Draft:
-    """Cut a tree to some of its nodes, ascending, which include all of their ancestors."""
-    place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
-    scores = None if tree.scores is None else [tree.scores[node] for node in nodes]
-    return Draft(
-        [int(tree.token_ids[node]) for node in nodes],
-        [place[int(tree.parent[node])] for node in nodes],
-        scores,
-        left_out=tree.left_out,
-        by_host=tree.by_host,
-    )
-
-
-def _left(draft: Draft, nodes: abc.Sequence[int]) -> Draft:
-    """Cut a draft to the nodes that are worth verifying."""
-    return draft if len(nodes) == len(draft) else replace(_part(draft, nodes), left_out=len(draft) - len(nodes))
-
-
-def _worth(draft: Draft, sequence: Sequence, own: SequenceDrafters) -> Draft:
-    """Cut the draft of a sequence that is alone to what is worth verifying."""
-    length = own.verify_length
-    if length is None or not draft:
-        return draft
-    return _left(draft, length.choose(*_shape(draft), sequence.pending, by_host=draft.by_host))
-
-
-def _shape(draft: Draft) -> tuple[list[int], list[float]]:
-    """Parents and scores of a draft whose chances are known."""
-    assert draft.scores is not None
-    return np.asarray(draft.parent).tolist(), np.asarray(draft.scores).tolist()
-
-
-def divide(budget: int, wanted: Mapping[int, int]) -> dict[int, int]:
-    """Share a budget: each gets what it wants or, where that is too much in all, as even a share as can be."""
-    shares = {}
-    left = max(0, budget)
-    for rest, (who, want) in zip(
-        range(len(wanted), 0, -1), sorted(wanted.items(), key=lambda item: item[1]), strict=True
-    ):
-        shares[who] = min(want, left // rest)
-        left -= shares[who]
-    return shares

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
-from outrider.runtime.drafters.base import Draft, TreeInPlace
+from outrider.runtime.drafters.base import Draft
 from outrider.runtime.drafters.engine_state import EngineSequence, EngineState
 from outrider.runtime.execution.program import Program
 from outrider.runtime.execution.step import TargetStep
@@ -28,7 +28,7 @@ class EngineDrafter(EngineState):
 
     # One sequence that has row 0 to itself.
 
-    def draft_in_place(self, sequence: Sequence, past: int, step: TargetStep, limit: int) -> TreeInPlace | None:
+    def draft_in_place(self, sequence: Sequence, past: int, step: TargetStep, limit: int) -> Draft | None:
         """Prepare a tree that the engine writes into the target's step itself; None where there is no room or start.
 
         Of a chain at most `limit` nodes are asked for. `step` will hold the tip alone, after `past` slots.
@@ -43,26 +43,27 @@ class EngineDrafter(EngineState):
         # The front of a chain is a chain. By rejection, tokens depend on it: then it is whole, as on every backend.
         cut = self._tree.top_k == 1 and not self.rejects and step.buckets is None
         state.grown = True
-        return TreeInPlace(names.speculate(self.name), min(nodes, 1 + limit) if cut else nodes, self._score[0])
+        place = slice(1, min(nodes, 1 + limit) if cut else nodes)
+        program = names.speculate(self.name)
+        return Draft(step.token_ids[place], step.parent[place], self._score[0, place], program=program)
 
-    def cut_in_place(self, step: TargetStep, tree: TreeInPlace, choose: Choose) -> None:
+    def cut_in_place(self, step: TargetStep, tree: Draft, choose: Choose) -> None:
         """Cut the tree that the engine has written into the target's step to the nodes that are chosen."""
-        parent, scores = tree.shape or tree_shape(step, tree, len(tree))
+        parent, scores = tree.shape()
         nodes = choose(parent, scores)
         count = len(nodes)
         if not nodes or nodes[-1] == count - 1:  # the front of a tree is a tree, and lies where it is
             if count < len(parent):
-                parent, scores = parent[:count], scores[:count]
                 step.keep_front(count)
         else:
             place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
-            parent, scores = [place[parent[node]] for node in nodes], [scores[node] for node in nodes]
             places = np.array(nodes) + 1
-            step.keep_nodes(places, parent)
-            self._score[0, 1 : 1 + count] = scores
+            step.keep_nodes(places, [place[parent[node]] for node in nodes])
+            self._score[0, 1 : 1 + count] = [scores[node] for node in nodes]
             if self._tree_slots is not None:
                 self._tree_slots.keep(places)
-        tree.nodes, tree.shape = 1 + count, (parent, scores)
+        left = slice(1, 1 + count)
+        tree.token_ids, tree.parent, tree.scores = step.token_ids[left], step.parent[left], self._score[0, left]
 
     def skip_round(self, sequence: Sequence) -> None:
         """Called when this drafter skips a round: keep the features of the last pass, or consume them."""
@@ -207,7 +208,7 @@ class EngineDrafter(EngineState):
         probs = self._probs_of(tree) if self.rejects else None
         return Draft(
             self._token_ids[tree, 1:end].copy(),
-            self._parent[tree, 1:end] - 1,
+            self._parent[tree, 1:end].copy(),
             self._score[tree, 1:end].copy(),
             probs=probs,
         )
@@ -253,11 +254,6 @@ class EngineDrafter(EngineState):
                 self._step.begin(end - fed, end - fed, [0] * fed, FIRST)
                 self._tip_position[FIRST] = end - 1 + self._lead
                 yield fed
-
-
-def tree_shape(step: TargetStep, tree: TreeInPlace, count: int) -> tuple[list[int], list[float]]:
-    """Return parents and scores of the first `count` drafted nodes of a tree that lies in the target's step."""
-    return [each - 1 for each in step.parent[1 : 1 + count].tolist()], tree.scores[1 : 1 + count].tolist()
 
 
 def chain_rounds(length: int, step: TargetStep, longest: int) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.errors import RequestError
-from outrider.runtime.drafters.base import Draft
+from outrider.runtime.drafters.base import chain_draft
 from outrider.runtime.execution.layout import Placement, lay_out
 from outrider.runtime.options.request import Request
 from outrider.runtime.rounds.accept import logits_index
@@ -95,7 +95,7 @@ def time_round(parts: Parts, sequence: Sequence, chain: abc.Sequence[int], *, dr
             f"The sequence has {len(tokens)} tokens, {start} of them with KV, and room for a chain of "
             f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
         )
-    draft = Draft(chain, range(-1, len(chain) - 1))
+    draft = chain_draft(chain)
     lay_out(parts.step, cache, {sequence: start}, {sequence.number: draft}, len(tokens), alone=True)
     name = names.VERIFY if drafts else names.DECODE
     began = perf_counter()

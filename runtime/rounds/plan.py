@@ -6,11 +6,11 @@ from collections import abc
 from time import perf_counter
 
 from outrider.plans import names
-from outrider.runtime.drafters.base import Draft, TreeInPlace
-from outrider.runtime.drafters.drafting import DraftBudget
+from outrider.runtime.drafters.base import Draft
 from outrider.runtime.execution.layout import Placement, lay_out
 from outrider.runtime.execution.program import Program
 from outrider.runtime.rounds.parts import Parts
+from outrider.runtime.rounds.propose import DraftBudget, propose
 from outrider.runtime.rounds.round import Round, RoundClock
 from outrider.runtime.rounds.views import KvView
 from outrider.runtime.sequence import Sequence
@@ -33,7 +33,7 @@ def plan_round(parts: Parts, sequences: abc.Sequence[Sequence], view: KvView, ch
     if alone:
         cache.compact_if_worthwhile(1 + parts.longest_draft)  # slots of ended neighbours must not prevent a draft
     past = cache.length if alone else None
-    proposed = {} if alone and confirming else parts.drafting.propose(budgets, following, nodes, past)
+    proposed = {} if alone and confirming else propose(parts, budgets, following, nodes, past)
     proposed |= {each.number: draft for each, draft in confirming.items()}
     clock.drafted = perf_counter()
     with parts.watch:
@@ -63,8 +63,9 @@ def _choose_program(parts: Parts, placed: abc.Sequence[Placement], view: KvView)
     if not tips:
         return parts.programs[names.PREFILL]
     name = names.VERIFY if drafted else names.DECODE
-    if drafted and isinstance(tree := placed[0].draft, TreeInPlace):
-        name = tree.program
+    draft = placed[0].draft
+    if drafted and draft is not None and draft.program is not None:
+        name = draft.program
     return parts.programs[view.program(name)]
 
 
@@ -72,7 +73,7 @@ def _lay_out_probs(parts: Parts, placed: abc.Sequence[Placement]) -> None:
     """Put the distributions that chains were drawn from where acceptance by rejection reads them."""
     for each in placed:
         draft = each.draft
-        if isinstance(draft, Draft) and draft.probs is not None and each.drafted:
+        if draft is not None and draft.probs is not None and each.drafted:
             probs, first = parts.buffers.array(names.TARGET, names.DRAFT_PROBS), each.first + 1
             probs[first : first + each.drafted] = draft.probs[: each.drafted]
             parts.buffers.send(names.TARGET, names.DRAFT_PROBS, (first + each.drafted) * probs.shape[1])
