@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import Dim, OpSchema
-from outrider.plugins.schemas import SCHEMAS
 
 try:
     from outrider.plugins import _native
@@ -76,13 +76,13 @@ def create(
 ) -> BoundOp:
     """Bind op `op_name` to arrays of full capacity, by the tensor names of its schema.
 
-    Arrays are C-contiguous with the dtypes and shapes of `plugins.schemas.SCHEMAS[op_name]`; arrays that share a symbol
+    Arrays are C-contiguous with the dtypes and shapes of `plugins.ops.OPS[op_name].schema`; arrays that share a symbol
     agree on its size, and those of the same choice of dtypes on their dtype. Raises TypeError for a wrong dtype,
     ValueError for anything else; the message names the op, the tensor, the expectation and the finding.
     """
-    if op_name not in SCHEMAS:
-        raise ValueError(f"There is no op {op_name!r}; the ops are {', '.join(SCHEMAS)}.")
-    schema, kernel = SCHEMAS[op_name], getattr(_native, op_name, None)
+    if op_name not in OPS:
+        raise ValueError(f"There is no op {op_name!r}; the ops are {', '.join(OPS)}.")
+    schema, kernel = OPS[op_name].schema, getattr(_native, op_name, None)
     if kernel is None:
         raise ValueError(f"{op_name} stands in graphs only: it has no CPU kernel to bind.")
     given = dict(attributes or {})
@@ -115,9 +115,10 @@ def _check_tensors(schema: OpSchema, tensors: Mapping[str, NDArray[Any]]) -> dic
     """Return the sizes of the schema's symbols. Raises as `create` does where an array is not as the schema says."""
     sizes: dict[str, int] = {}
     dtypes: dict[str, str] = {}  # found, by the choice of dtypes that the schema leaves
+    written = {spec.name for spec in schema.outputs}
     for spec in schema.tensors:
         array, dtype = tensors[spec.name], dtypes.get(spec.dtype, spec.dtype)
-        if fault := _fault(array, dtype.split(" | "), spec.shape, sizes, spec in schema.outputs):
+        if fault := _fault(array, dtype.split(" | "), spec.shape, sizes, spec.name in written):
             error, found = fault
             shape = ", ".join(f"{dim}={sizes[dim]}" if dim in sizes else str(dim) for dim in spec.shape)
             raise error(

@@ -20,7 +20,7 @@ class TreeAccept {
     choices_.check(new_tokens, count);
     const Trees trees = walk_.trees(choices_.logit_indices(), count, new_tokens);
     const GilReleasedIfLong released(choices_.bytes(count));
-    // The acceptance rule: plugins/reference/tree_accept.py.
+    // The acceptance rule: plugins/ops/tree_accept.py.
     walk_.run(trees, new_tokens, [&](i64 node, i64 end) -> Visit {
       const i64 token = choices_.at(node);
       return {token, child_holding(trees, node, end, token)};
