@@ -10,11 +10,3 @@ and CUDA, tested without TensorRT: the order of parameters, shapes, types, launc
 `plugins.cuda.DeviceOp`), the PTX, and the plugins' kernels, run as blocks of fibers on the CPU and compared with the
 CPU kernels, or with the references where an op has no CPU kernel.
 """
-
-
-def __getattr__(name: str) -> object:
-    if name in ("PLUGINS", "Declined"):
-        from outrider.plugins.tensorrt import table
-
-        return getattr(table, name)
-    raise AttributeError(name)
