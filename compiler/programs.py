@@ -10,8 +10,8 @@ from outrider.plans.manifest import Engine, GraphDrafter, Program, Results, Stag
 from outrider.plans.partial_kv import PartialKv
 from outrider.plans.program_list import program_list
 from outrider.plans.step_buffers import sampling_buffers
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import Purpose, Reduction
-from outrider.plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _ACCEPTED = {
@@ -137,7 +137,7 @@ def _refresh(partial: PartialKv) -> Program:
                 names.TARGET if parameter in of_target else names.PARTIAL, own.get(parameter, parameter)
             )
 
-        schema = SCHEMAS[name]
+        schema = OPS[name].schema
         return Stage(
             kind=StageKind.OP,
             run=name,
@@ -197,7 +197,7 @@ def _op(name: str, model: str, bound: Mapping[str, str] | None = None) -> Stage:
         tensor = (bound or {}).get(parameter, parameter)
         return tensor if tensor in _SHARED else names.buffer_name(model, tensor)
 
-    schema = SCHEMAS[name]
+    schema = OPS[name].schema
     return Stage(
         kind=StageKind.OP,
         run=name,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from outrider.compiler.recipe_backends import TensorRtRtxSection, TensorRtSection
 from outrider.plans.errors import PlanError
 from outrider.plans.extras import install
-from outrider.plugins.tensorrt import register_plugins
+from outrider.plugins.tensorrt.registration import register_plugins
 
 OLDEST = (10, 15)  # the first version of TensorRT with cache updates in place
 

@@ -34,7 +34,7 @@ def branch_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, BranchAttention."""
+    """Shapes: `plugins.ops`, BranchAttention."""
     raise NotImplementedError("outrider::branch_attention exists for export only")
 
 
@@ -45,7 +45,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any
 
 @torch.library.custom_op("outrider::window_bias", mutates_args=())
 def window_bias(attn_bias: Tensor, window: int) -> Tensor:
-    """Shapes: `plugins.schemas`, WindowBias."""
+    """Shapes: `plugins.ops`, WindowBias."""
     raise NotImplementedError("outrider::window_bias exists for export only")
 
 
@@ -63,7 +63,7 @@ def tree_expand(
     top_k: int,
     doubt: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, TreeExpand."""
+    """Shapes: `plugins.ops`, TreeExpand."""
     raise NotImplementedError("outrider::tree_expand exists for export only")
 
 
@@ -79,7 +79,7 @@ def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
 
 @torch.library.custom_op("outrider::draft_sample", mutates_args=())
 def draft_sample(logits: Tensor, noise: Tensor, draft_sampling: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, DraftSample."""
+    """Shapes: `plugins.ops`, DraftSample."""
     raise NotImplementedError("outrider::draft_sample exists for export only")
 
 
@@ -92,7 +92,7 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def tree_rerank(
     candidate_token: Tensor, candidate_score: Tensor, candidate_parent: Tensor, candidate_depth: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, TreeRerank."""
+    """Shapes: `plugins.ops`, TreeRerank."""
     raise NotImplementedError("outrider::tree_rerank exists for export only")
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.plugins import native
-from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.ops import OPS
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.step import TargetStep
@@ -148,7 +148,7 @@ class RuledWalk:
         own[names.POSITIONS][0], own[names.BRANCH][0] = position, number
         choice = self._choices.get(at)
         if choice is None:
-            bound = {tensor.name: self._bound(tensor.name, at) for tensor in SCHEMAS["Sample"].tensors}
+            bound = {tensor.name: self._bound(tensor.name, at) for tensor in OPS["Sample"].schema.tensors}
             choice = self._choices[at] = native.create("Sample", bound)
         choice(1, 1)
         return int(own[names.COMMITTED][0])

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from outrider import Runtime
 from outrider.plans import names
 from outrider.plans.errors import PlanError, RequestError
-from outrider.plugins.reference import block_select, block_summary, partial_kv_gather
+from outrider.plugins.ops.block_select import block_select
+from outrider.plugins.ops.block_summary import block_summary
+from outrider.plugins.ops.partial_kv_gather import partial_kv_gather
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
 from outrider.runtime.session import Session

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.plans.partial_kv import PartialKv
-from outrider.plugins.reference.partial_kv import blocks_in_reach, candidate_blocks
+from outrider.plugins.ops.kv_blocks import blocks_in_reach, candidate_blocks
 from tests.plans.damage import BACKEND, Edit, edit, refused
 from tests.properties import cheap
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from outrider.plans.sampling import Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import SamplingSlots, chain_accept, sample, tree_accept
-from outrider.plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
+from outrider.plugins.ops.chain_accept import accepts, chain_accept, draft_probability, residual, target_probability
+from outrider.plugins.ops.row_choices import SamplingSlots
+from outrider.plugins.ops.sample import sample
+from outrider.plugins.ops.tree_accept import tree_accept
 from outrider.plugins.reference.choice import filtered_weights, sampling_of
 from tests.plugins.accept_step import KINDS, AcceptStep, depth_of, drafted_probs, draw_step, equal_slots, forest
 from tests.plugins.drawn_pairs import (

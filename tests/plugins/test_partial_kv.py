@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from outrider.plugins import native
 from outrider.plugins.cuda.launches import ELEMENTS
-from outrider.plugins.reference import block_select, block_summary, partial_kv_gather
+from outrider.plugins.ops.block_select import block_select
+from outrider.plugins.ops.block_summary import block_summary
+from outrider.plugins.ops.partial_kv_gather import partial_kv_gather
 from tests.plugins.conftest import GPU, kernels_of
 from tests.plugins.partial_caches import PartialCaches
 from tests.plugins.test_cuda_kernels import FEW

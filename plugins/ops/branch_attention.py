@@ -1,4 +1,4 @@
-"""Append each row's new keys and values, then attend over the row's keys under a bias."""
+"""BranchAttention: append each row's new keys and values, then attend over the row's keys under a bias."""
 
 from __future__ import annotations
 
@@ -7,7 +7,66 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.plans import names
+from outrider.plugins.ops.op import Op
 from outrider.plugins.reference.kv_slots import from_slots, to_slots
+from outrider.plugins.schema import (
+    ANY_FLOAT,
+    ATTN_BIAS,
+    CAPACITY,
+    ROW_SPLITS,
+    AttributeSpec,
+    OpSchema,
+    TensorSpec,
+    per_row,
+)
+from outrider.plugins.tensorrt.plugin import Declined
+
+_CACHE = (names.ROWS, "kv_num_heads", CAPACITY, "head_dim")
+_QUERY_WIDTH = "num_heads * head_dim"
+_KEY_WIDTH = "kv_num_heads * head_dim"
+
+SCHEMA = OpSchema(
+    name="BranchAttention",
+    version=2,
+    doc="""Append each row's new keys and values, then attend over the row's T keys under a bias.
+
+    Tokens of all rows lie one after another (row_splits); row r's are appended at past_length[r]. Token s of row r
+    gives softmax(c(q . k * scale) + attn_bias[r, 0, s]) over the row's T keys, applied to v; query head h uses KV head
+    h // (num_heads / kv_num_heads). c(x) is softcap * tanh(x / softcap), or x where `softcap` is 0; the bias is added
+    to capped scores, so that hidden keys stay hidden. With `sinks`, which may be left out, the softmax of head h has
+    exp(sinks[h]) in its sum as well: a key without a value, under no cap. Where `later` is 1, the bias may show a token
+    of the step that comes after the query's, else none. Where `asks` is 0, nobody reads `out`: its numbers are any
+    finite ones. Stands in graphs only, and is lowered there: no CPU kernel.
+    Source: the cap, Gemma 2 (arXiv 2408.00118); sinks, gpt-oss.""",
+    inputs=(
+        TensorSpec("q", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
+        TensorSpec("k", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
+        TensorSpec("v", ANY_FLOAT, (1, names.NEW, _KEY_WIDTH)),
+        TensorSpec("k_cache", ANY_FLOAT, _CACHE),
+        TensorSpec("v_cache", ANY_FLOAT, _CACHE),
+        ATTN_BIAS,
+        per_row(names.PAST_LENGTH),
+        ROW_SPLITS,
+        TensorSpec("sinks", ANY_FLOAT, ("num_heads",)),
+    ),
+    outputs=(
+        TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
+        TensorSpec(names.cache_output("k_cache"), ANY_FLOAT, _CACHE),
+        TensorSpec(names.cache_output("v_cache"), ANY_FLOAT, _CACHE),
+    ),
+    attributes=(
+        AttributeSpec("num_heads", int),
+        AttributeSpec("kv_num_heads", int),
+        AttributeSpec("scale", float),
+        AttributeSpec("later", int, 0),
+        AttributeSpec("asks", int, 1),
+        AttributeSpec("softcap", float, 0.0),
+    ),
+)
+
+OP = Op(SCHEMA, Declined("it is lowered to TensorRT's own cache update and attention layers"))
+
 
 Float = NDArray[Any]
 
