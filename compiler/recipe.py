@@ -27,6 +27,7 @@ from outrider.compiler.recipe_sections import (
     Section,
     WeightsSection,
     WrittenPath,
+    check_distinct,
     positions_served,
 )
 from outrider.compiler.recipe_source import Location, RecipeSource
@@ -173,13 +174,7 @@ class Recipe(Section):
     @field_validator("backends")
     @classmethod
     def _distinct_backends(cls, backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
-        if not backends:
-            raise PydanticCustomError("backend", "must have at least 1 entry, found []")
-        kinds = [backend.kind for backend in backends]
-        for index, kind in enumerate(kinds):
-            if kind in kinds[:index]:
-                context = {"backend": kind, "at": (index,)}
-                raise PydanticCustomError("backend", "repeats '{backend}'; keep one of them", context)
+        check_distinct([backend.kind for backend in backends])
         return backends
 
     # Paths, absolute.

@@ -20,9 +20,10 @@ Feature = Literal["batching", "partial KV", "rejection", "experts", "unsigned we
 class BackendSupport:
     """What a backend can.
 
-    It promises `exact` results if a row's bits depend on that row alone. Its `weights` are of these types, and its KV
-    cache of the weights' own, or of one of `kv_types`. A reason of `lacks` continues a sentence that begins with the
-    backend's name. `extra` installs the packages that build for it, beside the compiler's.
+    It promises `exact` results if a row's bits depend on that row alone; kernels of GPUs, which choose by the size of a
+    step, promise less. Its `weights` are of these types, and its KV cache of the weights' own, or of one of `kv_types`.
+    A reason of `lacks` continues a sentence that begins with the backend's name. `extra` installs the packages that
+    build for it, beside the compiler's.
     """
 
     kind: str

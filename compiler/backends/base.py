@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
 
 from outrider.compiler.identity import PACKAGES, package_version
 from outrider.compiler.models.config import WeightType
-from outrider.compiler.recipe_sections import Section
+from outrider.compiler.recipe_sections import Section, check_distinct
 from outrider.plans.backends import BACKENDS, BackendSupport
 from outrider.plans.errors import PlanError
 from outrider.plans.extras import install
@@ -96,10 +95,5 @@ class GpuBackend(Backend):
     @field_validator("compute_capabilities")
     @classmethod
     def _distinct(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if not given:
-            raise PydanticCustomError("capability", "must have at least 1 entry, found []")
-        for index, capability in enumerate(given):
-            if capability in given[:index]:
-                context = {"value": capability, "at": (index,)}
-                raise PydanticCustomError("capability", "repeats '{value}'; keep one of them", context)
+        check_distinct(given)
         return given
