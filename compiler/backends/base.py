@@ -17,6 +17,7 @@ from outrider.plans.extras import install
 
 if TYPE_CHECKING:
     from outrider.compiler.engines import EngineFolder
+    from outrider.compiler.lowering.rule import Rule
 
 Report = Callable[[str], None]
 """Called with the phases of long work."""
@@ -55,6 +56,13 @@ class Backend(Section):
     def cache(self) -> str | None:
         """The recipe's path of a file that builds read and write beside the plan."""
         return None
+
+    @classmethod
+    def rules(cls) -> tuple[Rule, ...]:
+        """Return the rules that lower a graph for the backend, in order."""
+        from outrider.compiler.lowering.functions import FunctionBody
+
+        return (FunctionBody(),)
 
     def open_folder(self, folder: Path, report: Report, cache: Path | None, dtype: WeightType) -> EngineFolder:
         """Return the writer of engines, which builds with the file `cache`; `dtype` is the type of the weights.

@@ -12,6 +12,7 @@ from outrider.compiler.models.config import WeightType
 
 if TYPE_CHECKING:
     from outrider.compiler.engines import EngineFolder
+    from outrider.compiler.lowering.rule import Rule
 
 KernelCapability = Literal[
     "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"
@@ -30,6 +31,12 @@ class CudaBackend(GpuBackend):
 
     widens: ClassVar[bool] = True
     kernels: ClassVar[tuple[str, str]] = ("engine.cu", "kernels/cuda")
+
+    @classmethod
+    def rules(cls) -> tuple[Rule, ...]:
+        from outrider.compiler.lowering import OUR_ARITHMETIC
+
+        return OUR_ARITHMETIC
 
     def open_folder(self, folder: Path, report: Report, cache: Path | None, dtype: WeightType) -> EngineFolder:
         from outrider.compiler.engines.cuda import CudaEngines

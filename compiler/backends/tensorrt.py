@@ -19,6 +19,7 @@ from outrider.plans.extras import install
 
 if TYPE_CHECKING:
     from outrider.compiler.engines import EngineFolder
+    from outrider.compiler.lowering.rule import Rule
 
 OLDEST = (10, 15)  # the first version of TensorRT with cache updates in place
 
@@ -36,6 +37,15 @@ class BuilderBackend(GpuBackend):
     bounded: ClassVar[bool] = True
     library: ClassVar[str]
     """The name of the package."""
+
+    @classmethod
+    def rules(cls) -> tuple[Rule, ...]:
+        from outrider.compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
+        from outrider.compiler.lowering.quantized import FloatDraftExperts, FloatDrafts
+        from outrider.compiler.lowering.scatter_attention import UpdateOnceAttention
+
+        ops = (PluginNodes(), BodyOfDeclined()) if cls.holds_ops else super().rules()
+        return (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), *ops)
 
     @abstractmethod
     def load(self) -> Any:

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 
-import outrider.compiler.lowering as lowering
 from outrider import Generation, Runtime
+from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import BackendPlan
@@ -109,7 +109,7 @@ def test_levels_that_leave_no_rows_give_the_same_tokens(
     built: BuildOnce, toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As TensorRT has them: a drafter feeds again what was accepted, and its drafts are as good."""
-    monkeypatch.setitem(lowering.RULES, CUDA, lowering.RULES["tensorrt-rtx"])
+    monkeypatch.setattr(BACKEND_CLASSES[CUDA], "rules", BACKEND_CLASSES["tensorrt-rtx"].rules)
     monkeypatch.setitem(DRIVERS, CUDA, DRIVERS["onnxruntime-cpu"])
     runtime = Runtime.load(built("no-rows", [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"]))
     for options in SAMPLINGS:
