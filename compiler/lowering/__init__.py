@@ -6,24 +6,21 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.compiler.lowering.attention import CpuAttention, QueriesFromInside, WindowInside
 from outrider.compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
-from outrider.compiler.lowering.functions import CopiedSizes, FunctionBody, UnbranchedBody
 from outrider.compiler.lowering.gated_unit import FuseGatedUnit
-from outrider.compiler.lowering.group_query_attention import GroupQueryAttention
 from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from outrider.compiler.lowering.own_ops import CpuDraftOps, CpuNorms, FuseSkipNorms, FuseSkipNormsCuda, FuseSoftcap
-from outrider.compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
+from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, FuseSoftcap
 from outrider.compiler.lowering.products import FuseProjections
-from outrider.compiler.lowering.quantized import BlockQuantized, FloatDraftExperts, FloatDrafts, PackQuantized
+from outrider.compiler.lowering.quantized import PackQuantized
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
-from outrider.compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from outrider.plans import names
 from outrider.plans.buffers import DType
 from outrider.plans.kv_slots import slot_size
 from outrider.plans.manifest import RuleReport
 
-_OUR_ARITHMETIC: tuple[Rule, ...] = (
+OUR_ARITHMETIC: tuple[Rule, ...] = (
     FuseProjections(),
     FuseGatedUnit(),
     FuseSoftcap(),
@@ -42,25 +39,6 @@ _OUR_ARITHMETIC: tuple[Rule, ...] = (
 )
 """Rules to the operators that we have kernels of our own for, on the CPU and on a GPU, with the same bits."""
 
-RULES: dict[str, tuple[Rule, ...]] = {
-    "onnxruntime-cpu": (*_OUR_ARITHMETIC, CpuDraftOps(), FunctionBody()),
-    "cuda": _OUR_ARITHMETIC,
-    "onnxruntime-cuda": (
-        FuseProjections(),
-        BlockQuantized(),
-        FuseSkipNormsCuda(),
-        GroupQueryAttention(),
-        RotateInside(),
-        NormInside(),
-        PackedInside(),
-        ScatterAttention(),
-        UnbranchedBody(),
-        CopiedSizes(),
-    ),
-    "tensorrt": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
-    "tensorrt-rtx": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), FunctionBody()),
-}
-
 
 def lower(
     engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1, kv_cache: str | None = None
@@ -71,7 +49,7 @@ def lower(
     With several `caches`, any of them may be bound.
     """
     lowering = Lowering(engine, model, rows)
-    reports = apply_rules(lowering, RULES[target])
+    reports = apply_rules(lowering, BACKEND_CLASSES[target].rules())
     _drop_unread(model.graph)
     if rows == 1:
         _fix_single_row(model)

@@ -16,8 +16,9 @@ from typing import Any
 import ray
 from ray import serve
 
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import ClosedError, OutriderError, PlanError
-from outrider.runtime.backends import device_of, on_processor
+from outrider.runtime.backends import device_of
 from outrider.runtime.exactness import foreign_kernels, kernels_that_count
 from outrider.runtime.generation import Span
 from outrider.runtime.handle import Handle
@@ -74,7 +75,7 @@ class Replica:
         warm_up(self._runtime)
         backend = self._runtime.backend
         self._kernels = {"backend": backend} | kernels_that_count(self._runtime.manifest, backend)
-        if not on_processor(backend):
+        if not BACKENDS[backend].on_processor:
             self._kernels["device"] = device_of(backend)
         self._callers = Callers()
         self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_REPORTED) if settings.ingresses > 1 else None

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
-import outrider.compiler.lowering as lowering
+from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.compiler.lowering import group_query_attention
 from outrider.compiler.lowering.inside import NormInside
 
@@ -25,8 +25,8 @@ def in_float32(patch: pytest.MonkeyPatch) -> None:
 
 def norms_outside(patch: pytest.MonkeyPatch) -> None:
     """Leave the norms of queries and keys out of the node, in which the CPU provider has none."""
-    rules = tuple(rule for rule in lowering.RULES[CUDA] if not isinstance(rule, NormInside))
-    patch.setitem(lowering.RULES, CUDA, rules)
+    rules = tuple(rule for rule in BACKEND_CLASSES[CUDA].rules() if not isinstance(rule, NormInside))
+    patch.setattr(BACKEND_CLASSES[CUDA], "rules", lambda: rules)
 
 
 def spell_norms_out(path: Path) -> int:
