@@ -18,7 +18,6 @@ from outrider.runtime.backends.device import DeviceBuffers
 from outrider.runtime.backends.one_thread import OneThread
 from outrider.runtime.backends.recorder import Recorder
 from outrider.runtime.options.options import Options
-from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.trace import RoundTrace
 from tests.conftest import TOY_DRAFTERS
 from tests.integration.shifting_rule import Shifting
@@ -100,19 +99,6 @@ def test_a_round_halts_for_rules_before_it_accepts_and_for_limits_before_it_veri
             assert found.token_ids == expected.token_ids
             assert found.stats.accepted > 0 or drafter not in ("chain", "bushy")
     assert all(len(each.nodes) <= 3 and all(node.depth <= 2 for node in each.nodes) for each in rounds)
-
-
-@pytest.mark.parametrize("engines", [False, True])
-def test_graphs_and_memory_of_a_session_are_given_back(cuda_plan: Plan, emulator: Emulator, engines: bool) -> None:
-    device = EmulatedDevice(emulator)
-    runtime = loaded(cuda_plan, device, records=True, records_engines=engines)
-    before = device.graphs, len(device._memory)
-    engine = StepLoop(runtime.loaded)
-    assert device.graphs > before[0]
-    assert runtime.generate(PROMPT, max_new_tokens=3).token_ids
-    del engine
-    gc.collect()
-    assert (device.graphs, len(device._memory)) == before
 
 
 def test_what_an_engine_may_record_ends_with_a_warning(

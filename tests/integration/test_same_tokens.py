@@ -18,6 +18,7 @@ from outrider.compiler.recipe import load_recipe
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Buckets
 from outrider.plans.plan import open_plan
+from outrider.runtime.backends.onnxruntime_cpu import _Sized
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import RoundTrace
 from outrider.tools.verify.agreement import compare_drafters
@@ -186,6 +187,18 @@ def test_buffers_never_move(toy: Runtime) -> None:
     session.reset()
     session.generate(list(range(1, 20)), max_new_tokens=30, temperature=1.0, drafter="none")
     assert {name: array.ctypes.data for name, array in session.buffers.arrays.items()} == before
+
+
+def test_plain_decoding_binds_again_only_where_the_view_grows(
+    reference: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, bind = list[str](), _Sized.bind
+    stream = reference.session().stream(list(range(120)), max_new_tokens=60, drafter="none", ignore_eos=True)
+    for _ in range(2):
+        next(stream)
+    monkeypatch.setattr(_Sized, "bind", lambda self, sizes: (bound.append(self._name), bind(self, sizes)))
+    list(stream)
+    assert bound == ["attn_bias"]  # once, where 128 keys become 256
 
 
 def test_timing_a_round_leaves_the_sequence_as_it_is(toy: Runtime) -> None:

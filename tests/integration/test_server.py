@@ -50,18 +50,6 @@ USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": Tru
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-def test_a_completion_is_what_the_runtime_generates(client: openai.OpenAI, alone: Runtime) -> None:
-    expected = alone.generate("import os\n", max_new_tokens=12, temperature=0.7, seed=5, ignore_eos=True)
-    found = client.completions.create(
-        model="toy", prompt="import os\n", max_tokens=12, temperature=0.7, seed=5, extra_body=OURS
-    )
-    (choice,) = found.choices
-    assert (found.object, choice.text, choice.finish_reason) == ("text_completion", expected.text, "length")
-    assert found.usage is not None
-    assert found.usage.prompt_tokens == expected.stats.prompt_tokens
-    assert found.usage.completion_tokens == 12 == found.usage.total_tokens - found.usage.prompt_tokens
-
-
 def test_a_stream_is_the_same_in_pieces(client: openai.OpenAI, alone: Runtime) -> None:
     expected = alone.generate([5, 6, 7], max_new_tokens=20, ignore_eos=True)
     own: dict[str, Any] = {"model": "toy", "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0}
@@ -87,7 +75,8 @@ def test_several_prompts_and_choices(client: openai.OpenAI, alone: Runtime) -> N
     assert [(choice.index, choice.text) for choice in found.choices] == [(i, e.text) for i, e in enumerate(expected)]
     assert found.usage is not None
     assert found.usage.prompt_tokens == sum(each.stats.prompt_tokens for each in expected[::2])
-    assert found.usage.completion_tokens == 24
+    assert found.usage.completion_tokens == 24 == found.usage.total_tokens - found.usage.prompt_tokens
+    assert found.object == "text_completion"
 
 
 @pytest.fixture
