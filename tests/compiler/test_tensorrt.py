@@ -47,7 +47,7 @@ def install(patch: pytest.MonkeyPatch) -> Any:
 
     patch.setitem(sys.modules, TENSORRT, package)
     patch.setattr(tensorrt, "gpu_here", lambda: HERE)
-    patch.setattr("outrider.plugins.tensorrt.register_plugins", register)
+    patch.setattr("outrider.plugins.tensorrt.registration.register_plugins", register)
     return package
 
 
@@ -265,6 +265,6 @@ def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path:
     def register() -> None:
         raise ImportError("plugins are for TensorRT 10.15 or later")
 
-    monkeypatch.setattr("outrider.plugins.tensorrt.register_plugins", register)
+    monkeypatch.setattr("outrider.plugins.tensorrt.registration.register_plugins", register)
     with pytest.raises(PlanError, match=r"the backend tensorrt cannot be built: plugins are for TensorRT 10\.15"):
         TensorRtBackend(kind=TENSORRT).load()
