@@ -20,6 +20,7 @@ from outrider.compiler.engines.tensorrt_network import TYPES
 from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, OneRowConverters, is_plain
 from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
 from outrider.compiler.export.tracing import TracedProgram, traced_of
+from outrider.compiler.models.ops import COMPOSITES
 from outrider.plans.errors import PlanError
 from outrider.plugins.schema import QUANT_OPS
 
@@ -44,7 +45,7 @@ class TorchFront:
         targets = {node.target for node in nodes}
         lacking = sorted(
             str(target).split(".")[1]
-            for target in targets - OneRowConverters.OPS
+            for target in targets - OneRowConverters.OPS - COMPOSITES.keys()
             if str(target).startswith(f"{_OURS}.")
         )
         return f"{self.name} has no converter of {', '.join(lacking)}" if lacking else None
@@ -74,8 +75,8 @@ class TorchFront:
             disable_tf32=True,
             immutable_weights=True,
         )
-        traced = traced_of(model)
-        program = pre_export_lowering(traced.materialised(), settings).run_decompositions(get_decompositions())
+        traced, decompositions = traced_of(model), get_decompositions() | COMPOSITES
+        program = pre_export_lowering(traced.materialised(), settings).run_decompositions(decompositions)
         context = ConversionContext(network, settings)
         walk = _Walk(post_lowering(program.module(), settings), context, self._trt, model, traced)
         walk.run(enable_io_processing=False)

@@ -1,6 +1,6 @@
 """Our graph ops as PyTorch custom ops: never run, only traced and translated to the ONNX ops of the same names.
 
-Those of experts stand with their module, and run in PyTorch too.
+Those of experts and of `models.ops` run in PyTorch too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import onnxscript
 import torch
 from torch import Tensor
 
-import outrider.compiler.models.experts  # noqa: F401  registers its ops
+import outrider.compiler.models.experts
+import outrider.compiler.models.ops  # noqa: F401  registers its ops, as the line before
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
 
 
@@ -145,6 +146,9 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),
     torch.ops.outrider.clamped_mixture_of_experts.default: _translated("ClampedMixtureOfExperts", ("alpha", "limit")),
+    torch.ops.outrider.silu_unit.default: _translated("SiluUnit", ()),
+    torch.ops.outrider.gelu_unit.default: _translated("GeluUnit", ()),
+    torch.ops.outrider.softcap.default: _translated("Softcap", ("cap",)),
     torch.ops.outrider.window_bias.default: _translated("WindowBias", ("window",)),
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),

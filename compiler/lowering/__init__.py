@@ -9,12 +9,11 @@ import onnx_ir as ir
 from outrider.compiler.lowering.attention import CpuAttention, QueriesFromInside, WindowInside
 from outrider.compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
 from outrider.compiler.lowering.functions import CopiedSizes, FunctionBody, UnbranchedBody
-from outrider.compiler.lowering.gated_unit import FuseGatedUnit
 from outrider.compiler.lowering.group_query_attention import GroupQueryAttention
 from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from outrider.compiler.lowering.own_ops import CpuDraftOps, CpuNorms, FuseSkipNorms, FuseSkipNormsCuda, FuseSoftcap
+from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, FuseSkipNormsCuda, OwnKernels
 from outrider.compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
-from outrider.compiler.lowering.products import FuseProjections
+from outrider.compiler.lowering.products import FuseProjections, GatedUnitOfProduct
 from outrider.compiler.lowering.quantized import BlockQuantized, FloatDraftExperts, FloatDrafts, PackQuantized
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
 from outrider.compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
@@ -25,8 +24,8 @@ from outrider.plans.manifest import RuleReport
 
 _OUR_ARITHMETIC: tuple[Rule, ...] = (
     FuseProjections(),
-    FuseGatedUnit(),
-    FuseSoftcap(),
+    GatedUnitOfProduct(),
+    OwnKernels(),
     PackQuantized(),
     CpuRoute(),
     CpuExperts(),
@@ -43,7 +42,7 @@ _OUR_ARITHMETIC: tuple[Rule, ...] = (
 """Rules to the operators that we have kernels of our own for, on the CPU and on a GPU, with the same bits."""
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "onnxruntime-cpu": (*_OUR_ARITHMETIC, CpuDraftOps(), FunctionBody()),
+    "onnxruntime-cpu": (*_OUR_ARITHMETIC, FunctionBody()),
     "cuda": _OUR_ARITHMETIC,
     "onnxruntime-cuda": (
         FuseProjections(),

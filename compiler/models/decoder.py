@@ -19,6 +19,7 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
+from outrider.compiler.models.ops import gelu_unit, silu_unit, softcap
 
 
 class Execution(Protocol):
@@ -97,9 +98,8 @@ class DecoderLayer(nn.Module):
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
             return self._add(h, self.experts(x), self.mlp_out_norm)
-        gate = self.gate(x)
-        gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self._add(h, self.down(gate * self.up(x)), self.mlp_out_norm)
+        unit = silu_unit if c.activation == "silu" else gelu_unit
+        return self._add(h, self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
 
     def key(self, x: Tensor) -> Tensor:
         """Return the keys `[..., kv_heads * head_dim]` of normed inputs `[..., hidden]`, normed and not yet rotated."""
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         logits: Tensor = F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
-        return logits if c.logit_softcap is None else torch.tanh(logits / c.logit_softcap) * c.logit_softcap
+        return logits if c.logit_softcap is None else softcap(logits, c.logit_softcap)
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:

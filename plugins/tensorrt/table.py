@@ -219,6 +219,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
         ("Route", "BiasedRoute", *EXPERT_OPS),
         Declined("standard ops compute every expert; no kernel of ours for GPUs computes the chosen ones alone"),
     ),
+    **dict.fromkeys(("SiluUnit", "GeluUnit", "Softcap"), Declined("TensorRT fuses their standard ops")),
     "WindowBias": Declined("standard ops compute it once for all layers that share a window"),
     "DraftSample": (
         Plugin(

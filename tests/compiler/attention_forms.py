@@ -11,11 +11,11 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from outrider.compiler.export.execution import cache_outputs
 from outrider.compiler.export.ops import branch_attention, window_bias
 from outrider.compiler.export.target import trace_target
+from outrider.compiler.models.ops import gelu_unit, softcap
 from outrider.plans import names
 from outrider.plugins import reference
 from tests.compiler.steps import Arrays, depths, flat
@@ -123,9 +123,9 @@ class Forms(nn.Module):
             presents += (k_out, v_out)
             x = x + layer.o(out)
             normed = self.norm(x)
-            x = x + layer.down(functional.gelu(layer.gate(normed), approximate="tanh") * layer.up(normed))
+            x = x + layer.down(gelu_unit(layer.gate(normed), layer.up(normed)))
         picked = torch.index_select(x, -2, logit_indices).squeeze(0)
-        logits = torch.tanh(self.head(self.norm(picked)).float() / 4.0) * 4.0
+        logits = softcap(self.head(self.norm(picked)).float(), 4.0)
         return logits, *presents, *(tuple(q.squeeze(0).float() for q in queries) if self.queries else ())
 
     def in_numpy(self, feeds: Arrays) -> Arrays:

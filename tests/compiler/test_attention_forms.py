@@ -16,9 +16,8 @@ import pytest
 from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, is_plain
 from outrider.compiler.export.tracing import traced_of
 from outrider.compiler.lowering import RULES, lower
-from outrider.compiler.lowering.gated_unit import FuseGatedUnit
 from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from outrider.compiler.lowering.products import FuseProjections
+from outrider.compiler.lowering.products import FuseProjections, GatedUnitOfProduct
 from outrider.compiler.lowering.rule import Rule
 from outrider.compiler.probes.choice import probed_ops
 from outrider.compiler.probes.graph import probe_graph
@@ -131,7 +130,7 @@ def test_sinks_are_written_out_on_cuda(tmp_path: Path, monkeypatch: pytest.Monke
     assert by_rule["ScatterAttention"].applied == len(FORMS["gpt-oss"])
 
 
-@pytest.mark.parametrize("left_out", [FuseProjections, FuseGatedUnit, RotateInside, NormInside, PackedInside])
+@pytest.mark.parametrize("left_out", [FuseProjections, GatedUnitOfProduct, RotateInside, NormInside, PackedInside])
 def test_where_a_rule_does_not_run_those_after_it_decline_and_nothing_changes(
     left_out: type[Rule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,11 +181,11 @@ def test_on_the_cpu_a_layer_is_six_nodes_of_ours(name: str) -> None:
     assert applied["WindowInside"] == sum(form.window > 0 for form in forms)
     assert applied["RotateInside"] == sum(form.rotated > 0 for form in forms)
     assert applied["NormInside"] == sum(form.norms for form in forms)
-    assert applied["PackedInside"] == applied["FuseGatedUnit"] == applied["FuseProjections"] == len(forms)
+    assert applied["PackedInside"] == applied["GatedUnitOfProduct"] == applied["FuseProjections"] == len(forms)
     assert applied["FuseSkipNorms"] == 2 * len(forms) - 1  # not the first, nor that of picked rows
     assert {domain for domain, _ in counts} == {"", CPU_DOMAIN}
     assert "row_splits" not in {value.name for value in model.graph.inputs}
-    assert applied["FuseSoftcap"] == counts[CPU_DOMAIN, "Softcap"] == 1
+    assert applied["OwnKernels"] == counts[CPU_DOMAIN, "Softcap"] == 1
     assert counts[CPU_DOMAIN, "BranchAttention"] == counts[CPU_DOMAIN, "GatedUnit"] == len(forms)
     assert not {"Split", "RotaryEmbedding", "Tanh", "Gelu", "WindowBias", "Softmax"} & {op for _, op in counts}
     attention = [node for node in model.graph if node.op_type == "BranchAttention"]
