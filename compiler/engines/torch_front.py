@@ -17,7 +17,7 @@ from torch import fx
 
 from outrider.compiler.engines.onnx_file import DTYPES
 from outrider.compiler.engines.tensorrt_network import TYPES
-from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, OneRowConverters, is_plain
+from outrider.compiler.engines.torch_converters import ATTENTION, OneRowConverters, is_plain
 from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
 from outrider.compiler.export.tracing import TracedProgram, traced_of
 from outrider.compiler.models.ops import COMPOSITES
@@ -40,8 +40,8 @@ class TorchFront:
         if any(node.op_type in QUANT_OPS for node in model.graph):
             return f"{self.name} reads the program before its weights are quantised"
         nodes = [node for node in traced_of(model).program.graph.nodes if node.op == "call_function"]
-        if any(not is_plain(node) for node in nodes if node.target is BRANCH_ATTENTION):
-            return f"{self.name} has no converter of attention with capped scores or with sinks"
+        if any(not is_plain(node) for node in nodes if node.target is ATTENTION):
+            return f"{self.name} has no converter of attention with capped scores, sinks or windows"
         targets = {node.target for node in nodes}
         lacking = sorted(
             str(target).split(".")[1]

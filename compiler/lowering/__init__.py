@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from outrider.compiler.lowering.attention import CpuAttention, QueriesFromInside, WindowInside
+from outrider.compiler.lowering.attention import AroundAttention, CpuAttention
 from outrider.compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
 from outrider.compiler.lowering.functions import CopiedSizes, FunctionBody, UnbranchedBody
 from outrider.compiler.lowering.group_query_attention import GroupQueryAttention
-from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
 from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, FuseSkipNormsCuda, OwnKernels
 from outrider.compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
 from outrider.compiler.lowering.products import FuseProjections, GatedUnitOfProduct
@@ -32,14 +32,11 @@ _OUR_ARITHMETIC: tuple[Rule, ...] = (
     PackExperts(),
     FuseSkipNorms(),
     CpuAttention(),
-    WindowInside(),
-    QueriesFromInside(),
-    RotateInside(),
-    NormInside(),
-    PackedInside(),
     CpuNorms(),
 )
 """Rules to the operators that we have kernels of our own for, on the CPU and on a GPU, with the same bits."""
+
+_TENSORRT: tuple[Rule, ...] = (FloatDrafts(), FloatDraftExperts(), AroundAttention(), UpdateOnceAttention())
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "onnxruntime-cpu": (*_OUR_ARITHMETIC, FunctionBody()),
@@ -49,15 +46,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
         BlockQuantized(),
         FuseSkipNormsCuda(),
         GroupQueryAttention(),
-        RotateInside(),
-        NormInside(),
-        PackedInside(),
+        AroundAttention(),
         ScatterAttention(),
         UnbranchedBody(),
         CopiedSizes(),
     ),
-    "tensorrt": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), PluginNodes(), BodyOfDeclined()),
-    "tensorrt-rtx": (FloatDrafts(), FloatDraftExperts(), UpdateOnceAttention(), FunctionBody()),
+    "tensorrt": (*_TENSORRT, PluginNodes(), BodyOfDeclined()),
+    "tensorrt-rtx": (*_TENSORRT, FunctionBody()),
 }
 
 
@@ -71,7 +66,7 @@ def lower(
     """
     lowering = Lowering(engine, model, rows)
     reports = apply_rules(lowering, RULES[target])
-    _drop_unread(model.graph)
+    RemoveUnusedNodesPass()(model)
     if rows == 1:
         _fix_single_row(model)
     if caches > 1:
@@ -79,13 +74,6 @@ def lower(
     if kv_cache is not None:
         _set_cache_type(model, DType(kv_cache))
     return reports
-
-
-def _drop_unread(graph: ir.Graph) -> None:
-    """Drop constants that no node reads after the rewrites."""
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and value not in graph.outputs:
-            del graph.initializers[name]
 
 
 def _fix_single_row(model: ir.Model) -> None:

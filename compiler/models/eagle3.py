@@ -68,8 +68,7 @@ class Eagle3Head(nn.Module):
         """
         c = self.config
         x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(h)), dim=-1)
-        q, k = execution.rotate(0, self.q(x), c.num_heads), execution.rotate(0, self.k(x), c.num_kv_heads)
-        h = h + self.o(execution.attend(index, q, k, self.v(x)))
+        h = h + self.o(execution.attend(index, self.q(x), self.k(x), self.v(x)))
         x = self.mlp_norm(h)
         h = h + self.down(silu_unit(self.gate(x), self.up(x)))
         return self.norm(h) if c.norm_output else h

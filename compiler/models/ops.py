@@ -6,23 +6,24 @@ Each is composite: PyTorch runs and differentiates the function, and `torch.expo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LIBRARY = torch.library.Library("outrider", "FRAGMENT")
-COMPOSITES: dict[Any, Callable[..., Tensor]] = {}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+LIBRARY = torch.library.Library("outrider", "FRAGMENT")  # type: ignore[no-untyped-call]
+COMPOSITES: dict[Any, Callable[..., Any]] = {}
 """What each op computes, for `ExportedProgram.run_decompositions`."""
 
 
-def composite(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def composite(function: _Function) -> _Function:
     """Return the op `outrider::name` that computes `function`, whose annotations are its schema."""
     name = function.__name__
-    LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    LIBRARY.impl(name, function, "CompositeImplicitAutograd")
-    op: Callable[..., Tensor] = getattr(torch.ops.outrider, name).default
+    LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    op: _Function = getattr(torch.ops.outrider, name).default
     COMPOSITES[op] = function
     return op
 

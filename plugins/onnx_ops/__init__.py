@@ -54,6 +54,7 @@ _ATTENTION = replace(  # whose bias may be of any precision
         for spec in SCHEMAS["BranchAttention"].inputs
     ),
 )
+_OPTIONAL = ("sinks", names.POSITIONS, "cos", "sin", "q_norm", "k_norm", "queries")
 _BIASED_ROUTE = replace(
     SCHEMAS["Route"],
     name="BiasedRoute",
@@ -69,4 +70,4 @@ for _schema in (
     *LAYER_OPS,
 ):
     if not defs.has(_schema.name, DOMAIN):
-        defs.register_schema(onnx_schema(_schema, optional="sinks"))
+        defs.register_schema(onnx_schema(_schema, optional=_OPTIONAL))

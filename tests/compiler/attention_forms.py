@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from outrider.compiler.export.execution import cache_outputs
-from outrider.compiler.export.ops import branch_attention, window_bias
+from outrider.compiler.export.ops import attention
 from outrider.compiler.export.target import trace_target
 from outrider.compiler.models.ops import gelu_unit, softcap
 from outrider.plans import names
@@ -77,16 +77,6 @@ class Forms(nn.Module):
             for name, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
                 self.register_buffer(f"{name}_{rotated}", torch.from_numpy(table.astype(np.float32)))
 
-    def rotate(self, x: Tensor, positions: Tensor, heads: int, rotated: int) -> Tensor:
-        if not rotated:
-            return x
-        part = 0 if rotated == HEAD_DIM else rotated
-        turned: Tensor = torch.onnx.ops.rotary_embedding(
-            x, getattr(self, f"cos_{rotated}"), getattr(self, f"sin_{rotated}"), positions,
-            num_heads=heads, rotary_embedding_dim=part,
-        )  # fmt: skip
-        return turned
-
     def forward(
         self,
         token_ids: Tensor,
@@ -99,8 +89,6 @@ class Forms(nn.Module):
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         x = self.embedding(token_ids.unsqueeze(0))
-        biases = {w: window_bias(attn_bias, w) for w in {form.window for form in self.forms} - {0}}
-        biases[0] = attn_bias
         presents: list[Tensor] = []
         queries: list[Tensor] = []
         for index, layer in enumerate(self.layers):
@@ -108,25 +96,22 @@ class Forms(nn.Module):
             form = layer.form
             normed = self.norm(x)
             q, k, v = (getattr(layer, name)(normed) for name in "qkv")
-            if layer.norms is not None:
-                q, k = (
-                    norm(each.unflatten(-1, (-1, HEAD_DIM))).flatten(-2)
-                    for norm, each in zip(layer.norms, (q, k), strict=True)
-                )
-            q = self.rotate(q, positions.unsqueeze(0), HEADS, form.rotated)
-            k = self.rotate(k, positions.unsqueeze(0), KV_HEADS, form.rotated)
-            queries.append(q)
-            out, k_out, v_out = branch_attention(
-                q, k, v, k_caches[index], v_caches[index], biases[form.window], past_length, row_splits,
-                HEADS, KV_HEADS, HEAD_DIM**-0.5, 0, 1, form.softcap, layer.sinks,
+            turned: tuple[Tensor | None, ...] = (None,) * 3
+            if form.rotated:
+                turned = positions.unsqueeze(0), *(getattr(self, f"{name}_{form.rotated}") for name in ("cos", "sin"))
+            norms = (None, None) if layer.norms is None else (norm.weight for norm in layer.norms)
+            out, k_out, v_out, asked = attention(
+                q, k, v, k_caches[index], v_caches[index], attn_bias, past_length, row_splits, layer.sinks, *turned,
+                *norms, HEADS, KV_HEADS, HEAD_DIM**-0.5, 0, 1, form.softcap, form.window, 1e-6,
             )  # fmt: skip
+            queries.append(asked)
             presents += (k_out, v_out)
             x = x + layer.o(out)
             normed = self.norm(x)
             x = x + layer.down(gelu_unit(layer.gate(normed), layer.up(normed)))
         picked = torch.index_select(x, -2, logit_indices).squeeze(0)
         logits = softcap(self.head(self.norm(picked)).float(), 4.0)
-        return logits, *presents, *(tuple(q.squeeze(0).float() for q in queries) if self.queries else ())
+        return logits, *presents, *(tuple(q.float() for q in queries) if self.queries else ())
 
     def in_numpy(self, feeds: Arrays) -> Arrays:
         """Give the graph's outputs by the ops' references; the caches as they are after the step."""

@@ -16,7 +16,6 @@ from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower
 from outrider.compiler.lowering.functions import CopiedSizes
-from outrider.compiler.lowering.inside import RotateInside
 from outrider.compiler.lowering.products import GatedUnitOfProduct
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
 from outrider.compiler.models.decoder import Decoder
@@ -46,12 +45,6 @@ def matched(rule: Rule, text: str) -> tuple[ir.Graph, list[ir.Node], Lowering]:
     return graph, [node for node in graph if rule.pattern(node)], Lowering("target", ir.Model(graph, ir_version=10), 1)
 
 
-def assert_declined(rule: Rule, text: str, reason: str | None) -> None:
-    _, (node,), state = matched(rule, text)
-    found = rule.check(node, state)
-    assert found is None if reason is None else found is not None and reason in found
-
-
 @pytest.mark.parametrize(
     ("products", "joined"),
     [
@@ -69,26 +62,6 @@ def test_gate_and_up_become_one_product_or_are_laid_side_by_side(products: str, 
     *_, both, unit = graph
     assert (both.op_type, len(graph)) == ("MatMul", 2) if joined else both.op_type == "Concat"
     assert (unit.domain, unit.attributes["activation"].as_string()) == (CPU_DOMAIN, "silu")
-
-
-@pytest.mark.parametrize(
-    ("rotation", "reason"),
-    [
-        ("rq = RotaryEmbedding(q, cos, sin, p); rk = RotaryEmbedding(k, cos, sin, p)", None),
-        ("rq = RotaryEmbedding(q, cos, sin, p); rk = Identity(k)", "not rotated right before it"),
-        ("rq = RotaryEmbedding(q, cos, sin); rk = RotaryEmbedding(k, cos, sin)", "has no positions"),
-        ("rq = RotaryEmbedding(q, cos, sin, p); rk = RotaryEmbedding(k, cot, sin, p)", "by other angles"),
-        ("rq = RotaryEmbedding<interleaved = 1>(q, cos, sin, p); rk = RotaryEmbedding(k, cos, sin, p)", "interleaved"),
-        ("rq = RotaryEmbedding<PART>(q, cos, sin, p); rk = RotaryEmbedding<PART>(k, cos, sin, p)", None),
-        ("rq = RotaryEmbedding<PART>(q, cos, sin, p); rk = RotaryEmbedding(k, cos, sin, p)", "other parts"),
-    ],
-)
-def test_a_rotation_moves_inside_or_says_why_not(rotation: str, reason: str | None) -> None:
-    body = f"{rotation}; o, kc, vc = outrider.cpu.BranchAttention(rq, rk, k, c, c, b, l)"
-    inputs = "float[9, 2] cos, float[9, 2] sin, float[9, 2] cot, int64[1, N] p, float[1, N, 8] q, float[1, N, 4] k, "
-    inputs += "float[1, 1, 9, 4] c, float[1, 1, N, T] b, int64[1] l"
-    text = f"({inputs}) => (float[1, N, 8] o) {{ {body.replace('PART', 'rotary_embedding_dim = 4')} }}"
-    assert_declined(RotateInside(), text, reason)
 
 
 # Writing.
