@@ -17,7 +17,7 @@ def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str,
         if isinstance(drafter, NgramDrafter):
             target.update(_doubled(1 + drafter.max_draft))
         else:
-            target.update(range(2, 2 + drafter.longest) if drafter.entropy else (drafter.tree.nodes,))
+            target.add(drafter.tree.nodes)
             own[drafter.name] = _fed(drafter, drafters, keeps_levels=engines[drafter.name].keeps_levels)
     return {
         model: Buckets(
@@ -56,7 +56,7 @@ def _fed(drafter: GraphDrafter, drafters: Sequence[Drafter], *, keeps_levels: bo
     Those are all tokens that the target committed, or, where KV of its levels is kept, those without KV; for a head
     also tokens that n-grams committed in its place.
     """
-    keeps = drafter.kind == "model" and (keeps_levels or drafter.entropy is not None)
+    keeps = drafter.kind == "model" and keeps_levels
     before = (d.max_draft for d in drafters if isinstance(d, NgramDrafter) and d.otherwise == drafter.name)
     longest = max(drafter.longest_path, *before, 0) if drafter.reads_features else drafter.longest_path
     return range(1, 3 if keeps else 2 + longest)

@@ -15,11 +15,11 @@ import onnx_ir as ir
 from torch import nn
 
 from outrider.compiler import drafters
+from outrider.compiler.backends.base import Backend
 from outrider.compiler.buckets import step_buckets
 from outrider.compiler.calibrated import calibrate_by_recipe
 from outrider.compiler.checkpoint import defer_decoder
-from outrider.compiler.design import PlanDesign, design_plan
-from outrider.compiler.engines import facts_of_machine, kernel_architectures, open_folder
+from outrider.compiler.design import PlanDesign, check_feature, design_plan
 from outrider.compiler.export import export_draft, export_target
 from outrider.compiler.identity import engines_key, plan_identity, tool_versions
 from outrider.compiler.inlining import inline_stages
@@ -33,14 +33,6 @@ from outrider.compiler.programs import emit_programs, stages_around
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.keeping import reason_against, with_minimums
 from outrider.compiler.recipe import Recipe
-from outrider.compiler.recipe_backends import (
-    PACKAGES,
-    BackendBuild,
-    CudaSection,
-    OnnxRuntimeCpuSection,
-    TensorRtRtxSection,
-    TensorRtSection,
-)
 from outrider.compiler.recipe_sections import WeightsSection
 from outrider.compiler.recipe_source import Location
 from outrider.compiler.text import CheckpointText, read_text
@@ -98,9 +90,8 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
     # A link is not resolved: the recipe's paths start at the link's folder.
     source = os.path.relpath(recipe_path.parent.resolve() / recipe_path.name, place.folder)
     sections = {backend.kind: backend for backend in recipe.backends}
-    machine = {kind: facts_of_machine(backend) for kind, backend in sections.items()}
-    tools = tool_versions(package for kind in sections for package in PACKAGES[kind])
-    tools |= {name: fact for facts in machine.values() for name, fact in facts.items()}
+    own = {kind: tool_versions(each.packages) | each.facts_of_machine() for kind, each in sections.items()}
+    tools = {name: fact for facts in own.values() for name, fact in facts.items()}
     checkpoints = drafters.source_hashes(recipe)
     identity = plan_identity(recipe.resolved(), checkpoints, tools)
     if old is not None and old.manifest.identity == identity:
@@ -116,14 +107,7 @@ def build(recipe: Recipe, recipe_path: Path, out: Path, progress: Progress = lam
             word,
         )
 
-    keys = {
-        kind: engines_key(
-            checkpoints,
-            design.engine_shape(backend),
-            tool_versions(PACKAGES[kind]) | machine[kind],
-        )
-        for kind, backend in sections.items()
-    }
+    keys = {kind: engines_key(checkpoints, design.engine_shape(sections[kind]), own[kind]) for kind in sections}
     there = old.manifest.backends if old is not None else {}
     kept = {t: there[t] for t, key in keys.items() if t in there and there[t].engines_key == key}
     stale = [kind for kind in sections if kind not in kept]
@@ -224,7 +208,6 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
             target.vocab_size,
             rejected=drafter.acceptance == "rejection",
             positions=max(capacity, target.capacity + drafter.grown),
-            entropy=drafter.entropy is not None,
             slots=drafter.compacts,
             branches=target.branches,
             columns=drafters.feature_columns(source, taps, decoder.config.hidden_size),
@@ -236,14 +219,10 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
 def _check_kept(recipe: Recipe, place: Location, model: nn.Module, weights: WeightsSection | None) -> None:
     """Raise `RecipeError` where the checkpoint's integers can neither be kept nor rounded, or a backend has no such."""
     form = None if weights is None else weights.form
-    for index, backend in enumerate(recipe.backends):
-        unsigned = with_minimums(model, form) if isinstance(backend, TensorRtSection | TensorRtRtxSection) else None
-        if unsigned is not None:
-            raise recipe.error(
-                ("backends", index),
-                f"is {backend.kind}, and {unsigned}, which TensorRT does not read; leave the backend out, or give a "
-                "checkpoint with signed integers, such as Q4_0 or Q8_0 of GGUF",
-            )
+    if (unsigned := with_minimums(model, form)) is not None:
+        clause = f"is one in which {unsigned}"
+        advice = "give a checkpoint with signed integers, such as Q4_0 or Q8_0 of GGUF"
+        check_feature(recipe, "unsigned weights", (*place, "checkpoint"), clause, advice)
     reason = reason_against(model, form)
     if reason is None:
         return
@@ -267,20 +246,21 @@ def _quantize(design: PlanDesign, graphs: Mapping[str, ir.Model]) -> list[RuleRe
 
 
 def _write_engines(
-    design: PlanDesign, backend: BackendBuild, graphs: Mapping[str, ir.Model], root: Path, steps: _Steps
+    design: PlanDesign, backend: Backend, graphs: Mapping[str, ir.Model], root: Path, steps: _Steps
 ) -> Engines:
     """Lower copies of the graphs for one backend, and write its engines and kernels."""
     place = root / "engines" / backend.kind
     place.mkdir(parents=True)
-    recipe, cache = design.recipe, design.recipe.timing_cache_path(backend)
-    folder = open_folder(
-        backend, place, lambda text: steps.detail(f"{backend.kind}: {text}"), cache, recipe.dtype(backend)
+    recipe = design.recipe
+    folder = backend.open_folder(
+        place,
+        lambda text: steps.detail(f"{backend.kind}: {text}"),
+        recipe.cache_path(backend),
+        recipe.dtype(backend),
     )
-    kv_cache = recipe.kv_dtype(backend) if isinstance(backend, CudaSection) else recipe.kv_cache
     engines: dict[str, Engine] = {}
     reports: list[RuleReport] = []
-    # A GPU's kernels choose by the size of a step, and promise less.
-    decide = deciding_engines(design.drafters) if isinstance(backend, OnnxRuntimeCpuSection) else []
+    decide = deciding_engines(design.drafters) if backend.support.exact else []
     deciding: dict[str, ir.Model] = {}
     with closing(folder):
         for name, graph in graphs.items():
@@ -289,7 +269,7 @@ def _write_engines(
             held = _take_into(own, name, design, backend) if folder.takes_ops(graph) else ()
             caches = 1 + (design.partial is not None and name == names.TARGET)
             rows = design.limits[name][names.ROWS]
-            reports += lower(name, own, backend.kind, rows=rows, caches=caches, kv_cache=kv_cache)
+            reports += lower(name, own, backend.kind, rows=rows, caches=caches, kv_cache=recipe.kv_dtype(backend))
             engines[name] = folder.write(name, own, design.limits[name]).model_copy(update={"holds": held})
             if name in decide:
                 deciding[name] = own  # its large weights are in the file by now
@@ -297,7 +277,7 @@ def _write_engines(
     return Engines(engines, tuple(reports), _compile_kernels(backend, root, steps), probe)
 
 
-def _take_into(graph: ir.Model, model: str, design: PlanDesign, backend: BackendBuild) -> tuple[str, ...]:
+def _take_into(graph: ir.Model, model: str, design: PlanDesign, backend: Backend) -> tuple[str, ...]:
     """Inline the ops around the engine of `model` into its graph, and return their names."""
     drafter = next((d for d in design.drafters if isinstance(d, GraphDrafter) and d.name == model), None)
     free = {names.ATTN_BIAS: names.FREE_BIAS} if drafter is None else {}
@@ -305,7 +285,7 @@ def _take_into(graph: ir.Model, model: str, design: PlanDesign, backend: Backend
     return inline_stages(graph, *stages_around(model, drafter), buffers, free)
 
 
-def _backend_plan(design: PlanDesign, backend: BackendBuild, built: Engines, key: str) -> BackendPlan:
+def _backend_plan(design: PlanDesign, backend: Backend, built: Engines, key: str) -> BackendPlan:
     """Put the engines together with the buffers and programs that run them."""
     return BackendPlan(
         engines=built.engines,
@@ -321,11 +301,11 @@ def _backend_plan(design: PlanDesign, backend: BackendBuild, built: Engines, key
     )
 
 
-def _compile_kernels(backend: BackendBuild, root: Path, steps: _Steps) -> dict[str, str]:
+def _compile_kernels(backend: Backend, root: Path, steps: _Steps) -> dict[str, str]:
     """Compile our ops' kernels for a backend's devices, files by architecture; backends of one plan share them."""
     files: dict[str, str] = {}
-    source, folder = ("engine.cu", "kernels/cuda") if isinstance(backend, CudaSection) else ("kernels.cu", "kernels")
-    for architecture in kernel_architectures(backend):
+    source, folder = backend.kernels
+    for architecture in backend.architectures:
         files[architecture] = f"{folder}/{architecture}.cubin"
         path = root / files[architecture]
         if not path.exists():

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 from outrider.compiler import drafters
+from outrider.compiler.backends.base import Backend
 from outrider.compiler.drafters import GraphSource
-from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe, check_capacity
-from outrider.compiler.recipe_backends import (
-    BackendBuild,
-    CudaSection,
-    OnnxRuntimeCpuSection,
-    TensorRtRtxSection,
-    TensorRtSection,
-)
 from outrider.compiler.recipe_drafters import NgramSection
+from outrider.compiler.recipe_source import Location
 from outrider.plans import names
+from outrider.plans.backends import Feature
 from outrider.plans.buffers import Tensor
 from outrider.plans.manifest import Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
 from outrider.plans.partial_kv import PartialKv
@@ -83,25 +80,25 @@ class PlanDesign:
             views |= cache_views(names.PARTIAL, self.target) | query_views(self.target)
         return views
 
-    def buffers(self, backend: BackendBuild) -> tuple[Tensor, ...]:
+    def buffers(self, backend: Backend) -> tuple[Tensor, ...]:
         """Buffers of a runtime Engine on `backend`."""
         kv = self.recipe.kv_dtype(backend)
         buffers = [
             *target_buffers(self.target, kv, rejection=rejects(self.drafters)),
             *(() if self.partial is None else partial_buffers(self.target, self.partial, kv)),
             *sampling_buffers(self.target.branches),
-            *(status_buffers() if isinstance(backend, TensorRtSection) else ()),
+            *(status_buffers() if backend.holds_ops else ()),
         ]
         for source in self.sources:
             buffers += drafter_buffers(source.drafter, self.models[source.section.name], self.target, kv)
         return tuple(buffers)
 
-    def engine_shape(self, backend: BackendBuild) -> dict[str, object]:
-        """Settings that a backend's engines depend on, beside weights and tools. ONNX Runtime takes any step size."""
+    def engine_shape(self, backend: Backend) -> dict[str, object]:
+        """Settings that a backend's engines depend on, beside weights and tools."""
         scaling = self.recipe.target.rope_scaling
         return {
-            "backend": backend.model_dump(mode="json", exclude={"timing_cache"}),
-            "limits": self.limits if isinstance(backend, TensorRtRtxSection | TensorRtSection) else None,
+            "backend": backend.model_dump(mode="json"),
+            "limits": self.limits if backend.bounded else None,
             "capacity": self.target.capacity,
             "dtype": self.recipe.dtype(backend),
             "kv_cache": self.recipe.kv_dtype(backend),
@@ -220,62 +217,50 @@ def query_views(geometry: Geometry) -> dict[str, View]:
     }
 
 
+def check_feature(recipe: Recipe, feature: Feature, key: Location, clause: str, advice: str) -> None:
+    """Raise `RecipeError` where a backend of the recipe lacks `feature`, which `key` asks for, as `clause` says."""
+    for backend in recipe.backends:
+        if (reason := backend.support.lacks.get(feature)) is not None:
+            raise recipe.error(key, f"{clause}, and {backend.kind} {reason}: {advice}, or leave that backend out")
+
+
 def _check_served(recipe: Recipe) -> None:
-    """Raise `RecipeError` naming the first key that asks for something no plan can do yet."""
+    """Raise `RecipeError` naming the first key that asks for something that a backend of the recipe lacks."""
+    if recipe.capacity.batching:
+        advice = "set it to false, for branches in one row"
+        check_feature(recipe, "batching", ("capacity", "batching"), "is true", advice)
+    if recipe.partial_kv.enabled:
+        check_feature(recipe, "partial KV", ("partial_kv", "enabled"), "is true", "set it to false")
+    for place, drafter in enumerate(recipe.drafters):
+        if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
+            key = ("drafters", place, "acceptance")
+            check_feature(recipe, "rejection", key, "is rejection", "leave it coupled")
     for index, backend in enumerate(recipe.backends):
-        fixed = isinstance(backend, TensorRtRtxSection | TensorRtSection)
-        if recipe.capacity.batching and fixed:
-            raise recipe.error(
-                ("capacity", "batching"),
-                f"is true, and {backend.kind} appends the same number of slots to every row of a KV cache: "
-                "set it to false, for branches in one row",
-            )
-        if recipe.partial_kv.enabled and fixed:
-            raise recipe.error(
-                ("backends", index),
-                f"is {backend.kind}, whose engines read a KV cache of one size alone, and partial_kv has a smaller one "
-                "beside it: leave one of the two out",
-            )
-        if isinstance(backend, OnnxRuntimeCpuSection) and recipe.dtype(backend) != "float32":
-            where = ("target", "dtype") if backend.dtype is None else ("backends", index, "dtype")
-            raise recipe.error(
-                where,
-                f"is {recipe.dtype(backend)}; onnxruntime-cpu computes in float32: set it to float32 (a checkpoint in "
-                "any of the types is read), and give other backends a dtype of their own in their sections",
-            )
         own = recipe.dtype(backend)
-        halved = isinstance(backend, CudaSection) and own != "float16"
-        kept = (None, own, "float16") if halved else (None, own)
-        if not isinstance(backend, OnnxRuntimeCpuSection) and recipe.kv_cache not in kept:
+        if own not in backend.support.weights:
+            floats = " or ".join(name for name in get_args(WeightType) if name in backend.support.weights)
+            raise recipe.error(
+                ("target", "dtype") if backend.dtype is None else ("backends", index, "dtype"),
+                f"is {own}; {backend.kind} computes in {floats}: set it to {floats} (a checkpoint in any of the types "
+                "is read), and give other backends a dtype of their own in their sections",
+            )
+        kept = dict.fromkeys((own, *backend.support.kv_types))
+        if recipe.kv_cache is not None and recipe.kv_cache not in kept:
             raise recipe.error(
                 ("kv_cache",),
-                f"is {recipe.kv_cache}; {backend.kind} keeps keys and values as its weights are, {own} here"
-                f"{', or in float16' if halved else ''}: leave kv_cache out{', set it to float16' if halved else ''}, "
-                "or build this backend by a recipe of its own",
+                f"is {recipe.kv_cache}; {backend.kind} keeps keys and values in {' or '.join(kept)} here: leave "
+                "kv_cache out, or build this backend by a recipe of its own",
             )
-        if isinstance(backend, TensorRtRtxSection):
-            for place, drafter in enumerate(recipe.drafters):
-                if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
-                    raise recipe.error(
-                        ("drafters", place, "acceptance"),
-                        "is rejection, which sums in float64, and TensorRT has none; leave it coupled, or the backend "
-                        "tensorrt-rtx out",
-                    )
 
 
 def _check_experts(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> None:
     """Raise `RecipeError` where a model has layers of experts and a backend has no kernels for them."""
-    models = {"the target": config} | {
-        f"the drafter {each.section.name}": each.config for each in sources if isinstance(each.config, DecoderConfig)
-    }
-    mixed = next((name for name, each in models.items() if each.experts is not None), None)
-    for index, backend in enumerate(recipe.backends):
-        if isinstance(backend, CudaSection) and mixed is not None:
-            raise recipe.error(
-                ("backends", index),
-                f"is cuda, which has no kernels for layers of experts yet, and {mixed} has such layers: use another "
-                "backend for it, such as onnxruntime-cuda",
-            )
+    models: list[tuple[Location, object]] = [(("target",), config)]
+    models += [(("drafters", each.index), each.config) for each in sources]
+    for place, model in models:
+        if isinstance(model, DecoderConfig) and model.experts is not None:
+            key, clause = (*place, "checkpoint"), "is a model with layers of experts"
+            check_feature(recipe, "experts", key, clause, "use another backend for it, such as onnxruntime-cuda")
 
 
 def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:

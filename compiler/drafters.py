@@ -27,7 +27,6 @@ from outrider.compiler.recipe_drafters import (
     BlockSection,
     Device,
     Eagle3Section,
-    EntropySection,
     GraphSection,
     ModelSection,
     NgramSection,
@@ -36,12 +35,11 @@ from outrider.compiler.recipe_drafters import (
 from outrider.compiler.recipe_sections import WeightsSection, positions_served
 from outrider.compiler.text import read_vocabulary
 from outrider.plans.errors import RecipeError
-from outrider.plans.manifest import Drafter, EntropyGamma, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
+from outrider.plans.manifest import Drafter, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
 from outrider.plans.plan import file_sha256
 from outrider.plans.tokenizer import TOKENIZER_FILE
 
 CHAIN = 5
-_SHARE = "a draft model must share the target's tokenizer"
 
 
 @dataclass(frozen=True)
@@ -60,16 +58,12 @@ class GraphSource:
     @property
     def drafter(self) -> GraphDrafter:
         section = self.section
-        adaptive = section.gamma if isinstance(section, ModelSection) else None
         return GraphDrafter(
             kind=section.kind,
             name=section.name,
             tree=self.tree,
             least_chance=section.least_chance,
             acceptance=section.acceptance,
-            entropy=EntropyGamma(gamma_min=adaptive.min, gamma_max=adaptive.max, beta=adaptive.beta)
-            if isinstance(adaptive, EntropySection)
-            else None,
             taps=None if isinstance(self.config, DecoderConfig) else Taps(**self.config.taps._asdict()),
             block=block_slots(self.config, self.tree) if isinstance(self.config, BlockConfig) else None,
         )
@@ -120,22 +114,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
         else:
             config = read_config(path, section.scaling, recipe.capacity.context)
             size = config.vocab_size
-            served, context = (
-                positions_served(config, replaced=section.rope_scaling is not None),
-                recipe.capacity.context,
-            )
-            clause = None
-            if size != target.vocab_size:
-                clause = f"has a vocabulary of {size} tokens, the target one of {target.vocab_size}; {_SHARE}"
-            elif (differing := _differing_token(recipe.checkpoint_path, path)) is not None:
-                clause = f"has a tokenizer in which {differing}; {_SHARE}"
-            elif context > served:
-                clause = (
-                    f"is made for {served} positions, fewer than capacity.context {context}; lower that, or stretch "
-                    f"the drafter with drafters[{index}].rope_scaling"
-                )
-            if clause is not None:
-                raise recipe.error((*at, "checkpoint"), clause)
+            _check_model(recipe, index, section, config, target)
         tree = _tree(section, config, recipe.device)
         if isinstance(config, BlockConfig) and tree.depth >= config.drafted:
             key, most = ("gamma",) if section.tree is None else ("tree", "depth"), config.drafted
@@ -222,10 +201,30 @@ def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockCon
     if section.tree is not None:
         deepest = config.drafted - 1 if isinstance(config, BlockConfig) else None
         return resolve_tree(section.tree, device, deepest).tree()
-    if isinstance(section.gamma, EntropySection):
-        return Tree(top_k=1, depth=0, nodes=2)  # the runtime runs the engine once per drafted token
     gamma = section.gamma or (config.drafted if isinstance(config, BlockConfig) else CHAIN)
     return Tree(top_k=1, depth=gamma - 1, nodes=gamma + 1)
+
+
+def _check_model(
+    recipe: Recipe, index: int, section: ModelSection, config: DecoderConfig, target: DecoderConfig
+) -> None:
+    """Raise `RecipeError` for a draft model that has other tokens than the target, or too few positions."""
+    served, context = positions_served(config, replaced=section.rope_scaling is not None), recipe.capacity.context
+    if config.vocab_size != target.vocab_size:
+        said = (
+            f"has a vocabulary of {config.vocab_size} tokens, the target one of {target.vocab_size}; a draft model "
+            "must share the target's tokenizer"
+        )
+    elif (differing := _differing_token(recipe.checkpoint_path, recipe.drafter_path(section))) is not None:
+        said = f"has a tokenizer in which {differing}; a draft model must share the target's tokenizer"
+    elif context > served:
+        said = (
+            f"is made for {served} positions, fewer than capacity.context {context}; lower that, or stretch the "
+            f"drafter with drafters[{index}].rope_scaling"
+        )
+    else:
+        return
+    raise recipe.error(("drafters", index, "checkpoint"), said)
 
 
 def _differing_token(target: Path, drafter: Path) -> str | None:

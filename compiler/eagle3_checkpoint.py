@@ -36,15 +36,21 @@ _OUTER = {"draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output", "n
 
 _NONE = Eagle3Overrides()
 _NAMES = {
-    **{
-        f"{name}.weight": f"{name}.weight" for name in ("fc", "norm", "lm_head", *(f"fc_norm.{i}" for i in range(TAPS)))
-    },
     "embedding": EMBEDDING,
+    "fc.weight": "fc.weight",
+    **{f"fc_norm.{i}.weight": f"fc_norm.{i}.weight" for i in range(TAPS)},
     "embedding_norm.weight": "midlayer.input_layernorm.weight",
     "hidden_norm.weight": "midlayer.hidden_norm.weight",
-    **{f"{name}.weight": f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"},
+    "q.weight": Q_PROJ,
+    "k.weight": K_PROJ,
+    "v.weight": "midlayer.self_attn.v_proj.weight",
+    "o.weight": "midlayer.self_attn.o_proj.weight",
     "mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
-    **{f"{name}.weight": f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+    "gate.weight": "midlayer.mlp.gate_proj.weight",
+    "up.weight": "midlayer.mlp.up_proj.weight",
+    "down.weight": "midlayer.mlp.down_proj.weight",
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
 }
 
 

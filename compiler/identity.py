@@ -13,7 +13,8 @@ from pydantic import JsonValue
 
 from outrider.plans.manifest import FORMAT_VERSION
 
-_PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
+PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx-ir", "safetensors")
+"""Distributions that every build needs."""
 _SOURCES = ("compiler", "plans", "plugins")
 _KERNELS = ("plugins/csrc/*.h", "plugins/csrc/cuda/**/*")
 _TEXT = ("tokenizer", "added_tokens", "special_tokens_map", "chat_template", "additional_chat_templates")
@@ -26,14 +27,15 @@ def tool_versions(packages: Iterable[str] = ()) -> dict[str, str]:
     `packages` are the ones that a backend needs; a missing package has the version "".
     """
     # The local part ("2.13.0+cpu") says where a package runs; graphs are the same everywhere.
-    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in _PACKAGES}
-    versions |= {name: _version(name) for name in packages}
+    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in PACKAGES}
+    versions |= {name: package_version(name) for name in packages}
     versions["python"] = ".".join(platform.python_version_tuple()[:2])
     versions["compiler"] = _source_digest()
     return versions
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Return the version of an installed distribution, "" for a missing one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

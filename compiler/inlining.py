@@ -20,9 +20,10 @@ from outrider.plans import names
 from outrider.plans.buffers import Tensor
 from outrider.plans.manifest import Stage
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import TensorSpec
-from outrider.plugins.schemas import SCHEMAS
-from outrider.plugins.tensorrt import PLUGINS, Declined
+from outrider.plugins.tensorrt.plugin import Declined
+from outrider.plugins.tensorrt.table import PLUGINS
 
 _TYPES = {dtype: own for own, dtype in DTYPES.items()}
 _SAME_LENGTH = {names.PLACES: names.NEW}  # with one row, S equals N
@@ -38,7 +39,7 @@ IR_TYPES = {
 
 
 def node_inputs(op: str) -> tuple[TensorSpec, ...]:
-    schema = SCHEMAS[op]
+    schema = OPS[op].schema
     known = {dim for spec in schema.inputs for dim in spec.shape}
     missing = [size for size in schema.extents if size not in known]
     return (*schema.inputs, *(TensorSpec(f"length.{size}", "int64", (size,)) for size in missing))
@@ -47,7 +48,7 @@ def node_inputs(op: str) -> tuple[TensorSpec, ...]:
 def node_outputs(op: str) -> tuple[TensorSpec, ...]:
     entry = PLUGINS[op]
     given = [] if isinstance(entry, Declined) else [spec for plugin in entry for spec in plugin.outputs]
-    return (*SCHEMAS[op].outputs, *(spec for spec in given if spec.name == names.STATUS))
+    return (*OPS[op].schema.outputs, *(spec for spec in given if spec.name == names.STATUS))
 
 
 def inline_stages(
@@ -115,7 +116,7 @@ class _Inliner:
 
     def _node(self, stage: Stage) -> tuple[ir.Node, list[ir.Node]]:
         """Return the op's node, and the list of nodes to insert: the nodes that it needs, then itself."""
-        schema, nodes = SCHEMAS[stage.run], list[ir.Node]()
+        schema, nodes = OPS[stage.run].schema, list[ir.Node]()
         inputs = [self._input(spec.name, stage.inputs[spec.name]) for spec in schema.inputs]
         for spec in node_inputs(stage.run)[len(schema.inputs) :]:
             inputs.append(self._length(str(spec.shape[0]), inputs, nodes))

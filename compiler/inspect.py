@@ -241,10 +241,7 @@ def _drafter_cells(drafter: dict[str, Any]) -> tuple[str, str, str]:
         if drafter["otherwise"] is not None:
             settings += f", below {drafter['least']} tokens {drafter['otherwise']} drafts"
         return f"trees of up to {drafter['max_draft']} nodes", "coupled", settings
-    tree, entropy = drafter["tree"], drafter["entropy"]
-    if entropy is not None:
-        drafts = f"chains of {entropy['gamma_min']} to {entropy['gamma_max']}"
-        return drafts, drafter["acceptance"], f"as long as it is sure, beta {entropy['beta']:g}"
+    tree = drafter["tree"]
     if tree["top_k"] == 1:
         return f"chains of {tree['nodes'] - 1}", drafter["acceptance"], ""
     drafts = f"trees of {tree['nodes']} nodes"

@@ -10,8 +10,8 @@ from outrider.plans.manifest import Engine, GraphDrafter, Program, Results, Stag
 from outrider.plans.partial_kv import PartialKv
 from outrider.plans.program_list import program_list
 from outrider.plans.step_buffers import sampling_buffers
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import Purpose, Reduction
-from outrider.plugins.schemas import SCHEMAS
 
 _SHARED = {tensor.name for tensor in sampling_buffers(1)}
 _ACCEPTED = {
@@ -56,7 +56,6 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
 
     by_rejection = _op("ChainAccept", model)  # ChainAccept also serves trees with coupled acceptance
     rejecting = [drafter for drafter in drafters if rejects([drafter])]
-    together = branches > 1 or any(isinstance(d, GraphDrafter) and d.entropy is not None for d in rejecting)
     tokens = names.buffer_name(model, names.COMMITTED)
     results = Results(
         tokens=tokens,
@@ -69,7 +68,7 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
         names.DECODE: Program(
             stages=(*masked, *_needed(engines[model], _op("Sample", model))), results=Results(tokens=tokens)
         ),
-        names.VERIFY: Program(stages=verify(by_rejection if rejecting and together else walk), results=results),
+        names.VERIFY: Program(stages=verify(by_rejection if rejecting and branches > 1 else walk), results=results),
         names.BEAM: Program(stages=_unasked((forward,))),
     }
     if names.compact(model) in listed:
@@ -80,10 +79,9 @@ def emit_programs(engines: Mapping[str, Engine], design: PlanDesign) -> dict[str
         name, engine = drafter.name, engines[drafter.name]
         (noise, own_mask), _ = stages_around(name, drafter)
         around, apart = _needed(engine, noise, own_mask), _engine(name, engine)
-        if names.speculate(name) in listed:
-            into_step = _engine(name, engine, names.DRAFTED)
-            judged = verify(by_rejection if drafter in rejecting else walk)
-            programs[names.speculate(name)] = Program(stages=(*around, into_step, *judged), results=results)
+        into_step = _engine(name, engine, names.DRAFTED)
+        judged = verify(by_rejection if drafter in rejecting else walk)
+        programs[names.speculate(name)] = Program(stages=(*around, into_step, *judged), results=results)
         if names.draft(name) in listed:
             programs[names.draft(name)] = Program(stages=(*around, apart))
         programs[names.extend(name)] = Program(stages=(*_needed(engine, own_mask), apart))
@@ -139,7 +137,7 @@ def _refresh(partial: PartialKv) -> Program:
                 names.TARGET if parameter in of_target else names.PARTIAL, own.get(parameter, parameter)
             )
 
-        schema = SCHEMAS[name]
+        schema = OPS[name].schema
         return Stage(
             kind=StageKind.OP,
             run=name,
@@ -199,7 +197,7 @@ def _op(name: str, model: str, bound: Mapping[str, str] | None = None) -> Stage:
         tensor = (bound or {}).get(parameter, parameter)
         return tensor if tensor in _SHARED else names.buffer_name(model, tensor)
 
-    schema = SCHEMAS[name]
+    schema = OPS[name].schema
     return Stage(
         kind=StageKind.OP,
         run=name,

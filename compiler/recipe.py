@@ -14,17 +14,11 @@ from typing import Annotated
 from pydantic import Field, JsonValue, PrivateAttr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from outrider.compiler.backends import DEFAULT_BACKENDS, BackendEntry, choose_backends
+from outrider.compiler.backends.base import Backend
 from outrider.compiler.formats.gguf_file import is_gguf
 from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.rope import RopeScaling
-from outrider.compiler.recipe_backends import (
-    DEFAULT_BACKENDS,
-    BackendBuild,
-    BackendEntry,
-    CudaSection,
-    TensorRtSection,
-    choose_backends,
-)
 from outrider.compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection, NgramSection
 from outrider.compiler.recipe_sections import (
     Name,
@@ -33,6 +27,7 @@ from outrider.compiler.recipe_sections import (
     Section,
     WeightsSection,
     WrittenPath,
+    check_distinct,
     positions_served,
 )
 from outrider.compiler.recipe_source import Location, RecipeSource
@@ -74,7 +69,9 @@ class CapacitySection(Section):
     context: int = Field(ge=2, le=2**23, description="tokens of the longest sequence, prompt and output together")
     branches: int = Field(1, ge=1, le=128, description="independent continuations at once")
     batching: bool = Field(
-        False, description="a row of the KV cache for every branch as well, so that they can run in batching mode"
+        False,
+        description="a row of the KV cache for every branch as well, so that they can run in batching mode; takes "
+        "memory that grows with the square of branches",
     )
     prefill_chunk: int = Field(
         default_factory=lambda capacity: min(256, capacity.get("context", 256)),
@@ -178,14 +175,8 @@ class Recipe(Section):
 
     @field_validator("backends")
     @classmethod
-    def _distinct_backends(cls, backends: tuple[BackendBuild, ...]) -> tuple[BackendBuild, ...]:
-        if not backends:
-            raise PydanticCustomError("backend", "must have at least 1 entry, found []")
-        kinds = [backend.kind for backend in backends]
-        for index, kind in enumerate(kinds):
-            if kind in kinds[:index]:
-                context = {"backend": kind, "at": (index,)}
-                raise PydanticCustomError("backend", "repeats '{backend}'; keep one of them", context)
+    def _distinct_backends(cls, backends: tuple[Backend, ...]) -> tuple[Backend, ...]:
+        check_distinct([backend.kind for backend in backends])
         return backends
 
     # Paths, absolute.
@@ -210,22 +201,22 @@ class Recipe(Section):
         """The file of text that quantised weights are searched on; None where they are not."""
         return None if weights is None or weights.calibration is None else self._absolute(weights.calibration)
 
-    def timing_cache_path(self, backend: BackendBuild) -> Path | None:
-        written = backend.timing_cache if isinstance(backend, TensorRtSection) else None
-        return None if written is None else self._absolute(written)
+    def cache_path(self, backend: Backend) -> Path | None:
+        """The file that builds for a backend read and write beside the plan; None where there is none."""
+        return None if backend.cache is None else self._absolute(backend.cache)
 
     def for_backends(self, kinds: Sequence[str]) -> Recipe:
         """Return the same recipe for the backends `kinds`. Raises `RecipeError` for an unknown backend."""
         return self.model_copy(update={"backends": choose_backends(self.backends, kinds)})
 
-    def dtype(self, backend: BackendBuild) -> WeightType:
+    def dtype(self, backend: Backend) -> WeightType:
         return backend.dtype or self.target.dtype
 
-    def graph_dtype(self, backend: BackendBuild) -> WeightType:
-        """Dtype that a backend's graphs compute in: our own kernels widen what they read."""
-        return "float32" if isinstance(backend, CudaSection) else self.dtype(backend)
+    def graph_dtype(self, backend: Backend) -> WeightType:
+        """Dtype that a backend's graphs compute in."""
+        return "float32" if backend.widens else self.dtype(backend)
 
-    def kv_dtype(self, backend: BackendBuild) -> DType:
+    def kv_dtype(self, backend: Backend) -> DType:
         return DType(self.kv_cache or self.dtype(backend))
 
     @property
@@ -236,7 +227,7 @@ class Recipe(Section):
     @property
     def device(self) -> Device:
         """What defaults go by: a CPU where one of the backends is one."""
-        return "cpu" if any(backend.kind == "onnxruntime-cpu" for backend in self.backends) else "gpu"
+        return "cpu" if any(backend.support.on_processor for backend in self.backends) else "gpu"
 
     def resolved(self) -> dict[str, JsonValue]:
         """Return the recipe with every default filled in, as JSON values, for `plan.json` and the identity. Trees that
@@ -252,8 +243,6 @@ class Recipe(Section):
                     holder[key] = _portable(holder[key])
         if not self.partial_kv.enabled:
             del values["partial_kv"]  # without partial KV its settings mean nothing
-        for backend in values["backends"]:
-            backend.pop("timing_cache", None)  # the cache holds kernel times, which do not change results
         if self.held_out is not None:
             values["held_out"] = _portable(self.held_out)
         return values
@@ -294,7 +283,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         if text is not None and not text.is_file():
             raise recipe.error((*location, "weights", "calibration"), f"names {text}, which is not a file; correct it")
     for index, backend in enumerate(recipe.backends):
-        cache = recipe.timing_cache_path(backend)
+        cache = recipe.cache_path(backend)
         if cache is not None and (cache.is_dir() or not cache.parent.is_dir()):
             raise recipe.error(
                 ("backends", index, "timing_cache"),

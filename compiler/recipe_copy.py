@@ -110,16 +110,9 @@ def _path_edits(top: yaml.Node | None, old: Path, new: Path) -> Iterator[_Edit]:
             yield _span(value, json.dumps(there, ensure_ascii=False))
 
 
-def _end(node: yaml.Node) -> int:
-    """Return where a value ends; PyYAML ends a block where the next token begins, after comments and empty lines."""
-    if isinstance(node, yaml.MappingNode) and not node.flow_style and node.value:
-        return _end(node.value[-1][1])
-    return int(node.end_mark.index)
-
-
 def _span(node: yaml.Node, new: str) -> _Edit:
     """Return the edit that puts `new` in the place of a value; an empty value stands right after its colon."""
-    start, stop = node.start_mark.index, _end(node)
+    start, stop = node.start_mark.index, node.end_mark.index
     return start, stop, new if stop > start else f" {new}"
 
 

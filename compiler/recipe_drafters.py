@@ -20,7 +20,7 @@ from outrider.compiler.models.config_reader import RopeTheta
 from outrider.compiler.models.eagle3_config import Eagle3Overrides
 from outrider.compiler.models.rope import RopeScaling
 from outrider.compiler.recipe_sections import Name, RopeScalingSection, Section, WeightsSection, WrittenPath
-from outrider.plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, EntropyGamma, Tree
+from outrider.plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, Tree
 
 
 class _Section(Section):
@@ -41,7 +41,7 @@ class NgramSection(_Section):
         0.25, ge=0, le=1, description="tokens are proposed where the chance that they are accepted is at least this"
     )
     filler_top_k: int = Field(
-        3, ge=0, le=8, description="the target's likeliest tokens that are learned from too (NASD); 0 is off"
+        3, ge=0, le=8, description="how many of the target's likeliest tokens are learned from too (NASD); 0 is off"
     )
     otherwise: str | None = Field(
         None, description="the model, eagle3 or block drafter that drafts where fewer than `least` tokens are foreseen"
@@ -136,7 +136,8 @@ class _EngineSection(_Section):
     checkpoint: WrittenPath
     weights: WeightsSection | None
     tree: TreeKey | None = Field(
-        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; with neither, a chain of 5"
+        None,
+        description="drafts a tree: {top_k, depth, nodes}, or auto; without it (and without `gamma`), a chain of 5",
     )
     least_chance: float | None = Field(
         None,
@@ -212,30 +213,10 @@ class BlockSection(_HeadSection):
         None, description="drafts a chain of this many tokens; without it, of all that a block of the head drafts"
     )
     tree: TreeKey | None = Field(
-        None, description="drafts a tree instead: {top_k, depth, nodes}, or auto; depth is less than a block's tokens"
+        None,
+        description="drafts a tree in place of `gamma`: {top_k, depth, nodes}, or auto; depth is less than a block's "
+        "tokens",
     )
-
-
-class EntropySection(Section):
-    """Chains as long as the drafter is sure (EGAG): `max` tokens times 1 - H / ln V, H being the entropy of its first
-    distribution and V its vocabulary, rounded down and kept within the limits."""
-
-    min: int = Field(1, ge=1, le=64, description="tokens of the shortest chain")
-    max: int = Field(ge=1, le=64, description="tokens of the longest chain")
-    beta: float = Field(0.0, ge=0, lt=1, description="weight of the lengths before in the smoothed one; 0 is off")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            context = {"low": self.min, "high": self.max}
-            raise PydanticCustomError("gamma", "has min {low}, more than max {high}; lower min", context)
-        return self
-
-
-Gamma = Annotated[
-    Annotated[int, Field(ge=1, le=64), Tag(":count")] | Annotated[EntropySection, Tag(":entropy")],
-    Discriminator(lambda written: ":entropy" if isinstance(written, (dict, EntropySection)) else ":count"),
-]
 
 
 class ModelSection(_EngineSection):
@@ -248,10 +229,8 @@ class ModelSection(_EngineSection):
     weights: WeightsSection | None = Field(
         None, description="quantised weights; without it they are of `target.dtype`, or the checkpoint's own integers"
     )
-    gamma: Gamma | None = Field(
-        None,
-        description="drafts a chain of this many tokens, and takes as much longer to build; {min, max, beta}: a chain "
-        "as long as it is sure",
+    gamma: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        None, description="drafts a chain of this many tokens, and takes as much longer to build"
     )
     rope_scaling: RopeScalingSection | None = Field(None, description="replaces the checkpoint's own rotary scaling")
 
@@ -265,15 +244,13 @@ GraphSection = Eagle3Section | BlockSection | ModelSection
 DrafterSection = Annotated[NgramSection | Eagle3Section | BlockSection | ModelSection, Field(discriminator="kind")]
 
 
-def reshaped(section: DrafterSection, name: str, shape: Tree | EntropyGamma | int) -> dict[str, JsonValue]:
-    """Return the same drafter as recipe data under another name, with `shape`: a tree, chains as long as the drafter
-    is sure, or, for n-grams, the most nodes of a draft, to which `least` is lowered where it is more."""
+def reshaped(section: DrafterSection, name: str, shape: Tree | int) -> dict[str, JsonValue]:
+    """Return the same drafter as recipe data under another name, with `shape`: a tree or, for n-grams, the most nodes
+    of a draft, to which `least` is lowered where it is more."""
     if isinstance(section, NgramSection):
         assert isinstance(shape, int), "the most nodes of a draft"
         least = min(section.least, shape)
         return section.model_dump(mode="json") | {"name": name, "max_draft": shape, "least": least}
-    assert not isinstance(shape, int), "an engine's draft has a tree, or is as long as it is sure"
+    assert isinstance(shape, Tree), "an engine's draft has a tree"
     same = section.model_dump(mode="json", exclude_none=True, exclude={"name", "gamma", "tree"})
-    if isinstance(shape, Tree):
-        return same | {"name": name, "tree": shape.model_dump()}
-    return same | {"name": name, "gamma": {"min": shape.gamma_min, "max": shape.gamma_max, "beta": shape.beta}}
+    return same | {"name": name, "tree": shape.model_dump()}

@@ -128,9 +128,12 @@ class _Walk:
                 self._add(reference, f"{below}.{kind}" if kind and len(within) > 1 else below, section)
 
     def _key(self, name: str, schema: Schema, required: bool) -> Key:
-        default = "required" if required else "its defaults" if "$ref" in schema else "see meaning"
         if "default" in schema:
             default = _written(schema["default"])
+        elif required:
+            default = "required"
+        else:
+            default = "its defaults" if "$ref" in schema else "see meaning"
         return Key(name, _type(schema), default, schema["description"])
 
 

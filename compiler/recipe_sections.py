@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -32,6 +33,17 @@ class Section(BaseModel):
     """A mapping of the recipe: no unknown keys, no conversions between types, no changes afterwards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+def check_distinct(entries: Sequence[str]) -> None:
+    """Raise `PydanticCustomError` where a list has no entry, or has one twice."""
+    if not entries:
+        raise PydanticCustomError("entries", "must have at least 1 entry, found []")
+    for index, entry in enumerate(entries):
+        if entry in entries[:index]:
+            raise PydanticCustomError(
+                "entries", "repeats '{entry}'; keep one of them", {"entry": entry, "at": (index,)}
+            )
 
 
 def _shown(name: str) -> JsonDict:

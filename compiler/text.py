@@ -269,10 +269,13 @@ _Named = Mapping[str, tuple[Path, str | None]]
 def _templates(checkpoint: Path, settings: Mapping[str, Any]) -> _Named:
     """Return the chat templates. Files win over settings, as in transformers."""
     files = {_DEFAULT: checkpoint / CHAT_TEMPLATE_FILE, _TOOLS: checkpoint / TOOLS_TEMPLATE_FILE}
-    try:
-        found = {name: (file, file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"A chat template in {checkpoint} cannot be read as UTF-8 text: {error}") from None
+    found: dict[str, tuple[Path, str | None]] = {}
+    for name, file in files.items():
+        if file.is_file():
+            try:
+                found[name] = file, file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{file} cannot be read as UTF-8 text: {error}") from None
     if found:
         return found
     file = checkpoint / _SETTINGS

@@ -58,9 +58,14 @@ class Weights:
         with _opened(expected.file) as tensors:
             if _header(expected.file, tensors, name) != expected:
                 raise CheckpointError(f"{expected.file}: tensor {name!r} changed while it was read; start again")
-            of = tensors.__getitem__ if isinstance(tensors, dict) else tensors.get_slice
-            found: Tensor = tensors.get_tensor(name) if place is None and not isinstance(tensors, dict) else of(name)
-            return (found if place is None else found[place]).clone()
+            found: Tensor
+            if isinstance(tensors, dict):
+                found = tensors[name] if place is None else tensors[name][place]
+            elif place is None:
+                found = tensors.get_tensor(name)
+            else:
+                found = tensors.get_slice(name)[place]
+            return found.clone()
 
     def quantized(self, name: str) -> WeightSource | None:
         """Return None: no tensor is stored as integers and scales in one; `PackedTensors` puts such parts together."""

@@ -93,12 +93,6 @@ def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[
         yield f"{where}.tree: {tree.nodes} nodes, {tree.top_k} children each and {tree.depth} levels are no tree"
     if drafter.acceptance == "rejection" and tree.top_k != 1:
         yield f"{where}: rejection is for chains, and the tree has {tree.top_k} children a node"
-    entropy = drafter.entropy
-    if entropy is not None:
-        if drafter.kind != "model" or (tree.top_k, tree.depth) != (1, 0):
-            yield f"{where}: chains as long as it is sure are a model's that drafts one token at a time"
-        if not (entropy.gamma_min <= entropy.gamma_max < LARGEST_TREE and 0 <= entropy.beta < 1):
-            yield f"{where}.entropy: {entropy.gamma_min} to {entropy.gamma_max} tokens are no limits"
     if (drafter.kind == "block") != (drafter.block is not None):
         yield f"{where}: block, the number of slots, is of drafters of kind block"
     if drafter.reads_features and not backend.feature_size:

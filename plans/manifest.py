@@ -12,7 +12,7 @@ from outrider.plans import names
 from outrider.plans.buffers import LARGEST_SIZE, Strict, Tensor
 from outrider.plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 17
+FORMAT_VERSION = 18
 
 LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY = 1024, 2**24  # tokens: a few texts with their leads, and 2.5 GiB
 
@@ -104,14 +104,6 @@ class Tree(Strict):
         return self.top_k + self.depth * self.top_k**2
 
 
-class EntropyGamma(Strict):
-    """Chains of `gamma_min` to `gamma_max` tokens, shorter where the drafter is less sure; `beta` smooths them."""
-
-    gamma_min: Size
-    gamma_max: Size
-    beta: float
-
-
 class Taps(Strict):
     """The target's layers whose incoming residual streams a head reads, and what said so. For the reader: the engines
     have them built in."""
@@ -126,8 +118,7 @@ class GraphDrafter(Strict):
     sequences share a pass without prices.
 
     `eagle3`: slot i pairs the target's feature of token i with token i + 1. `block`: slot i is made of that feature
-    alone, and a draft runs a `block` of slots after them. `model`: slot i is token i. With `entropy`, the engine
-    drafts one token (a tree of two nodes), and runs as often as the chain has tokens.
+    alone, and a draft runs a `block` of slots after them. `model`: slot i is token i.
     """
 
     kind: Literal["eagle3", "block", "model"]
@@ -136,7 +127,6 @@ class GraphDrafter(Strict):
     least_chance: Annotated[float, Field(ge=0, lt=1)] | None = None
     block: Size | None = None
     acceptance: Literal["coupled", "rejection"] = "coupled"
-    entropy: EntropyGamma | None = None
     taps: Taps | None = None
 
     @property
@@ -147,19 +137,17 @@ class GraphDrafter(Strict):
     @property
     def longest(self) -> int:
         """Most nodes after a tip."""
-        return self.tree.nodes - 1 if self.entropy is None else self.entropy.gamma_max
+        return self.tree.nodes - 1
 
     @property
     def longest_path(self) -> int:
         """Most nodes that lie one after another."""
-        return min(self.tree.depth + 1, self.tree.nodes - 1) if self.entropy is None else self.entropy.gamma_max
+        return min(self.tree.depth + 1, self.tree.nodes - 1)
 
     @property
     def grown(self) -> int:
         """Most slots that drafting fills of its KV cache after the tip's."""
-        if self.block is not None:
-            return self.block
-        return self.tree.depth * self.tree.top_k if self.entropy is None else self.entropy.gamma_max - 1
+        return self.tree.depth * self.tree.top_k if self.block is None else self.block
 
     @property
     def compacts(self) -> bool:

@@ -86,13 +86,12 @@ TREE_PARENT = "tree_parent"  # int64 [nodes]; -1 at the root
 TREE_SCORE = "tree_score"  # f32 [nodes], log-probability summed from the root
 TREE_SLOTS = "tree_slots"  # int64 [nodes], slot after the tip's that a level gave the node; -1: none, the root
 DRAFT_PROBS = "draft_probs"  # f32 [M, vocab], what each node was drawn from, by rejection; [D, vocab], a drafter's
-DRAFT_ENTROPY = "draft_entropy"  # f32 [1] or, of several tips, [R, B]: of the distribution at the tip, over ln V
 TREE = (TREE_TOKEN_IDS, TREE_POSITIONS, TREE_PARENT, TREE_SCORE)
 
 # What stages may write. Everything else is the host's; a drafter's engine writes the target's next step.
 STAGE_WRITTEN = frozenset(
     {ATTN_BIAS, LOGITS_OUT, FEATURES, COMMITTED, ACCEPTED_COUNT, KEPT_INDICES, KEPT_COUNT, TRIALS, KV}
-    | {NOISE, DRAFT_SAMPLING, DRAFT_PROBS, DRAFT_ENTROPY, TREE_SLOTS, *TREE}
+    | {NOISE, DRAFT_SAMPLING, DRAFT_PROBS, TREE_SLOTS, *TREE}
     | {STATUS, UNREAD_STATUS, QUERIES}
 )
 PARTIAL_WRITTEN = frozenset({KV, KEY_MAX, KEY_MIN, SELECTED, RESIDENT})
@@ -128,7 +127,7 @@ def partial(program: str) -> str:
 
 
 def draft(drafter: str) -> str:
-    """The program that drafts after the tips of several sequences, or one token of a chain."""
+    """The program that drafts after the tips of several sequences."""
     return f"draft.{drafter}"
 
 

@@ -25,9 +25,9 @@ def program_list(
     """`prefill`, `decode`, `verify`, `beam`; `extend.NAME` for each drafter with an engine, and what drafts with it.
 
     `speculate.NAME` is one launch for one sequence: the drafter's engine writes its tree into the target's step, which
-    is verified. `draft.NAME` drafts apart: for several sequences, or a token at a time. `compact.NAME` moves KV of a
-    tree together, or of every model of a plan of several branches over dead slots. With partial KV, what commits
-    tokens is there once more, over the partial cache, and `refresh` fills that.
+    is verified. `draft.NAME` drafts for several sequences. `compact.NAME` moves KV of a tree together, or of every
+    model of a plan of several branches over dead slots. With partial KV, what commits tokens is there once more, over
+    the partial cache, and `refresh` fills that.
     """
     committing = {names.DECODE: ProgramKind(plain=True), names.VERIFY: ProgramKind(speculative=True)}
     others = {names.PREFILL: ProgramKind(), names.BEAM: ProgramKind()}
@@ -39,9 +39,8 @@ def program_list(
             continue
         name = drafter.name
         others[names.extend(name)] = ProgramKind()
-        if drafter.entropy is None:
-            committing[names.speculate(name)] = ProgramKind(speculative=True)
-        if branches > 1 or drafter.entropy is not None:
+        committing[names.speculate(name)] = ProgramKind(speculative=True)
+        if branches > 1:
             others[names.draft(name)] = ProgramKind()
         if branches > 1 or (drafter.compacts and name in engines and engines[name].keeps_levels):
             others[names.compact(name)] = moves

@@ -83,8 +83,6 @@ def drafter_buffers(drafter: GraphDrafter, geometry: Geometry, target: Geometry,
         table[names.MOVE_TO] = (DType.INT64, (names.ROWS,))
     if several:
         table[names.TIP_INDICES] = table[names.TIP_BRANCH] = (DType.INT64, (names.ROWS, names.TIPS))
-    if drafter.entropy is not None:
-        table[names.DRAFT_ENTROPY] = (DType.FLOAT32, (names.ROWS, names.TIPS) if several else (1,))
     table[names.TIP_POSITION] = (DType.INT64, (geometry.branches,))
     table[names.NOISE] = (DType.FLOAT32, (geometry.branches, drafter.tree.depth + 1, target.vocab_size))
     table[names.DRAFT_SAMPLING] = (DType.FLOAT32, (geometry.branches, SETTINGS))

@@ -74,6 +74,9 @@ class AttributeSpec:
 class OpSchema:
     """An op of domain `outrider`.
 
+    A symbol in a shape is one size throughout the op: tensors that name the same symbol agree on it, and E is R + 1.
+    Tensors of the same choice of dtypes have the same one. The first line of `doc` says what the op does.
+
     `extents` names the run-time sizes that the CPU kernel is called with, in order. A tensor that is both input and
     output is changed in place. A call works on a dense part of the extents' sizes at the start of a tensor's memory.
     """
@@ -108,5 +111,7 @@ def one(name: str) -> TensorSpec:
     return TensorSpec(name, INTEGER, (1,))
 
 
+ATTN_BIAS = TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES, names.VIEW))
+KV = TensorSpec(names.KV, ANY_KV, ("planes", names.ROWS, "heads", CAPACITY, SLOT))
 ROW_SPLITS = TensorSpec(names.ROW_SPLITS, INTEGER, (names.ROW_EDGES,))
 """Row r owns new tokens row_splits[r] to row_splits[r + 1] - 1."""

@@ -81,9 +81,8 @@ def _parser(called: str) -> Parser:
         "--debug",
         action="store_true",
         help="print each round on standard error: its position, the drafted tokens with the drafter's probability that "
-        "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token after them; H is "
-        "the entropy that chose the length; r and p/q decide by rejection. Lengths chosen and drafting that is stopped "
-        "because it does not pay are printed as well",
+        "the target chooses them (dDEPTH<PARENT), + accepted, - not chosen, = the target's own token after them; r "
+        "and p/q decide by rejection. Drafting that is stopped because it does not pay is printed as well",
     )
     beams = generate.add_argument_group("beam search", "A baseline that follows several continuations at once.")
     count = partial(beams.add_argument, type=at_least_1, metavar="N")
@@ -137,8 +136,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(generation_json(stream.result))
         return 0
-    for text in (span.text for span in stream) if arguments.stream else [stream.result.text]:
-        print(text, end="", flush=True)
+    if arguments.stream:
+        for span in stream:
+            print(span.text, end="", flush=True)
+    else:
+        print(stream.result.text, end="")
     print(flush=True)  # before the lines on stderr
     stderr.print(_summary(stream.result, runtime.manifest.target.context), style="dim")
     return 0

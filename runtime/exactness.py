@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import PlanError
 from outrider.plans.machine import available_cores, instruction_set, processor
 from outrider.plans.manifest import Manifest, Probe
 from outrider.plans.onnx_operators import check_operators
 from outrider.plans.plan import Plan, file_sha256
 from outrider.plugins.onnxruntime_ops import SAME_ON_EVERY_PROCESSOR, cpu_library
-from outrider.runtime.backends import on_processor
 from outrider.runtime.files import cache_folder
 
 if TYPE_CHECKING:  # a runtime that runs nothing on the processor does not need ONNX Runtime
@@ -176,7 +176,7 @@ def kernels_that_count(manifest: Manifest, backend: str) -> dict[str, str]:
     They depend on it where ONNX Runtime multiplies floats on the processor: it has other kernels for other ones. On a
     GPU nothing is known of it.
     """
-    if not on_processor(backend):
+    if not BACKENDS[backend].on_processor:
         return {}
     probe = manifest.backends[backend].probe
     ops = [] if probe is None else [op.partition(": ") for op in probe.ops.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from time import perf_counter
@@ -11,6 +11,7 @@ from outrider.plans.errors import OpError, RequestError
 from outrider.runtime.options.request import Request
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.stats import Stats
+from outrider.runtime.text.rules import LogitsRule
 from outrider.runtime.text.stream import TextStream
 
 
@@ -122,10 +123,31 @@ class Stream:
 
 
 class GrowingGeneration:
-    """A generation in progress: what has been committed, and whether it has ended."""
+    """A generation in progress: what has been committed, and whether it has ended.
 
-    def __init__(self, request: Request, text: TextStream, stats: Stats) -> None:
-        self._request, self._text, self.stats = request, text, stats
+    `reason` is why its tokens end, `finish_reason` why its text does, which may be seen later; `stuck` is why no token
+    may follow, which the next step reports, `error` why it cannot continue.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        text: TextStream,
+        stats: Stats,
+        rules: Sequence[LogitsRule] = (),
+        end: int = 0,
+        began: float = 0.0,
+    ) -> None:
+        """`end` is the most tokens that the sequence may come to, `began` is in seconds of the step loop's clock."""
+        self.request, self._text, self.stats, self.rules = request, text, stats, rules
+        self.prompted, self.end, self.began = stats.prompt_tokens, end, began
+        self.rounds = 0  # that have committed something
+        self.reason: FinishReason | None = None
+        self.stopped = False  # whether its text has ended
+        self.stuck: RequestError | None = None
+        self.error: RequestError | OpError | None = None
+        self.inserted = False  # whether the prefix cache has its beginning
+        self.watched = False  # somebody has asked for the logits of one of its tokens
         text.least = request.min_tokens
         self._token_ids = list(request.generated)
         self._shown = [text.push(self._token_ids).text]
@@ -138,7 +160,7 @@ class GrowingGeneration:
         `last` says that there is no room for more. Returns the tokens that stay, and the finish reason as far as tokens
         decide it. Changes nothing.
         """
-        ends = self._request.eos_token_ids
+        ends = self.request.eos_token_ids
         if ends.isdisjoint(chosen):
             return chosen, FinishReason.LENGTH if last else None
         kept = next(index for index, token in enumerate(chosen) if token in ends) + 1
@@ -169,7 +191,7 @@ class GrowingGeneration:
 
     def preview(self, tokens: list[int]) -> str:
         """Return the text that would still be shown if `tokens` came next, up to an end token or a stop string."""
-        ends = self._request.eos_token_ids
+        ends = self.request.eos_token_ids
         kept = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         return self._text.preview(tokens[:kept])
 
@@ -183,5 +205,5 @@ class GrowingGeneration:
 
     def result(self) -> Generation:
         assert self.finish_reason is not None
-        text, seed = "".join(self._shown), self._request.sampling.seed
+        text, seed = "".join(self._shown), self.request.sampling.seed
         return Generation(text, self._token_ids, self.finish_reason, self.stats, self.logprobs, seed)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass
 
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import PlanError
 from outrider.plans.machine import available_cores
 from outrider.plans.pass_prices import PASS_PRICES, read_pass_prices
 from outrider.plans.plan import Plan
-from outrider.runtime.backends import device_of, on_processor
+from outrider.runtime.backends import device_of
 from outrider.runtime.drafters.verify_length import PriceCurve
 
 _LOG = logging.getLogger("outrider")
@@ -27,7 +28,7 @@ class Conditions:
 
 def conditions_here(plan: Plan, backend: str, threads: int) -> Conditions:
     """The conditions of `plan` on this machine; `threads` as they were asked for, 0 where the backend chooses."""
-    threads = (threads or available_cores()) if on_processor(backend) else 1
+    threads = (threads or available_cores()) if BACKENDS[backend].on_processor else 1
     return Conditions(plan.manifest.identity, backend, device_of(backend), threads)
 
 

@@ -11,12 +11,13 @@ from typing import NoReturn, Self, Unpack, cast, get_args, overload
 
 import numpy as np
 
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import ClosedError, RequestError
 from outrider.plans.manifest import Manifest, Probe
 from outrider.plans.plan import Plan, open_plan
 from outrider.plans.skeleton import read_skeleton
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.backends import BACKENDS, BackendChoice, choose_backend, on_processor
+from outrider.runtime.backends import DRIVERS, BackendChoice, choose_backend
 from outrider.runtime.backends.base import Settings
 from outrider.runtime.backends.shared_engines import SharedEngines
 from outrider.runtime.beam_search import BeamOptions, BeamResult, beam_search
@@ -82,7 +83,7 @@ class Runtime:
         self.skeleton = read_skeleton(plan)
         backend_plan = plan.manifest.backends[self.backend]
         self.probed = _probe(plan, backend_plan.probe, settings.threads, exactness)
-        driver = BACKENDS[self.backend].make(backend_plan, settings)
+        driver = DRIVERS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
@@ -130,7 +131,8 @@ class Runtime:
         check_exactness(exactness)
         opened = open_plan(Path(plan), verify=verify)
         chosen = choose_backend(opened.manifest.backends, backend)
-        share, files = share_memory and on_processor(chosen.backend), MappedFiles.from_plan(opened, chosen.backend)
+        share = share_memory and BACKENDS[chosen.backend].on_processor
+        files = MappedFiles.from_plan(opened, chosen.backend)
         shared_engines = SharedEngines.from_plan(opened, kernels_here(), files, verify) if share else None
         return cls(
             opened,

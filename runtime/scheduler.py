@@ -344,7 +344,7 @@ class Scheduler:
         decoding = any(each.decoding for each in self._running)
         committed = loop.step(self._running, self.config.prefill_tokens if decoding else None)
         self._catch_up()
-        committed = [each for each in committed if not each.sequence.stopped]
+        committed = [each for each in committed if not each.sequence.generation.stopped]
         if self.config.overlap:
             with suppress(RuntimeError):  # the interpreter ends, and takes no more work
                 self._showing = texts.submit(self._show, loop, committed)
@@ -360,7 +360,7 @@ class Scheduler:
 
     def _note_kv(self, loop: StepLoop) -> None:
         """Note how full the KV cache is, in the thread that fills it: who reads the counts touches no step loop."""
-        used, reserved = loop.cache.live, sum(each.end for each in self._running)
+        used, reserved = loop.cache.live, sum(each.generation.end for each in self._running)
         with self._changed:
             self._stats.kv_used, self._stats.kv_reserved = used, reserved
 

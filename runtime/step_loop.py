@@ -135,6 +135,7 @@ class StepLoop:
             self._set_greedy(number)
         self._live.clear()
         self._open.clear()
+        self.parts.chosen_by.clear()
         if self.parts.partial is not None:
             self.parts.partial.arrange(pooled=pooled)
         if self.prefix_cache is not None:
@@ -217,8 +218,10 @@ class StepLoop:
         Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left, but for
         those by rejection, which tokens depend on.
         """
-        own = [self._end(len(self.prefix) + tokens, request) - len(self.prefix) + self._reserved(request)]
-        own += [each.end - each.shared + self._reserved(each.request) for each in self._open.values()]
+        shared = len(self.prefix)
+        ends = [(self._end(shared + tokens, request), request)]
+        ends += [(each.generation.end, each.generation.request) for each in self._open.values()]
+        own = [end - shared + self._reserved(each) for end, each in ends]
         return bool(self._free) and self.cache.holds(own, self._geometry.prefill_chunk)
 
     def _reserved(self, request: Request) -> int:
@@ -236,6 +239,7 @@ class StepLoop:
         sequence = Sequence(id, number, [*self.prefix, *tokens], shared=shared, computed=shared)
         self._open[number] = sequence
         self.cache.open(number)
+        self.drafting.open(sequence)
         if self.parts.partial is not None:
             self.parts.partial.cache_for(sequence).reset()
         return sequence
@@ -257,28 +261,25 @@ class StepLoop:
         """
         tokens = sequence.tokens
         if request.rules and not self.parts.halts:
-            request = replace(request, drafter=None)
+            request = replace(request, drafter=None, partial_kv="off")
         given = len(request.generated)
         stats = Stats(prompt_tokens=len(tokens), resumed_tokens=given, partial_mode=request.partial_kv)
-        sequence.owner = request.cache_salt
-        sequence.request, sequence.generation = request, GrowingGeneration(request, text, stats)
-        sequence.began, sequence.rounds, sequence.inserted = self.parts.now(), 0, False
-        sequence.reason = sequence.stuck = sequence.error = sequence.chosen_by = None
-        sequence.stopped, sequence.watched, sequence.unseen = False, False, 0
-        sequence.prompted = len(tokens)
-        sequence.rules = tuple(rule.begin(tokens) for rule in request.rules)
-        sequence.end = self._end(len(tokens), request)
+        rules = [rule.begin(tokens) for rule in request.rules]
+        end = self._end(len(tokens), request)
+        sequence.generation = GrowingGeneration(request, text, stats, rules, end, self.parts.now())
+        sequence.unseen = 0
+        self.parts.chosen_by.pop(sequence.number, None)
         tokens += request.generated
         self.buffers.set_sampling(sequence.number, request.sampling)
         self.buffers.arrays[names.BY_REJECTION][sequence.number] = request.drafter in self.parts.rejecting
         sequence.computed = min(sequence.computed, len(tokens) - 1)
         self.parts.truncate(sequence, sequence.computed)
-        self.drafting.attach(sequence, request)
+        drafters = self.drafting.attach(sequence)
         if (shared := self.parts.sharing) is not None:
             stats.cached_tokens = shared.recall(sequence)
-        sequence.adaptive = self.parts.adaptive.take(request)
-        sequence.disabled = sequence.adaptive is not None and sequence.adaptive.disabled
-        if not sequence.disabled:
+        drafters.adaptive = self.parts.adaptive.take(request)
+        drafters.disabled = drafters.adaptive is not None and drafters.adaptive.disabled
+        if not drafters.disabled:
             self.parts.catch_up_drafters(sequence)
         stats.reused_tokens = sequence.computed
         if shared is not None:
@@ -290,8 +291,9 @@ class StepLoop:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens of a sequence."""
         self._launched.drop(sequence)
-        if sequence.chosen_by is not None and length < sequence.chosen_by.start + sequence.chosen_by.fed:
-            sequence.chosen_by = None
+        chosen_by = self.parts.chosen_by.get(sequence.number)
+        if chosen_by is not None and length < chosen_by.start + chosen_by.fed:
+            del self.parts.chosen_by[sequence.number]
         del sequence.tokens[length:]
         self.parts.truncate(sequence, min(length, sequence.computed))
         if self.parts.partial is not None:
@@ -311,11 +313,12 @@ class StepLoop:
         if sequence.computed > len(sequence.tokens):
             self.parts.truncate(sequence, len(sequence.tokens))
         if self.parts.partial is not None:
-            self.parts.partial.retract(sequence)
-        self.parts.adaptive.give_back(sequence.request, sequence.adaptive)
+            self.parts.partial.finish(sequence)
+        drafters = self.drafting.drafters_of(sequence)
+        self.parts.adaptive.give_back(sequence.generation.request, drafters.adaptive)
         if (shared := self.parts.sharing) is not None:
-            if sequence.engine_drafter is not None and not sequence.disabled and self.cache.alone:
-                sequence.engine_drafter.sync(sequence)  # what the last pass has left
+            if drafters.engine is not None and not drafters.disabled and self.cache.alone:
+                drafters.engine.sync(sequence)  # what the last pass has left
             shared.keep(sequence, wait=wait)
 
     def release(self, sequence: Sequence) -> None:
@@ -329,6 +332,7 @@ class StepLoop:
         self._free.sort(reverse=True)
         self.cache.close(sequence.number)
         self.drafting.close(sequence)
+        self.parts.chosen_by.pop(sequence.number, None)
 
     def _set_greedy(self, number: int) -> None:
         """Reset an unused number's sampling to greedy: drafters compute noise for those that sample."""
@@ -360,7 +364,8 @@ class StepLoop:
     def show(self, committed: CommittedTokens) -> Span:
         """The text of what was committed, pass by pass; may run beside the next step.
 
-        A stop string in it ends the sequence (`Sequence.stopped`): what a pass has committed since is nothing.
+        A stop string in it ends the generation (`GrowingGeneration.stopped`): what a pass has committed since is
+        nothing.
         """
         return show(self.parts, committed)
 
@@ -369,7 +374,8 @@ class StepLoop:
     def logits_of(self, sequence: Sequence, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by, its rules applied:
         a view."""
-        if sequence.chosen_by is not None and sequence.chosen_by.overtaken:
+        chosen_by = self.parts.chosen_by.get(sequence.number)
+        if chosen_by is not None and chosen_by.overtaken:
             self._launched.drop(sequence)
         return logits_of(self.parts, sequence, index)
 

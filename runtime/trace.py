@@ -9,7 +9,7 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime.drafters.base import Draft, TreeInPlace
+from outrider.runtime.drafters.base import Draft
 from outrider.runtime.execution.step import TargetStep
 
 
@@ -33,9 +33,9 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Round:
-    """`position` is that of the first token committed. `entropy` is the drafter's, where that decides the length.
-    `left_out` nodes more were drafted, and were not worth what verifying them costs.
+class RoundTrace:
+    """`position` is that of the first token committed. `left_out` nodes more were drafted, and were not worth what
+    verifying them costs.
 
     `committed` are the accepted tokens and the correction (the bonus, after a draft accepted whole), which is missing
     where the generation ended before it.
@@ -44,10 +44,9 @@ class Round:
     position: int
     nodes: list[Node]
     committed: list[int]
-    entropy: float | None
     left_out: int = 0
 
-    def cut(self, kept: int) -> Round:
+    def cut(self, kept: int) -> RoundTrace:
         """Return the round with only the first `kept` of its tokens."""
         if kept == len(self.committed):
             return self
@@ -55,7 +54,7 @@ class Round:
         return replace(self, nodes=nodes, committed=self.committed[:kept])
 
 
-Watcher = Callable[[Round], None]
+Watcher = Callable[[RoundTrace], None]
 
 
 def read_round(
@@ -65,22 +64,21 @@ def read_round(
     drafted: int,
     committed: list[int],
     accepted: NDArray[np.int64],
-    draft: Draft | TreeInPlace | None,
+    draft: Draft | None,
     trials: NDArray[np.float64] | None,
-) -> Round:
+) -> RoundTrace:
     """The round of one sequence that has just run: the tip is token `root` of the step, with logits index `first`, and
     `drafted` nodes stand after it.
 
     `accepted` lists those of the step's tokens that were accepted; `trials` are those of ChainAccept, by logits index.
     """
     scores = None if draft is None else draft.scores
-    in_place = isinstance(draft, TreeInPlace)
     on_path = set(accepted.tolist())
 
     def score(node: int) -> float:
         """Log-probability summed from the tip, which is node 0."""
         assert scores is not None
-        return float(scores[node]) if in_place else float(scores[node - 1]) if node else 0.0
+        return float(scores[node - 1]) if node else 0.0
 
     nodes = []
     for node in range(1, drafted + 1):
@@ -100,6 +98,4 @@ def read_round(
             )
         )
     position = int(step.positions[root]) + 1
-    if draft is None:
-        return Round(position, nodes, committed, None)
-    return Round(position, nodes, committed, draft.entropy, draft.left_out)
+    return RoundTrace(position, nodes, committed, 0 if draft is None else draft.left_out)

@@ -83,7 +83,6 @@ drafters:
   - {name: ngram, kind: ngram, max_context: 3, min_context: 1, max_draft: 6}
   - {name: short, kind: ngram, max_context: 1, max_draft: 2, filler_top_k: 3}
   - {name: chain, kind: model, checkpoint: drafter, gamma: 4}
-  - {name: sure, kind: model, checkpoint: drafter, gamma: {min: 1, max: 6, beta: 0.3}}
   - {name: bushy, kind: model, checkpoint: drafter, tree: {top_k: 3, depth: 2, nodes: 9}}
   - {name: head, kind: eagle3, checkpoint: head, tree: {top_k: 4, depth: 2, nodes: 12}}
   - {name: block, kind: block, checkpoint: block}
@@ -415,8 +414,6 @@ def branching(branch_plan: Path) -> Runtime:
 
 REJECTING = {
     "classical": "{name: classical, kind: model, checkpoint: drafter, gamma: 3, acceptance: rejection}",
-    "classical-egag": "{name: classical-egag, kind: model, checkpoint: drafter, gamma: {max: 4}, "
-    "acceptance: rejection}",
     "classical-block": "{name: classical-block, kind: block, checkpoint: block, gamma: 3, acceptance: rejection}",
     "classical-head": "{name: classical-head, kind: eagle3, checkpoint: head, tree: {top_k: 1, depth: 1, nodes: 3}, "
     "acceptance: rejection}",

@@ -148,19 +148,15 @@ def test_importing_the_runtime_loads_nothing_of_the_compiler() -> None:
     modules = [m for m in modules if not m.endswith("__main__") and not m.startswith("runtime.ray_serve.")]
     modules = sorted(f"{NAME}.{m.removesuffix('.__init__')}" for m in modules)
     program = f"""
-import importlib, json, sys, time
-before = time.perf_counter()
-import outrider
-seconds = time.perf_counter() - before
+import importlib, json, sys
 for name in {modules!r}:
     importlib.import_module(name)
-print(json.dumps([seconds, sorted(sys.modules)]))
+print(json.dumps([*sys.modules]))
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120
     )
-    seconds, loaded = json.loads(ended.stdout)
-    print(f"import outrider: {seconds:.2f} s")
+    loaded = json.loads(ended.stdout)
     assert "outrider.runtime.session" in loaded
     assert {top(module) for module in loaded} & (HEAVY | {"compiler", "tools", "tests"}) == set()
 

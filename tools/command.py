@@ -38,6 +38,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "tune": Command("outrider.tools.tune.__main__", "choose a draft tree for this machine"),
         "recipe": Command(COMPILER, "the keys of a recipe", of_several=True),
         "families": Command(COMPILER, "the models that can be compiled", of_several=True),
+        "backends": Command("outrider.tools.backends", "what runs plans: what each can, and which run and build here"),
     },
     "run": {
         "generate": Command(RUNTIME, "continue a prompt", of_several=True),

@@ -52,10 +52,10 @@ def examine(plan: Path | None) -> dict[str, str]:
         missing = [package for package in packages if not _is_installed(package)]
         found[f"extra {extra}"] = f"lacks {', '.join(missing)}" if missing else "installed"
     if plan is not None:
-        from outrider.runtime.backends import BACKENDS
+        from outrider.runtime.backends import reason_against
 
         for name, backend in open_plan(plan, verify=False).manifest.backends.items():
-            reason = BACKENDS[name].reason(backend)
+            reason = reason_against(name, backend)
             found[f"backend {name}"] = "runs here" if reason is None else f"does not run here: {reason}"
     return found
 

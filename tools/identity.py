@@ -14,14 +14,12 @@ import onnxruntime as ort
 
 from outrider import Runtime
 from outrider.plans import names
+from outrider.plans.backends import BACKENDS
 from outrider.plans.build_record import read_build_record
 from outrider.plans.machine import available_cores, processor
 from outrider.plans.manifest import Manifest
 from outrider.runtime.backends import device_of
 from outrider.tools.bench.sampling import name_sampling
-
-CPU = "onnxruntime-cpu"
-"""The backend whose logits are on the host, and whose threads are ours to choose."""
 
 
 def describe_run() -> dict[str, Any]:
@@ -142,7 +140,7 @@ def threads_used(backend: str, asked: int) -> int | None:
     It does not say how many it started, and it counts cores that this process may not run on, so the threads of a
     session are counted; where the system does not list them, the cores that this process may use.
     """
-    if backend != CPU:
+    if not BACKENDS[backend].on_processor:
         return None
     if asked:
         return asked

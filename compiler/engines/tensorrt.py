@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
+from outrider.compiler.backends.base import Report
+from outrider.compiler.backends.tensorrt import BuilderBackend
 from outrider.compiler.engines.onnx_file import WeightFile, describe_engine, write_graph
-from outrider.compiler.engines.tensorrt_library import Library
 from outrider.compiler.engines.tensorrt_network import (
     allow_unfused_attention,
     carry_bits,
@@ -23,9 +24,6 @@ from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import Engine, Profile, Range
 from outrider.plugins.tensorrt.log import make_log
-
-Report = Callable[[str], None]
-"""Called with a text that describes the current phase of long work."""
 
 FEW_TOKENS = 64
 """Steps up to this size decode and verify, larger ones prefill: each of the two ranges has its own kernels."""
@@ -91,14 +89,19 @@ class TensorRtEngines:
     """Writes the engines of one backend into `folder`; `report` is called with the builder's phases.
 
     `wanted` makes a front end from the library's package and a log; it reads the graphs that it does not decline. The
-    parser reads all other graphs.
+    parser reads all other graphs. Builds read and write the file `cache`.
     """
 
     def __init__(
-        self, folder: Path, library: Library, report: Report, wanted: Callable[[Any, Any], FrontEnd] | None = None
+        self,
+        folder: Path,
+        backend: BuilderBackend,
+        report: Report,
+        wanted: Callable[[Any, Any], FrontEnd] | None = None,
+        cache: Path | None = None,
     ) -> None:
-        self._folder, self._library, self._writing = folder, library, ""
-        self._trt = library.trt
+        self._folder, self._backend, self._cache, self._writing = folder, backend, cache, ""
+        self._trt = backend.load()
         self._log = make_log(self._trt)
         self._wanted = None if wanted is None else wanted(self._trt, self._log)
         self._monitor = _make_monitor(self._trt, lambda phase: report(f"{self._writing}: {phase}"))
@@ -109,7 +112,7 @@ class TensorRtEngines:
 
     def takes_ops(self, model: ir.Model) -> bool:
         """Return whether the engine may hold the ops that are plugins: only where the parser reads the graph."""
-        return self._library.plugins and (self._wanted is None or self._wanted.reason_against(model) is not None)
+        return self._backend.holds_ops and (self._wanted is None or self._wanted.reason_against(model) is not None)
 
     def write(self, name: str, model: ir.Model, limits: Mapping[str, int]) -> Engine:
         self._writing = name
@@ -132,7 +135,7 @@ class TensorRtEngines:
             "front_end": said,
             "profiles": profiles,
             "layers": dict(layers.most_common()),
-            **self._library.provenance(),
+            **self._backend.provenance(self._trt),
         }
         return engine.model_copy(update=facts)
 
@@ -147,12 +150,12 @@ class TensorRtEngines:
         return (wanted, wanted.name) if reason is None else (parser, f"{parser.name}: {reason}")
 
     def _build(self, name: str, network: Any, engine: Engine, profiles: tuple[Profile, ...]) -> Any:
-        trt, library = self._trt, self._library
+        trt, backend = self._trt, self._backend
         config = self._builder.create_builder_config()
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, library.workspace_mb << 20)
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, backend.workspace_mb << 20)
         config.clear_flag(trt.BuilderFlag.TF32)  # float32 is float32
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-        library.configure(config)
+        backend.configure(trt, config, self._cache)
         config.progress_monitor = self._monitor
         for profile in profiles:
             config.add_optimization_profile(_shapes(self._builder, engine, profile))
@@ -160,7 +163,8 @@ class TensorRtEngines:
         built = self._builder.build_serialized_network(network, config)
         if built is None:
             raise PlanError(f"engine {name}: TensorRT cannot build it: {self._log.said()}")
-        library.keep(config)
+        if self._cache is not None:
+            backend.keep(config, self._cache)
         return built
 
 

@@ -30,7 +30,7 @@ def is_plain(attention: torch.fx.Node) -> bool:
 
 
 class OneRowConverters:
-    """The converters for one network, whose constants they keep alive. Shapes are those of `plugins.schemas`."""
+    """The converters for one network, whose constants they keep alive. Shapes are those of `plugins.ops`."""
 
     OPS: ClassVar[frozenset[Any]] = frozenset({BRANCH_ATTENTION, torch.ops.onnx.RotaryEmbedding.opset23})
 

@@ -44,7 +44,7 @@ class BlockGraph(DraftGraph):
     ) -> None:
         config = model.heads
         each = block_slots(config, tree)
-        super().__init__(model, tree, positions, each, rejected=rejected, entropy=False, slots=False, columns=columns)
+        super().__init__(model, tree, positions, each, rejected=rejected, slots=False, columns=columns)
         self.block = model
         seen = torch.ones(each, each).tril() if config.causal else torch.ones(each, each)
         shown = torch.zeros(each, each).masked_fill(seen == 0, torch.finfo(torch.float32).min)

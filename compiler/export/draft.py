@@ -26,7 +26,6 @@ def export_draft(
     *,
     rejected: bool = False,
     positions: int | None = None,
-    entropy: bool = False,
     slots: bool = False,
     branches: int = 1,
     columns: Sequence[int] | None = None,
@@ -42,8 +41,7 @@ def export_draft(
     `[nodes]`, log-probabilities summed from the root, or of a block head's chain those of its confidence.
 
     With `rejected` the tree is a chain (`top_k` 1) whose tokens are drawn, for acceptance by rejection, and
-    `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw. With `entropy`,
-    `draft_entropy` f32 `[1]` is the entropy of the distribution at the tip, over ln V.
+    `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw.
 
     With `slots`, and a tree with levels, `tree_slots` int64 `[nodes]` says where the levels put each node: value s is
     slot past_length + N + s of the KV cache. It is -1 for a node that no level ran, and for the root, which is the last
@@ -52,7 +50,7 @@ def export_draft(
     With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_indices` int64
     `[R, B]`, equally many in each row, with the noise and settings of `tip_branch` int64 `[R, B]`. Outputs hold one
     tree after another, `[D]` in all, but parents count within a tree, and `tree_slots` counts from the first slot
-    after the row's tokens. A level takes B * k slots of each row. `draft_entropy` is `[R, B]`, one value per tip.
+    after the row's tokens. A level takes B * k slots of each row.
     """
     drafting: DraftModel = model  # type: ignore[assignment]
     heads = drafting.heads
@@ -81,7 +79,7 @@ def export_draft(
     if isinstance(model, BlockDraft):
         graph, passes = BlockGraph(model, tree, rows_of, rejected=rejecting, columns=columns), 2
     else:
-        graph = LevelGraph(model, tree, rows_of, rejected=rejecting, entropy=entropy, slots=slots, columns=columns)
+        graph = LevelGraph(model, tree, rows_of, rejected=rejecting, slots=slots, columns=columns)
         passes = 1 + tree.depth
     # The settings of several branches become symbols of the trace: as examples they are of another number.
     settings: dict[str, Shape] = {
@@ -97,7 +95,6 @@ def export_draft(
             **dict.fromkeys(names.TREE, grown),
             **({names.TREE_SLOTS: grown} if slots else {}),
             **({names.DRAFT_PROBS: (*grown, vocab_size)} if rejected else {}),
-            **({names.DRAFT_ENTROPY: (names.ROWS, names.TIPS) if several else (1,)} if entropy else {}),
             **dict.fromkeys(cache_outputs(heads.num_layers, passes), cache),
         },
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log
 from typing import Protocol
 
 import torch
@@ -129,7 +128,6 @@ class DraftGraph(nn.Module):
         each: int,
         *,
         rejected: int,
-        entropy: bool,
         slots: bool,
         columns: Sequence[int] | None,
     ) -> None:
@@ -137,7 +135,7 @@ class DraftGraph(nn.Module):
         the model reads; None for all."""
         super().__init__()
         self.model, self.tree, self.each = model, tree, each
-        self.rejected, self.entropy, self.slots = rejected, entropy, slots
+        self.rejected, self.slots = rejected, slots
         drafting: DraftModel = model  # type: ignore[assignment]
         self.tables = RopeTables(drafting.heads, positions, drafting.dtype)
         self.register_buffer("columns", None if columns is None else torch.tensor(columns))
@@ -199,12 +197,8 @@ class DraftGraph(nn.Module):
             of = tip_branch.reshape(-1)
             tips = replace(tips, noise=noise, branch=of, sampling=torch.index_select(draft_sampling, 0, of))
         growth = self._growth(tips)
-        logits = growth.first()
         grow = self._draw if self.rejected else self._grow
-        token, parent, depth, score, *others = grow(tips, growth, logits)
-        if self.entropy:
-            entropy = _normalised_entropy(logits)
-            others.append(entropy.reshape(1) if tip_indices is None else entropy.reshape(tip_indices.shape))
+        token, parent, depth, score, *others = grow(tips, growth, growth.first())
         root = (tips.position + model.lead).unsqueeze(1)
         return (
             _after_roots(tips.token.unsqueeze(1), token),
@@ -393,9 +387,3 @@ class DraftGraph(nn.Module):
 def _after_roots(root: Tensor, nodes: Tensor) -> Tensor:
     """Concatenate `[n, 1]` and `[n, nodes - 1]` to flat `[n * nodes]`."""
     return torch.cat([root, nodes], 1).reshape(-1)
-
-
-def _normalised_entropy(logits: Tensor) -> Tensor:
-    """Return the entropies `[1, n]` of distributions with logits `[1, n, V]`, over the uniform one's, ln V."""
-    log_p = logits.log_softmax(dim=-1)
-    return -(log_p.exp() * log_p).sum(dim=-1) / log(logits.shape[-1])

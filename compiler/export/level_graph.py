@@ -35,13 +35,10 @@ class LevelGraph(DraftGraph):
         positions: int,
         *,
         rejected: int = 0,
-        entropy: bool = False,
         slots: bool = False,
         columns: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(
-            model, tree, positions, tree.top_k, rejected=rejected, entropy=entropy, slots=slots, columns=columns
-        )
+        super().__init__(model, tree, positions, tree.top_k, rejected=rejected, slots=slots, columns=columns)
 
     def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
         model: LevelModel = self.model  # type: ignore[assignment]

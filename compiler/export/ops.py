@@ -15,7 +15,7 @@ from torch import Tensor
 import outrider.compiler.models.experts  # noqa: F401  registers its ops
 from outrider.compiler.models.ops import composite
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
-from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.ops import OPS
 
 
 @torch.library.custom_op("outrider::branch_attention", mutates_args=())
@@ -36,7 +36,7 @@ def branch_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, BranchAttention."""
+    """Shapes: `plugins.ops`, BranchAttention."""
     raise NotImplementedError("outrider::branch_attention exists for export only")
 
 
@@ -47,7 +47,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any
 
 @torch.library.custom_op("outrider::window_bias", mutates_args=())
 def window_bias(attn_bias: Tensor, window: int) -> Tensor:
-    """Shapes: `plugins.schemas`, WindowBias."""
+    """Shapes: `plugins.ops`, WindowBias."""
     raise NotImplementedError("outrider::window_bias exists for export only")
 
 
@@ -81,7 +81,7 @@ def attention(
     window: int,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, BranchAttention, whose parts beside attending are PyTorch's ops here."""
+    """Shapes: `plugins.ops`, BranchAttention, whose parts beside attending are PyTorch's ops here."""
     if q_norm is not None and k_norm is not None:
         q, k = (_norm_heads(x, weight, epsilon) for x, weight in ((q, q_norm), (k, k_norm)))
     if cos is not None and sin is not None:
@@ -111,7 +111,7 @@ def tree_expand(
     top_k: int,
     doubt: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, TreeExpand."""
+    """Shapes: `plugins.ops`, TreeExpand."""
     raise NotImplementedError("outrider::tree_expand exists for export only")
 
 
@@ -127,7 +127,7 @@ def _(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
 
 @torch.library.custom_op("outrider::draft_sample", mutates_args=())
 def draft_sample(logits: Tensor, noise: Tensor, draft_sampling: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, DraftSample."""
+    """Shapes: `plugins.ops`, DraftSample."""
     raise NotImplementedError("outrider::draft_sample exists for export only")
 
 
@@ -140,7 +140,7 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def tree_rerank(
     candidate_token: Tensor, candidate_score: Tensor, candidate_parent: Tensor, candidate_depth: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Shapes: `plugins.schemas`, TreeRerank."""
+    """Shapes: `plugins.ops`, TreeRerank."""
     raise NotImplementedError("outrider::tree_rerank exists for export only")
 
 
@@ -179,7 +179,7 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.rsub.Scalar: _translate_subtracted,
     torch.ops.aten.detach_.default: _translate_detach,
     torch.ops.outrider.attention.default: _translated(
-        "BranchAttention", tuple(spec.name for spec in SCHEMAS["BranchAttention"].attributes)
+        "BranchAttention", tuple(spec.name for spec in OPS["BranchAttention"].schema.attributes)
     ),
     torch.ops.outrider.route.default: _translated("Route", ("top_k", "normalise")),
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),

@@ -75,12 +75,9 @@ def read_model(file: Path) -> SentencePieceModel:
         ) from None
     if model.kind not in ("bpe", "unigram"):
         raise CheckpointError(f"{file} is a SentencePiece model of the kind {model.kind}; BPE and Unigram are read")
-    wrong = "treat_whitespace_as_suffix" if model.space_after else None if model.space_escaped else "escape_whitespaces"
-    if wrong is not None:
-        raise CheckpointError(
-            f"{file} has {wrong} {'set' if model.space_after else 'switched off'}, which is not read; add a "
-            "tokenizer.json of the model"
-        )
+    if model.space_after or not model.space_escaped:
+        wrong = "treat_whitespace_as_suffix set" if model.space_after else "escape_whitespaces switched off"
+        raise CheckpointError(f"{file} has {wrong}, which is not read; add a tokenizer.json of the model")
     return model
 
 
@@ -142,11 +139,12 @@ def make_tokenizer(
                 f"the added token {token.content!r} has the id {number}, and would get "
                 f"{tokenizer.token_to_id(token.content)} after the pieces of tokenizer.model"
             )
-    first_and_last = (
-        (model.pieces.tokens[number], number) if number >= 0 and _flag(settings, f"add_{role}_token", default) else None
-        for role, number, default in (("bos", model.bos, True), ("eos", model.eos, False))
-    )
-    surround(tokenizer, *first_and_last)
+    begin = end = None
+    if model.bos >= 0 and _flag(settings, "add_bos_token", True):
+        begin = model.pieces.tokens[model.bos], model.bos
+    if model.eos >= 0 and _flag(settings, "add_eos_token", False):
+        end = model.pieces.tokens[model.eos], model.eos
+    surround(tokenizer, begin, end)
     return tokenizer
 
 

@@ -12,9 +12,8 @@ import onnx_ir as ir
 
 from outrider.compiler.kernels.code import Node, Word
 from outrider.compiler.kernels.emitter import Emitter, Handler, spread
-from outrider.compiler.kernels.entropy import log_softmax, multiply_parts, reduce_sum
 from outrider.compiler.kernels.sizes import Size, least, product, size
-from outrider.compiler.kernels.values import At, EntropyTerm, Kind, RuleTensor, Shape, Stored, Weight, ZeroedSum
+from outrider.compiler.kernels.values import At, Kind, RuleTensor, Shape, Stored, Weight, ZeroedSum
 
 
 def _axis(node: ir.Node, rank: int, default: int = 0) -> int:
@@ -162,8 +161,8 @@ def _by_elements(real: Word | None, integer: Word | None, of_sizes: Callable[[Si
 
     def handle(e: Emitter, node: ir.Node) -> None:
         values = [e.value(each) for each in node.inputs]
-        if any(isinstance(value, EntropyTerm | ZeroedSum) for value in values):
-            return multiply_parts(e, node)
+        if any(isinstance(value, ZeroedSum) for value in values):
+            return _multiply_by_zero(e, node)
         a, b = (e.known(each) for each in node.inputs)
         shapes = [_shape(e, each) for each in node.inputs]
         if of_sizes is not None and a is not None and b is not None and (len(a) == len(b) or 1 in (len(a), len(b))):
@@ -184,15 +183,29 @@ def _by_elements(real: Word | None, integer: Word | None, of_sizes: Callable[[Si
     return handle
 
 
+def _multiply_by_zero(e: Emitter, node: ir.Node) -> None:
+    """Set the product of a sum of everything and zero."""
+    others = [each for each in node.inputs if not isinstance(e.value(each), ZeroedSum)]
+    if node.op_type == "Mul" and len(others) == 1:
+        ruled = e.ruled(e.value(others[0]))
+        factor = ruled.at(e.nodes.index)
+        if factor.word is Word.CONSTANT and factor.of == 0:
+            zero = e.nodes.constant(0)
+            e.set(node.outputs[0], RuleTensor("real", ruled.shape, lambda index: zero))
+            return
+    raise e.refusal(f"{node.op_type} of a sum of everything")
+
+
+def reduce_sum(e: Emitter, node: ir.Node) -> None:
+    """Compute nothing: a sum waits for the product by zero that it was made for."""
+    e.set(node.outputs[0], ZeroedSum())
+
+
 def _one(words: dict[Kind, Word]) -> Handler:
     """Return the handler of an operator with one tensor."""
 
     def handle(e: Emitter, node: ir.Node) -> None:
-        value = e.value(node.inputs[0])
-        if isinstance(value, EntropyTerm) and node.op_type == "Exp":
-            e.set(node.outputs[0], EntropyTerm(value.of, "p"))
-            return
-        of = e.ruled(value)
+        of = e.ruled(e.value(node.inputs[0]))
         word = words.get(of.kind)
         if word is None:
             raise e.refusal(f"{node.op_type} of {of.kind} numbers")
@@ -466,7 +479,6 @@ ELEMENTS: dict[str, Handler] = {
     "And": _by_elements(None, Word.AND, None),
     "Neg": _one({"real": Word.NEGATE_REAL}),
     "Log": _one({"real": Word.LOG_REAL}),
-    "Exp": _one({}),  # within an entropy alone
     "Sigmoid": _one({"real": Word.SHARE_REAL}),
     "Cast": cast,
     "Range": range_,
@@ -477,7 +489,6 @@ ELEMENTS: dict[str, Handler] = {
     "Concat": concat,
     "ScatterElements": scatter_elements,
     "CumSum": cumsum,
-    "LogSoftmax": log_softmax,
     "ReduceSum": reduce_sum,
 }
 """Handlers of ONNX's operators."""

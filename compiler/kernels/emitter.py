@@ -236,7 +236,7 @@ class Emitter:
         )  # fmt: skip
 
     def add(self, launch: Launch) -> None:
-        """Add a launch of any kernel: `plugins.cuda.LAUNCHES` has those of our ops."""
+        """Add a launch of any kernel: `plugins.ops` has those of our ops."""
         if self._items.within is not None:
             self._items.within.append(launch)
         else:

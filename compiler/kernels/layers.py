@@ -17,7 +17,6 @@ from outrider.compiler.kernels.values import ResidualSum, RuleTensor, Shape, Sto
 from outrider.plans import names
 from outrider.plans.formulas import formula
 from outrider.plans.kernel_engine import TURN, Launch
-from outrider.plugins.cuda import LAUNCHES
 from outrider.plugins.cuda.engine_kernels import (
     CHUNK,
     HEAD_STEP,
@@ -30,9 +29,9 @@ from outrider.plugins.cuda.engine_kernels import (
 from outrider.plugins.cuda.launches import ELEMENTS as CACHE_TYPES
 from outrider.plugins.cuda.launches import THREADS, as_number
 from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.ops import OPS
 from outrider.plugins.quant_layout import BLOCK
 from outrider.plugins.schema import CPU_DOMAIN
-from outrider.plugins.schemas import SCHEMAS
 
 _PARTIAL_BYTES = 64 * 2**20  # of chunks of attention that are not put together yet
 _FEW_TOKENS = 4  # a head of each of which is a block's
@@ -281,7 +280,8 @@ def _attend(
 
 def draft_op(e: Emitter, node: ir.Node) -> None:
     """Launch one of our ops' kernels on the tensors of a draft."""
-    schema, launch = SCHEMAS[node.op_type], LAUNCHES[node.op_type]
+    schema, launch = OPS[node.op_type].schema, OPS[node.op_type].launch
+    assert launch is not None
     sizes: dict[str, Any] = {}
     tensors: dict[str, Stored] = {}
     for spec, each in zip(schema.inputs, node.inputs, strict=True):

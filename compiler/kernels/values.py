@@ -80,16 +80,8 @@ class PendingProduct:
 
 
 @dataclass(frozen=True)
-class EntropyTerm:
-    """A part of the entropy of the softmax p of `of`: `times` says which. One kernel computes them all."""
-
-    of: Stored
-    times: Literal["log p", "p", "p log p"]
-
-
-@dataclass(frozen=True)
 class ZeroedSum:
     """A sum that an export multiplies by zero, only to have it computed first: launches are in order anyway."""
 
 
-Value = Stored | RuleTensor | Weight | ProductInput | ResidualSum | PendingProduct | EntropyTerm | ZeroedSum
+Value = Stored | RuleTensor | Weight | ProductInput | ResidualSum | PendingProduct | ZeroedSum

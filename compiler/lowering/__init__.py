@@ -7,22 +7,19 @@ from collections.abc import Iterator
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from outrider.compiler.lowering.attention import AroundAttention, CpuAttention
+from outrider.compiler.backends import BACKEND_CLASSES
+from outrider.compiler.lowering.attention import CpuAttention
 from outrider.compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
-from outrider.compiler.lowering.functions import CopiedSizes, FunctionBody, UnbranchedBody
-from outrider.compiler.lowering.group_query_attention import GroupQueryAttention
-from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, FuseSkipNormsCuda, OwnKernels
-from outrider.compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
+from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, OwnKernels
 from outrider.compiler.lowering.products import FuseProjections, GatedUnitOfProduct
-from outrider.compiler.lowering.quantized import BlockQuantized, FloatDraftExperts, FloatDrafts, PackQuantized
+from outrider.compiler.lowering.quantized import PackQuantized
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
-from outrider.compiler.lowering.scatter_attention import ScatterAttention, UpdateOnceAttention
 from outrider.plans import names
 from outrider.plans.buffers import DType
 from outrider.plans.kv_slots import slot_size
 from outrider.plans.manifest import RuleReport
 
-_OUR_ARITHMETIC: tuple[Rule, ...] = (
+OUR_ARITHMETIC: tuple[Rule, ...] = (
     FuseProjections(),
     GatedUnitOfProduct(),
     OwnKernels(),
@@ -36,25 +33,6 @@ _OUR_ARITHMETIC: tuple[Rule, ...] = (
 )
 """Rules to the operators that we have kernels of our own for, on the CPU and on a GPU, with the same bits."""
 
-_TENSORRT: tuple[Rule, ...] = (FloatDrafts(), FloatDraftExperts(), AroundAttention(), UpdateOnceAttention())
-
-RULES: dict[str, tuple[Rule, ...]] = {
-    "onnxruntime-cpu": (*_OUR_ARITHMETIC, FunctionBody()),
-    "cuda": _OUR_ARITHMETIC,
-    "onnxruntime-cuda": (
-        FuseProjections(),
-        BlockQuantized(),
-        FuseSkipNormsCuda(),
-        GroupQueryAttention(),
-        AroundAttention(),
-        ScatterAttention(),
-        UnbranchedBody(),
-        CopiedSizes(),
-    ),
-    "tensorrt": (*_TENSORRT, PluginNodes(), BodyOfDeclined()),
-    "tensorrt-rtx": (*_TENSORRT, FunctionBody()),
-}
-
 
 def lower(
     engine: str, model: ir.Model, target: str, rows: int, *, caches: int = 1, kv_cache: str | None = None
@@ -65,7 +43,7 @@ def lower(
     With several `caches`, any of them may be bound.
     """
     lowering = Lowering(engine, model, rows)
-    reports = apply_rules(lowering, RULES[target])
+    reports = apply_rules(lowering, BACKEND_CLASSES[target].rules())
     RemoveUnusedNodesPass()(model)
     if rows == 1:
         _fix_single_row(model)

@@ -9,10 +9,10 @@ from outrider.compiler.inlining import IR_TYPES, node_inputs, node_outputs
 from outrider.compiler.lowering.functions import FunctionBody
 from outrider.compiler.lowering.rule import Lowering, Rule
 from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import TensorSpec
-from outrider.plugins.schemas import SCHEMAS
-from outrider.plugins.tensorrt import PLUGINS, Declined
-from outrider.plugins.tensorrt.plugin import NAMESPACE
+from outrider.plugins.tensorrt.plugin import NAMESPACE, Declined
+from outrider.plugins.tensorrt.table import PLUGINS
 
 
 class PluginNodes(Rule):
@@ -75,7 +75,7 @@ def _attribute(node: ir.Node, name: str) -> int | float:
     """
     if name in node.attributes:
         return node.attributes[name].value  # type: ignore[no-any-return]
-    schema = SCHEMAS[node.op_type]
+    schema = OPS[node.op_type].schema
     defaults = {spec.name: spec.default for spec in schema.attributes}
     if (default := defaults.get(name)) is not None:
         return default

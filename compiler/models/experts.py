@@ -1,6 +1,6 @@
 """A mixture of experts in place of a layer's gated unit, and its two ops as PyTorch runs and traces them.
 
-What the ops mean stands in `plugins.schemas`. In PyTorch they compute the chosen experts, each for its tokens.
+What the ops mean stands in `plugins.ops`. In PyTorch they compute the chosen experts, each for its tokens.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _APART = {
 """Ops that move or compare numbers, or round the result of two correctly: a row of theirs has no company."""
 
 _PROPOSING = {  # in drafters
-    "": {"CumSum", "Exp", "Log", "LogSoftmax", "ReduceSum"},
+    "": {"CumSum", "Log", "ReduceSum"},
     DOMAIN: {"DraftSample"},
     CPU_DOMAIN: {"TreeExpand", "TreeRerank"},
 }

@@ -2,7 +2,7 @@
 //
 // The target's p and the drafter's q stand on one scale, integers in units of 2^-50, rounded down. A residual is then
 // exact, and its sum too, in any order. Rounding moves less than V * 2^-50 of p (V <= 2^22); q comes in as float32,
-// whose own rounding is 2^-25 of it. plugins/reference/chain_accept.py.
+// whose own rounding is 2^-25 of it. plugins/ops/chain_accept.py.
 #pragma once
 
 #include "choice.h"

@@ -2,7 +2,7 @@
 //
 // Calculated in float32: it is a guess, and most GPUs are slow in float64. Sums are of integers all the same (units of
 // 2^-40 of the likeliest token's weight), so that they do not depend on their order.
-// plugins/reference/tree_expand.py and draft_sample.py.
+// plugins/ops/tree_expand.py and draft_sample.py.
 #pragma once
 
 #include "choice.h"

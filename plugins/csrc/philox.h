@@ -27,7 +27,7 @@ OUTRIDER_HD inline PhiloxBlock philox4x32(PhiloxBlock counter, u32 key0, u32 key
   return counter;
 }
 
-// Keeps the kinds of draws apart (plugins.schemas.Purpose).
+// Keeps the kinds of draws apart (plugins.schema.Purpose).
 constexpr u32 kForTarget = 0;
 constexpr u32 kForDraft = 1;
 constexpr u32 kForRejection = 2;

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from outrider.plans import names
 from outrider.plans.kernel_engine import Parameters
-from outrider.plugins.cuda.launches import ELEMENTS, LAUNCHES, ROW_THREADS, THREADS
+from outrider.plugins.cuda.launches import ELEMENTS, ROW_THREADS, THREADS
+from outrider.plugins.ops import OPS
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ ENGINE_KERNELS = {
         EngineKernel(
             "outrider_quant_gather", ("ids", "packed", "to"), ("count", "inputs", "outputs", "bits", "wide", "minimums")
         ),
-        EngineKernel("outrider_entropy", ("logits", "to"), ("vocabulary",)),
         EngineKernel(
             "outrider_visible", ("bias", "row_splits", "lists", "counts"), ("rows", "places", "view")
         ),
@@ -114,7 +114,11 @@ PARAMETERS = {
         (kernel.least_threads, THREADS),
     )
     for kernel in ENGINE_KERNELS.values()
-} | {op.kernel: Parameters(len(op.pointers), len(op.numbers), threads=(1, ROW_THREADS)) for op in LAUNCHES.values()}
+} | {
+    op.launch.kernel: Parameters(len(op.launch.pointers), len(op.launch.numbers), threads=(1, ROW_THREADS))
+    for op in OPS.values()
+    if op.launch
+}
 """All kernels that an engine may launch, those of our ops too, which take all their tensors."""
 
 FORMS = (*ELEMENTS, "int8")

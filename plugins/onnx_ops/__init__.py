@@ -23,8 +23,8 @@ from outrider.plugins.onnx_ops.route import route_function
 from outrider.plugins.onnx_ops.tree_expand import TREE_EXPAND
 from outrider.plugins.onnx_ops.tree_rerank import TREE_RERANK
 from outrider.plugins.onnx_ops.window_bias import WINDOW_BIAS
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import ANY_FLOAT, EXPERT_OPS, QUANT_OPS, TensorSpec
-from outrider.plugins.schemas import SCHEMAS
 
 __all__ = ["DOMAIN", "FUNCTIONS", "OPSET", "VERSION"]
 
@@ -48,23 +48,23 @@ FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
 """The body of each op, by the op's name."""
 
 _ATTENTION = replace(  # whose bias may be of any precision
-    SCHEMAS["BranchAttention"],
+    OPS["BranchAttention"].schema,
     inputs=tuple(
         replace(spec, dtype="bfloat16 | float16 | float32") if spec.name == names.ATTN_BIAS else spec
-        for spec in SCHEMAS["BranchAttention"].inputs
+        for spec in OPS["BranchAttention"].schema.inputs
     ),
 )
 _OPTIONAL = ("sinks", names.POSITIONS, "cos", "sin", "q_norm", "k_norm", "queries")
 _BIASED_ROUTE = replace(
-    SCHEMAS["Route"],
+    OPS["Route"].schema,
     name="BiasedRoute",
-    inputs=(*SCHEMAS["Route"].inputs, TensorSpec("bias", ANY_FLOAT, ("experts",))),
+    inputs=(*OPS["Route"].schema.inputs, TensorSpec("bias", ANY_FLOAT, ("experts",))),
 )
 
 for _schema in (
     _ATTENTION,
     _BIASED_ROUTE,
-    *(SCHEMAS[name] for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias")),
+    *(OPS[name].schema for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias")),
     *map(quant_op, QUANT_OPS),
     *map(experts_op, EXPERT_OPS),
     *LAYER_OPS,

@@ -9,8 +9,8 @@ import onnx
 from onnx import parser
 
 from outrider.plugins.onnx_ops.domain import DOMAIN
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, TensorSpec
-from outrider.plugins.schemas import SCHEMAS
 
 _PRODUCTS = ("gate", "up", "down")
 
@@ -88,7 +88,7 @@ def experts_function(name: str) -> onnx.FunctionProto:
 
 def experts_op(name: str) -> OpSchema:
     """Return the schema of one of `EXPERT_OPS`."""
-    schema = SCHEMAS["MixtureOfExperts"]
+    schema = OPS["MixtureOfExperts"].schema
     tokens, weights, *products = schema.inputs
     if "Quant" in name:
         products = [

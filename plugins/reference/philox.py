@@ -25,7 +25,7 @@ def philox4x32(
 def position_words(seed: int, stream: int, position: int, purpose: int) -> tuple[int, int, int, int]:
     """Return four random 32-bit words of a position.
 
-    `seed` is a uint64, `stream` an int64, `position` counts modulo 2**32, `purpose` is a `plugins.schemas.Purpose`.
+    `seed` is a uint64, `stream` an int64, `position` counts modulo 2**32, `purpose` is a `plugins.schema.Purpose`.
     """
     key = (seed & _WORD, (seed >> 32) & _WORD)
     return philox4x32((position & _WORD, stream & _WORD, (stream >> 32) & _WORD, purpose), key)

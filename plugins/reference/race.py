@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plugins.reference.philox import philox4x32, position_words
-from outrider.plugins.schema import Purpose
 
 _RACERS = 4  # ids of a block of random words
 _ROUNDS = 7  # "Crush-resistant" in Philox's paper
@@ -72,26 +71,3 @@ def race(weights: NDArray[np.uint64], key: RaceKey) -> int:
     """Return the id that wins among `weights` `[V]`, some of which are more than 0; of equal times the lowest."""
     ids, times = race_times(weights, key)
     return int(ids[times.argmin()])
-
-
-def race_noise(
-    tip_position: NDArray[np.int64],
-    seed: NDArray[np.uint64],
-    stream: NDArray[np.int64],
-    depths: int,
-    vocabulary: int,
-    purpose: Purpose = Purpose.TARGET,
-) -> NDArray[np.float32]:
-    """Return noise float32 `[B, depths, vocabulary]` of the races at the positions after each branch's tip.
-
-    By the default purpose these are the races that the target will run.
-    """
-    ids = np.arange(vocabulary)
-    found = [
-        [
-            exponential(noise_words(ids, RaceKey(int(s), int(r), int(tip) + 1 + depth, purpose)))
-            for depth in range(depths)
-        ]
-        for tip, s, r in zip(tip_position, seed, stream, strict=True)
-    ]
-    return np.array(found, np.float32).reshape(len(tip_position), depths, vocabulary)

@@ -1,7 +1,8 @@
 """Our ops inside TensorRT engines: kernels that TensorRT keeps in the engine and launches itself, without Python.
 
 Call `register_plugins()` before an ONNX graph is parsed: nodes of domain `outrider` then become plugins, found by
-namespace and name (`table.py` has the plugins and the limits of TensorRT's kernels). README.md says what a graph needs.
+namespace and name: `plugins.ops` has those of each op, `table.py` the limits of TensorRT's kernels. README.md says what
+a graph needs.
 
 Not executed here, because TensorRT's libraries cannot be installed: no plugin was ever registered with the library,
 parsed from ONNX, timed by the builder, or run in an engine, and the PTX has not run on a GPU. The rest is plain Python
@@ -9,10 +10,3 @@ and CUDA, tested without TensorRT: the order of parameters, shapes, types, launc
 `plugins.cuda.DeviceOp`), the PTX, and the plugins' kernels, run as blocks of fibers on the CPU and compared with the
 CPU kernels, or with the references where an op has no CPU kernel.
 """
-
-from outrider.plugins.tensorrt.compile import compile_plugin
-from outrider.plugins.tensorrt.plugin import Declined, Plugin
-from outrider.plugins.tensorrt.registration import register_plugins
-from outrider.plugins.tensorrt.table import DISTINCT, PLUGINS
-
-__all__ = ["DISTINCT", "PLUGINS", "Declined", "Plugin", "compile_plugin", "register_plugins"]

@@ -1,76 +1,32 @@
-"""Backends the runtime can drive, best first."""
+"""The backends that the runtime drives: which of a plan's runs here, and why others do not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import PlanError
 from outrider.plans.machine import processor
 from outrider.plans.manifest import BackendPlan
-from outrider.runtime.backends.base import Backend, Settings
+from outrider.runtime.backends.base import Driver
 
 
-@dataclass(frozen=True)
-class Driver:
-    """How a backend is driven: `reason` says why this machine cannot, or None."""
+class _Drivers(dict[str, Driver]):
+    """Drivers by kind, each imported when it is first asked for, as its library may be missing."""
 
-    reason: Callable[[BackendPlan], str | None]
-    make: Callable[[BackendPlan, Settings], Backend]
-
-
-_Reason = Callable[[BackendPlan], str | None]
-_Make = Callable[[BackendPlan, Settings], Backend]
+    def __missing__(self, kind: str) -> Driver:
+        driver: Driver = import_module(f"{__name__}.{BACKENDS[kind].module}").DRIVER
+        return self.setdefault(kind, driver)
 
 
-def _lazily(load: Callable[[], tuple[_Reason, _Make]]) -> Driver:
-    """A backend whose library is imported when it is asked for."""
-    return Driver(lambda plan: load()[0](plan), lambda plan, settings: load()[1](plan, settings))
-
-
-def _onnxruntime_cuda() -> tuple[_Reason, _Make]:
-    from outrider.runtime.backends import onnxruntime_cuda as backend
-
-    return backend.reason_against, backend.OnnxRuntimeCuda
-
-
-def _cuda() -> tuple[_Reason, _Make]:
-    from outrider.runtime.backends import cuda as backend
-
-    return backend.reason_against, backend.Cuda
-
-
-def _tensorrt(library: str) -> tuple[_Reason, _Make]:
-    from outrider.runtime.backends import tensorrt as backend
-
-    which = getattr(backend, library)
-    return partial(backend.reason_against, which), partial(backend.TensorRt, which)
-
-
-def _onnxruntime_cpu() -> tuple[_Reason, _Make]:
-    from outrider.runtime.backends import onnxruntime_cpu as backend
-
-    return lambda plan: None, lambda plan, settings: backend.OnnxRuntimeCpu(settings)
-
-
-BACKENDS: dict[str, Driver] = {
-    "tensorrt": _lazily(partial(_tensorrt, "TENSORRT")),
-    "tensorrt-rtx": _lazily(partial(_tensorrt, "RTX")),
-    "onnxruntime-cuda": _lazily(_onnxruntime_cuda),
-    "cuda": _lazily(_cuda),
-    "onnxruntime-cpu": _lazily(_onnxruntime_cpu),
-}
-
-
-def on_processor(name: str) -> bool:
-    """Whether a backend computes on the processor, not on a GPU."""
-    return name == "onnxruntime-cpu"
+DRIVERS = _Drivers()
 
 
 def device_of(name: str) -> str:
     """The model of what a backend computes on here: the processor, or the GPU."""
-    if on_processor(name):
+    if BACKENDS[name].on_processor:
         return processor()
     from outrider.runtime.backends.cuda_driver import device_name
 
@@ -95,9 +51,9 @@ def choose_backend(available: Mapping[str, BackendPlan], wanted: str | None) -> 
         return BackendChoice(wanted, {})
     if not available:
         raise PlanError("the plan holds no backend; build it again")
-    order = [*(name for name in BACKENDS if name in available), *(name for name in available if name not in BACKENDS)]
+    best_first = [*(name for name in reversed(BACKENDS) if name in available), *sorted(available.keys() - BACKENDS)]
     passed_over: dict[str, str] = {}
-    for name in order:
+    for name in best_first:
         if (reason := reason_against(name, available[name])) is None:
             return BackendChoice(name, passed_over)
         passed_over[name] = reason
@@ -105,8 +61,8 @@ def choose_backend(available: Mapping[str, BackendPlan], wanted: str | None) -> 
     raise PlanError(f"no backend of the plan can run here: {reasons}")
 
 
-def reason_against(name: str, plan: BackendPlan) -> str | None:
-    """Why this machine cannot run the backend `name`; None where it can."""
+def reason_against(name: str, plan: BackendPlan | None) -> str | None:
+    """Why this machine cannot run `plan`, or with None any plan, on the backend `name`; None where it can."""
     if name not in BACKENDS:
         return f"this runtime does not drive it; it drives {', '.join(BACKENDS)}"
-    return BACKENDS[name].reason(plan)
+    return DRIVERS[name].reason(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -53,3 +54,14 @@ class Backend(Protocol):
 
     def buffers(self, plan: BackendPlan) -> Buffers:
         """The buffers of a new session, where this backend's stages reach them. Raises `PlanError` for no memory."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """How a backend is driven; its module has one as `DRIVER`.
+
+    `reason` says why this machine cannot run a plan, or, given None, any plan; it returns None where it can.
+    """
+
+    reason: Callable[[BackendPlan | None], str | None]
+    make: Callable[[BackendPlan, Settings], Backend]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from outrider.plans.errors import PlanError
 from outrider.plans.extras import install
+from outrider.plans.manifest import BackendPlan
 
 _OVERLAPPING = 90  # the least compute capability whose kernels may begin while the one before still runs
 _FREELY = 48 << 10  # bytes of shared memory that a kernel may have without leave; products and attention ask for more
@@ -88,8 +89,8 @@ def fitting_kernels(own: str, available: Sequence[str]) -> str | None:
     return max(fits, default=None)
 
 
-def kernels_reason(kernels: Mapping[str, str], least: int = 0) -> str | None:
-    """Say why none of a plan's kernels, files by architecture, runs on the device; None where one does.
+def kernels_reason(plan: BackendPlan | None, least: int = 0) -> str | None:
+    """Say why none of the plan's kernels, or with None why no plan's, runs on the device; None where one does.
 
     `least` is the least compute capability that the backend can be built for, such as 80.
     """
@@ -99,9 +100,9 @@ def kernels_reason(kernels: Mapping[str, str], least: int = 0) -> str | None:
         return str(error)
     if int(own.removeprefix("sm_")) < least:
         return f"the GPU is {own}, and this backend needs compute capability {least // 10}.{least % 10} or later"
-    if fitting_kernels(own, list(kernels)) is None:
+    if plan is not None and fitting_kernels(own, list(plan.kernels)) is None:
         return (
-            f"the GPU is {own}, and our kernels were compiled for {', '.join(kernels)}; add {own} to "
+            f"the GPU is {own}, and our kernels were compiled for {', '.join(plan.kernels)}; add {own} to "
             "compute_capabilities of the backend in the recipe, and build again"
         )
     return None
@@ -110,11 +111,11 @@ def kernels_reason(kernels: Mapping[str, str], least: int = 0) -> str | None:
 class PlanKernels:
     """The kernels of a plan that run on a device, loaded with the first engine. Raises `PlanError` for none."""
 
-    def __init__(self, device: CudaDevice, kernels: Mapping[str, str]) -> None:
-        fitting = fitting_kernels(architecture(), list(kernels))
+    def __init__(self, device: CudaDevice, plan: BackendPlan) -> None:
+        fitting = fitting_kernels(architecture(), list(plan.kernels))
         if fitting is None:
-            raise PlanError(str(kernels_reason(kernels)))
-        self._device, self._file = device, kernels[fitting]
+            raise PlanError(str(kernels_reason(plan)))
+        self._device, self._file = device, plan.kernels[fitting]
         self._loaded = False
 
     def load(self, engine: Path) -> None:

@@ -17,7 +17,7 @@ from outrider.plans.check import buffer_shape, session_bytes
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import BackendPlan
 from outrider.plugins import native
-from outrider.plugins.cuda import DeviceOp
+from outrider.plugins.cuda.device_op import DeviceOp
 from outrider.plugins.cuda.launches import STATUS
 from outrider.runtime.backends.device_contract import Device
 from outrider.runtime.backends.device_exchange import DeviceExchange, Landing, wait_for_all

@@ -23,7 +23,7 @@ from outrider.plans.errors import PlanError
 from outrider.plans.manifest import BackendPlan, Engine
 from outrider.plans.onnx_operators import check_operators
 from outrider.plugins.onnxruntime_ops import THREADS, cpu_library
-from outrider.runtime.backends.base import BoundEngine, LoadedEngine, Settings
+from outrider.runtime.backends.base import BoundEngine, Driver, LoadedEngine, Settings
 from outrider.runtime.backends.shared_engines import write_packed
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.kv.memory import KvMemory, host_kv
@@ -181,3 +181,6 @@ def _check(tensor: Tensor, array: Array) -> None:
             f"engine tensor {tensor.name!r} wants contiguous {tensor.dtype} {tensor.shape}, its buffer is "
             f"{array.dtype} {array.shape}; build the plan again"
         )
+
+
+DRIVER = Driver(lambda plan: None, lambda plan, settings: OnnxRuntimeCpu(settings))

@@ -29,7 +29,7 @@ from outrider.plans.errors import PlanError
 from outrider.plans.extras import install_on_gpu
 from outrider.plans.manifest import BackendPlan, Engine
 from outrider.plans.onnx_operators import check_operators
-from outrider.runtime.backends.base import BoundEngine, LoadedEngine, Settings
+from outrider.runtime.backends.base import BoundEngine, Driver, LoadedEngine, Settings
 from outrider.runtime.backends.cuda_driver import CudaDevice, PlanKernels, kernels_reason
 from outrider.runtime.backends.device import DeviceBuffers, Memory, OnDevice
 from outrider.runtime.backends.one_thread import OneThread
@@ -46,11 +46,11 @@ _LOG = logging.getLogger("outrider")
 _Ready = tuple[ort.IOBinding, ort.RunOptions]
 
 
-def reason_against(plan: BackendPlan) -> str | None:
-    """Why this machine cannot run the backend; None where it can."""
+def reason_against(plan: BackendPlan | None) -> str | None:
+    """Why this machine cannot run the plan, or any; None where it can."""
     if _PROVIDER not in ort.get_available_providers():
         return f"this onnxruntime {ort.__version__} has no {_PROVIDER}; {install_on_gpu()}"
-    if reason := kernels_reason(plan.kernels):
+    if reason := kernels_reason(plan):
         return reason
     if missing := _missing_libraries():
         return f"ONNX Runtime's {_PROVIDER} needs {', '.join(missing)}, which cannot be loaded; {install_on_gpu()}"
@@ -84,7 +84,7 @@ class OnnxRuntimeCuda(OnDevice):
         self._device = CudaDevice()
         super().__init__(self._device, records=settings.cuda_graphs, records_engines=False)
         self._thread = OneThread() if settings.cuda_graphs else None
-        self._kernels = PlanKernels(self._device, plan.kernels)
+        self._kernels = PlanKernels(self._device, plan)
 
     def load(self, path: Path, engine: Engine) -> LoadedEngine:
         check_operators(path)
@@ -264,3 +264,6 @@ def _run_options(graph: str) -> ort.RunOptions:
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     options.add_run_config_entry("gpu_graph_id", graph)
     return options
+
+
+DRIVER = Driver(reason_against, OnnxRuntimeCuda)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from outrider.plans.extras import install
 from outrider.plans.manifest import BackendPlan, Engine
 from outrider.plugins.tensorrt.log import make_log
 from outrider.runtime.backends import base
-from outrider.runtime.backends.base import LoadedEngine, Settings
+from outrider.runtime.backends.base import Driver, LoadedEngine, Settings
 from outrider.runtime.backends.cuda_driver import (
     CudaDevice,
     PlanKernels,
@@ -42,30 +43,30 @@ class Library:
     """Whether it finishes kernels on the GPU that runs them, and would make CUDA graphs of its own inside of ours."""
 
 
-RTX = Library("tensorrt_rtx", "TensorRT for RTX", "tensorrt-rtx", jit=True)
 TENSORRT = Library("tensorrt", "TensorRT", "tensorrt", jit=False)
 
 
-def reason_against(library: Library, plan: BackendPlan) -> str | None:
-    """Why this machine cannot run the backend; None where it can."""
+def reason_against(library: Library, plan: BackendPlan | None) -> str | None:
+    """Why this machine cannot run the plan, or any; None where it can."""
     try:
         trt = importlib.import_module(library.package)
     except ImportError as error:
         return f"{library.title} cannot be loaded ({error}); {install(library.extra)}"
     own_version = f"{library.package} {trt.__version__}"
-    for name, engine in plan.engines.items():
+    engines = {} if plan is None else plan.engines
+    for name, engine in engines.items():
         if not may_load(engine, own_version):
             return f"the engine {name!r} was built by {engine.builder}, and {own_version} is here; build the plan again"
     try:
         own, gpu = architecture(), device_name()
     except PlanError as error:
         return str(error)
-    for name, engine in plan.engines.items():
+    for name, engine in engines.items():
         if engine.gpu not in (None, gpu):
             return f"the GPU is {gpu}, and the engine {name!r} was built on {engine.gpu} for its like; build it here"
         if not any(runs_on(own, device) for device in engine.devices):
             return f"the GPU is {own}, and the engine {name!r} was built for {', '.join(engine.devices)}"
-    if fitting_kernels(own, list(plan.kernels)) is None:
+    if plan is not None and fitting_kernels(own, list(plan.kernels)) is None:
         return f"the GPU is {own}, and our ops were compiled for {', '.join(plan.kernels)}"
     return None
 
@@ -93,7 +94,7 @@ class TensorRt(OnDevice):
         device = CudaDevice()
         super().__init__(device, records=settings.cuda_graphs)
         self._library, self._trt = library, importlib.import_module(library.package)
-        self._cubin = PlanKernels(device, plan.kernels)
+        self._cubin = PlanKernels(device, plan)
         self._log = make_log(self._trt)
         self._runtime = self._trt.Runtime(self._log)
         self.activations = 0  # bytes of scratch memory that any engine needs
@@ -152,3 +153,6 @@ class _LoadedEngine:
         assert isinstance(buffers, DeviceBuffers)
         with buffers.device.lock():
             return BoundEngine(self._maker, buffers, bound, self._owner.activations)
+
+
+DRIVER = Driver(partial(reason_against, TENSORRT), partial(TensorRt, TENSORRT))

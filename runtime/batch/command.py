@@ -192,9 +192,9 @@ def _in_process(
 def _on_ray(
     arguments: argparse.Namespace, folder: BatchFolder, state: BatchState, blocks: Blocks
 ) -> Generator[FinishedRequests, None, None]:
-    from outrider.runtime.backends import on_processor
+    from outrider.plans.backends import BACKENDS
 
-    if not on_processor(state.backend):
+    if not BACKENDS[state.backend].on_processor:
         raise RequestError(
             f"The backend {state.backend} is not the CPU's, and actors ask Ray for CPUs alone; run without --ray, or "
             "with --backend of the CPU."

@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +38,7 @@ _BEGINS = b"."  # a line
 _MODE = 0o666  # of files, less the umask: a cluster's workers may be of another user
 _LEAST = 16  # requests of a block
 _MOST_BLOCKS = 4096
+_MOST_OPEN = 64  # files of parts
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,17 @@ class BatchFolder:
         return iter(found)
 
     def _copy(self, places: Iterable[tuple[str, int, int, int]], results: Any) -> None:
-        opened = lru_cache(maxsize=64)(lambda number: self._part(number).open("rb"))  # results come from all by turns
-        for _, number, offset, length in places:
-            opened(number).seek(offset)
-            results.write(opened(number).read(length))
+        """Write the results at `places`, which come from all parts by turns: the last used of these stay open."""
+        files = OrderedDict[int, IO[bytes]]()
+        with ExitStack() as stack:
+            for _, number, offset, length in places:
+                if number not in files:
+                    files[number] = stack.enter_context(self._part(number).open("rb"))
+                files.move_to_end(number)
+                if len(files) > _MOST_OPEN:
+                    files.popitem(last=False)[1].close()
+                files[number].seek(offset)
+                results.write(files[number].read(length))
 
     def _totals(self, count: int) -> Totals:
         succeeded = failed = prompt = new = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from os import PathLike
 from pathlib import Path
 from socket import gethostname
@@ -66,6 +65,6 @@ def check_visible(folder: Path, file: str) -> None:
     """Raise RequestError where this machine does not see a file that others have written, or read."""
     if not (folder / file).is_file():
         raise RequestError(
-            f"{socket.gethostname()} does not see {folder / file}; put it where every node of the cluster sees it "
+            f"{gethostname()} does not see {folder / file}; put it where every node of the cluster sees it "
             "under the same path, such as a shared file system, and pass that path."
         )

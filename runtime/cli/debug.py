@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.trace import Node, Round
+from outrider.runtime.trace import Node, RoundTrace
 
 
 def log_to(console: Console) -> None:
@@ -32,8 +32,6 @@ class RoundPrinter:
 
     By rejection, r and p / q follow the probability of every token that the target came to.
 
-    Before a chain whose length its first distribution's entropy decided, that entropy (0 to 1).
-
     Accepted tokens have a `+`, those that the target did not choose a `-`, the correction (or the bonus after a draft
     that was accepted whole) a `=`; colours where the console has them say the same.
     """
@@ -41,10 +39,8 @@ class RoundPrinter:
     def __init__(self, tokenizer: Tokenizer, console: Console) -> None:
         self._tokenizer, self._console = tokenizer, console
 
-    def __call__(self, round_: Round) -> None:
+    def __call__(self, round_: RoundTrace) -> None:
         line = Text(f"{round_.position:6d} ", style="dim")
-        if round_.entropy is not None:
-            line.append(f"H {round_.entropy:.2f} ", style="dim")
         for node in round_.nodes:
             line.append_text(self._node(node))
             line.append(" ")

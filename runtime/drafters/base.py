@@ -15,44 +15,38 @@ from outrider.runtime.sampling import SamplingParams
 
 @dataclass
 class Draft:
-    """Drafted nodes after a tip, ancestors first: `parent[i]` is the node that node i hangs from, -1 for the tip.
+    """Drafted nodes after a tip, which is node 0, ancestors first: node i + 1 hangs from node `parent[i]`.
 
-    `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them; `entropy` is that of
-    the first distribution where it decides the length. `probs`, f32 `[nodes, vocab]`, are the distributions that the
-    tokens of a chain were drawn from, for acceptance by rejection. `left_out` more nodes were drafted, and are not
-    worth what verifying them costs. `by_host`: a drafter on the host gave it.
+    `scores` are log-probabilities summed from the tip, a node each, where the drafter knows them. `probs`, f32
+    `[nodes, vocab]`, are the distributions that the tokens of a chain were drawn from, for acceptance by rejection.
+    `left_out` more nodes were drafted, and are not worth what verifying them costs. `by_host`: a drafter on the host
+    gave it.
+
+    Of a draft in place, the drafter's engine writes the nodes into the target's step itself, of a sequence that is
+    alone: the arrays are views of the step, and `program` runs that engine and verifies.
     """
 
     token_ids: Sequence[int] | NDArray[np.int64]
     parent: Sequence[int] | NDArray[np.int64]
     scores: Sequence[float] | NDArray[np.float32] | None = None
-    entropy: float | None = None
     probs: NDArray[np.float32] | None = None
     left_out: int = 0
     by_host: bool = False
+    program: str | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def shape(self) -> tuple[list[int], list[float]]:
+        """Return the index of each node's parent among the nodes, -1 for the tip, and the nodes' scores, which are
+        known."""
+        assert self.scores is not None
+        return (np.asarray(self.parent) - 1).tolist(), np.asarray(self.scores).tolist()
 
-@dataclass
-class TreeInPlace:
-    """A tree of `nodes`, the tip included, that a drafter's engine writes into the target's step itself.
 
-    `program` runs the drafter's engine and verifies; it serves one sequence. `scores` and `left_out` are as in `Draft`,
-    with a score of the tip. `shape` are parents and scores of the drafted nodes as in `Draft`, once the tree was cut.
-    """
-
-    program: str
-    nodes: int
-    scores: NDArray[np.float32]
-    left_out: int = 0
-    shape: tuple[list[int], list[float]] | None = None
-
-    entropy = None
-
-    def __len__(self) -> int:
-        return self.nodes - 1
+def chain_draft(tokens: Sequence[int]) -> Draft:
+    """Return a chain after the tip."""
+    return Draft(tokens, range(len(tokens)))
 
 
 NOTHING = Draft((), ())

@@ -5,7 +5,6 @@ It drafts in the target's own step where one sequence is alone, and for any numb
 
 from __future__ import annotations
 
-import logging
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping
 
@@ -13,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
-from outrider.runtime.drafters.base import Draft, TreeInPlace
+from outrider.runtime.drafters.base import Draft
 from outrider.runtime.drafters.engine_state import EngineSequence, EngineState
-from outrider.runtime.drafters.entropy import ChainLength
 from outrider.runtime.execution.program import Program
 from outrider.runtime.execution.step import TargetStep
 from outrider.runtime.kv.slots import FIRST
@@ -24,15 +22,13 @@ from outrider.runtime.sequence import Sequence
 Choose = Callable[[abc.Sequence[int], abc.Sequence[float]], abc.Sequence[int]]
 """Chooses nodes of a draft, ascending and with all of their ancestors, by parents (-1 for the tip) and scores."""
 
-_LOG = logging.getLogger("outrider")
-
 
 class EngineDrafter(EngineState):
     """Drafts for sequences by number."""
 
     # One sequence that has row 0 to itself.
 
-    def draft_in_place(self, sequence: Sequence, past: int, step: TargetStep, limit: int) -> TreeInPlace | None:
+    def draft_in_place(self, sequence: Sequence, past: int, step: TargetStep, limit: int) -> Draft | None:
         """Prepare a tree that the engine writes into the target's step itself; None where there is no room or start.
 
         Of a chain at most `limit` nodes are asked for. `step` will hold the tip alone, after `past` slots.
@@ -47,26 +43,27 @@ class EngineDrafter(EngineState):
         # The front of a chain is a chain. By rejection, tokens depend on it: then it is whole, as on every backend.
         cut = self._tree.top_k == 1 and not self.rejects and step.buckets is None
         state.grown = True
-        return TreeInPlace(names.speculate(self.name), min(nodes, 1 + limit) if cut else nodes, self._score[0])
+        place = slice(1, min(nodes, 1 + limit) if cut else nodes)
+        program = names.speculate(self.name)
+        return Draft(step.token_ids[place], step.parent[place], self._score[0, place], program=program)
 
-    def cut_in_place(self, step: TargetStep, tree: TreeInPlace, choose: Choose) -> None:
+    def cut_in_place(self, step: TargetStep, tree: Draft, choose: Choose) -> None:
         """Cut the tree that the engine has written into the target's step to the nodes that are chosen."""
-        parent, scores = tree.shape or tree_shape(step, tree, len(tree))
+        parent, scores = tree.shape()
         nodes = choose(parent, scores)
         count = len(nodes)
         if not nodes or nodes[-1] == count - 1:  # the front of a tree is a tree, and lies where it is
             if count < len(parent):
-                parent, scores = parent[:count], scores[:count]
                 step.keep_front(count)
         else:
             place = {-1: -1} | {node: index for index, node in enumerate(nodes)}
-            parent, scores = [place[parent[node]] for node in nodes], [scores[node] for node in nodes]
             places = np.array(nodes) + 1
-            step.keep_nodes(places, parent)
-            self._score[0, 1 : 1 + count] = scores
+            step.keep_nodes(places, [place[parent[node]] for node in nodes])
+            self._score[0, 1 : 1 + count] = [scores[node] for node in nodes]
             if self._tree_slots is not None:
                 self._tree_slots.keep(places)
-        tree.nodes, tree.shape = 1 + count, (parent, scores)
+        left = slice(1, 1 + count)
+        tree.token_ids, tree.parent, tree.scores = step.token_ids[left], step.parent[left], self._score[0, left]
 
     def skip_round(self, sequence: Sequence) -> None:
         """Called when this drafter skips a round: keep the features of the last pass, or consume them."""
@@ -127,15 +124,10 @@ class EngineDrafter(EngineState):
 
     # Any number of sequences.
 
-    def draft(
-        self, wanting: Mapping[int, int], following: abc.Sequence[Sequence], *, in_place: bool = False
-    ) -> dict[int, Draft]:
-        """Draft after the tips of the sequences that are `wanting`, by number: at most that many nodes each where it
-        draws a token at a time.
+    def draft(self, wanting: Mapping[int, int], following: abc.Sequence[Sequence]) -> dict[int, Draft]:
+        """Draft after the tips of the sequences that are `wanting`, by number: of a chain at most that many nodes.
 
-        A head consumes the tokens that all sequences `following` it have committed, or keeps their features. With
-        `in_place`, the target's step is to hold one tip and its chain alone: what that is drawn from is put where
-        acceptance by rejection reads it.
+        A head consumes the tokens that all sequences `following` it have committed, or keeps their features.
         """
         for each in following:
             self._states[each.number].grown = False
@@ -145,8 +137,6 @@ class EngineDrafter(EngineState):
             waiting = [each for each in waiting if not self._keep_features(each)]
         if not waiting:
             return {}
-        if self._entropy is not None:
-            return self._draft_chains(waiting, wanting, in_place)
         grown = self._feed_all(waiting, tips)
         if not grown:
             return {}
@@ -176,7 +166,7 @@ class EngineDrafter(EngineState):
                 return []
 
     def _run(self, program: Program | None) -> None:
-        assert program is not None, "a plan of several branches, or of chains drafted token by token, has it"
+        assert program is not None, "a plan of several branches has it"
         program.run()
         with self._watch:
             self.cache.commit()
@@ -218,7 +208,7 @@ class EngineDrafter(EngineState):
         probs = self._probs_of(tree) if self.rejects else None
         return Draft(
             self._token_ids[tree, 1:end].copy(),
-            self._parent[tree, 1:end] - 1,
+            self._parent[tree, 1:end].copy(),
             self._score[tree, 1:end].copy(),
             probs=probs,
         )
@@ -228,95 +218,6 @@ class EngineDrafter(EngineState):
         first = tree * self._nodes
         return self._buffers.rows(self.name, names.DRAFT_PROBS, first + 1, first + self._nodes).copy()
 
-    def _draft_chains(self, waiting: list[Sequence], wanting: Mapping[int, int], in_place: bool) -> dict[int, Draft]:
-        """Draft chains, a token a run of the engine, as long as the first distribution says (EGAG, `entropy.py`)."""
-        settings, by_number = self.settings.entropy, {each.number: each for each in waiting}
-        assert settings is not None
-        assert self._entropy is not None
-        chains: dict[int, tuple[list[int], list[float], list[NDArray[np.float32]]]] = {}
-        left: dict[int, int] = {}
-        entropies: dict[int, float] = {}
-        if self.cache.alone:
-            ((number, sequence),) = by_number.items()
-            if not self._feed(sequence, len(sequence.tokens)):
-                return {}
-            self._tip_position[number] = len(sequence.tokens) - 1
-            grown = [(0, self._step.new_tokens - 1, number)]
-        else:
-            grown = self._feed_all(waiting, set(by_number))
-        while grown:
-            self._step.grow(grown)
-            first = not chains
-            if self.cache.alone and self._draft is not None:
-                self._draft.run()
-                self._commit_fed(self._states[grown[0][2]])
-            else:
-                self._run(self._draft)
-            for tree, number in self._trees(grown):
-                state = self._states[number]
-                if first:
-                    state.chain = state.end
-                    entropies[number] = float(self._entropy[tree])
-                    own = by_number[number].request.limits.gamma or settings
-                    if state.length is None or state.length.settings != own:
-                        state.length = ChainLength(own)
-                    left[number] = min(state.length.choose(entropies[number]), wanting[number])
-                    chains[number] = [], [], []
-                    tip = len(by_number[number].tokens)
-                    _LOG.debug(
-                        "drafter %s: position %d, entropy %.3f, gamma %d",
-                        self.name,
-                        tip,
-                        entropies[number],
-                        left[number],
-                    )
-                tokens, scores, probs = chains[number]
-                tokens.append(int(self._token_ids[tree, 1]))
-                scores.append((scores[-1] if scores else 0.0) + float(self._score[tree, 1]))
-                if self.rejects and in_place:
-                    place = names.TARGET, names.DRAFT_PROBS, len(tokens)
-                    self._buffers.copy_rows((self.name, names.DRAFT_PROBS, 1), place)
-                elif self.rejects:
-                    probs.append(self._probs_of(tree)[0])
-                left[number] -= 1
-            grown = self._go_on([by_number[number] for number, count in left.items() if count > 0], chains)
-        return {
-            number: Draft(
-                tokens,
-                list(range(-1, len(tokens) - 1)),
-                np.array(scores, np.float32),
-                entropies[number],
-                np.stack(probs) if probs else None,
-            )
-            for number, (tokens, scores, probs) in chains.items()
-        }
-
-    def _go_on(
-        self,
-        chains: abc.Sequence[Sequence],
-        drafted: Mapping[int, tuple[list[int], list[float], list[NDArray[np.float32]]]],
-    ) -> list[tuple[int, int, int]]:
-        """Lay out the last token of each chain that continues; return the tips of that step."""
-        grown: list[tuple[int, int, int]] = []
-        alone = self.cache.alone
-        if not chains:
-            return grown
-        if not alone:
-            self.cache.make_room(len(chains))
-            self.cache.begin({each.number: 0 for each in chains})
-            self._step.expect_tips(self._most_tips)
-        for each in chains:
-            state, token = self._states[each.number], drafted[each.number][0][-1]
-            self._tip_position[each.number] += 1
-            if alone:
-                self.cache.begin_alone([token], state.end, each.number)
-                last = 0
-            else:
-                last = self.cache.append([token], state.end, each.number)
-                state.end += 1
-            grown.append((self.cache.row_of(each.number), last, each.number))
-        return grown
-
     # Sizes of rounds, for devices that record them.
 
     def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -324,11 +225,6 @@ class EngineDrafter(EngineState):
 
         Of each, the name of the program that would run, and the models whose sizes it runs with.
         """
-        if self._entropy is not None:
-            for _ in self._feeds(length):
-                yield names.draft(self.name), (self.name,)
-            yield from chain_rounds(length, step, self.settings.longest)
-            return
         end, models, nodes = length - self._lead, (names.TARGET, self.name), self._nodes
         if length < self._room and length - 1 + nodes <= step.largest_view:
             step.begin_warmup(length)
@@ -358,11 +254,6 @@ class EngineDrafter(EngineState):
                 self._step.begin(end - fed, end - fed, [0] * fed, FIRST)
                 self._tip_position[FIRST] = end - 1 + self._lead
                 yield fed
-
-
-def tree_shape(step: TargetStep, tree: TreeInPlace, count: int) -> tuple[list[int], list[float]]:
-    """Return parents and scores of the first `count` drafted nodes of a tree that lies in the target's step."""
-    return [each - 1 for each in step.parent[1 : 1 + count].tolist()], tree.scores[1 : 1 + count].tolist()
 
 
 def chain_rounds(length: int, step: TargetStep, longest: int) -> Iterator[tuple[str, tuple[str, ...]]]:

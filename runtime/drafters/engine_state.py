@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.manifest import Engine, Geometry, GraphDrafter
-from outrider.runtime.drafters.entropy import ChainLength
 from outrider.runtime.drafters.kept_features import KeptFeatures
 from outrider.runtime.drafters.tree_slots import TreeSlots
 from outrider.runtime.execution.assembly import Assembly
@@ -48,8 +47,6 @@ class EngineSequence:
     passes: int = -1
     tentative: bool = False
     grown: bool = False  # a tree grows in the pass that runs
-    chain: int | None = None  # where the KV of a drafted chain begins
-    length: ChainLength | None = None
 
 
 class EngineState:
@@ -60,14 +57,14 @@ class EngineState:
         self,
         settings: GraphDrafter,
         geometry: Geometry,
-        parts: Assembly,
+        assembly: Assembly,
         watch: Stopwatch,
         kept: KeptFeatures | None,
         *,
         engine: Engine,
     ) -> None:
         """`watch` has the time of the bookkeeping; `kept` is there for heads."""
-        name, buffers, programs = settings.name, parts.buffers, parts.programs
+        name, buffers, programs = settings.name, assembly.buffers, assembly.programs
         self.name, self.settings = name, settings
         least = LEAST_CHANCE if buffers.exchange is None else 0.0
         least = least if settings.least_chance is None else settings.least_chance
@@ -75,7 +72,7 @@ class EngineState:
         self.paired, self.rejects = settings.reads_features, settings.acceptance == "rejection"
         self._tree, self._lead, self._room = settings.tree, int(self.paired), geometry.context
         self._buffers, self._watch = buffers, watch
-        self._step: DraftStep = parts.draft_steps[name]
+        self._step: DraftStep = assembly.draft_steps[name]
         self._extend = programs[names.extend(name)]
         self._draft = programs.get(names.draft(name))
         several = geometry.branches > 1
@@ -97,7 +94,6 @@ class EngineState:
             buffers.array(name, each).reshape(-1, nodes)
             for each in (names.TREE_TOKEN_IDS, names.TREE_PARENT, names.TREE_SCORE)
         )
-        self._entropy = buffers.array(name, names.DRAFT_ENTROPY).reshape(-1) if settings.entropy is not None else None
         self._tip_position = buffers.array(name, names.TIP_POSITION)
         self._feature_indices = buffers.array(name, names.FEATURE_INDICES) if self.paired else None
         # The feature of a prefix's last token goes into every sequence after it: it is kept after the steps' own.
@@ -187,7 +183,7 @@ class EngineState:
         end = max(length - self._lead, 0)
         if end < state.end:
             state.end = self.cache.truncate(sequence.number, end)
-        state.grown, state.chain = False, None
+        state.grown = False
         self._drop_features(state, max(length - state.first, 0))
 
     def mark_tentative(self, sequence: Sequence, *, tentative: bool) -> None:
@@ -197,21 +193,18 @@ class EngineState:
             self._drop_features(state, 0)
         state.tentative = tentative
 
-    def catch_up(self, sequence: Sequence, passes: int, *, fresh: bool) -> int:
-        """Take in the sequence's tokens; return how many of them may keep their KV in the target. `fresh` chains begin
-        with a length of their own.
+    def catch_up(self, sequence: Sequence, passes: int) -> int:
+        """Take in the sequence's tokens; return how many of them may keep their KV in the target.
 
         Features of those after are computed again. `passes` counts the target's passes: what others than the last one
         gave is lost.
         """
         self.open(sequence)
         state, tokens, computed = self._states[sequence.number], sequence.tokens, sequence.computed
-        if state.length is not None and fresh:
-            state.length.reset()
         least = max(len(tokens) - 1 - self._lead, 0)  # the tip is always fed again
         if state.end > least:
             state.end = self.cache.truncate(sequence.number, least)
-        state.grown, state.chain = False, None
+        state.grown = False
         if not self.paired:
             return computed
         if passes != state.passes and self._kept is not None:
@@ -273,9 +266,6 @@ class EngineState:
             self.cache.continue_chain(stay)
             state.end += fed + stay
             state.grown = False
-        if state.chain is not None:
-            state.end = self.cache.truncate(sequence.number, min(state.end, state.chain + count - 1))
-            state.chain = None
         if self._kept is not None:
             mine = np.arange(count) if kept is None else kept[:count].copy()
             before = self._waiting(state)

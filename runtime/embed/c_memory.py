@@ -57,6 +57,7 @@ class CMemory:
         return Bytes(self._ffi.new("char[]", data), len(data))
 
     def logprobs(self, given: Sequence[TokenLogprob]) -> Struct:
+        """An outrider_logprobs; each token has as many of the likeliest beside it."""
         new, top = self._ffi.new, len(given[0].top) if given else 0
         likeliest = [pair for each in given for pair in each.top]
         chosen = new("double[]", [each.logprob for each in given])

@@ -233,9 +233,6 @@ OUTRIDER_API outrider_status outrider_params_create(outrider_params **out);
  * - draft_tokens (int): Draft at most this number of tokens in a pass, of a tree the likeliest. Pass a whole number
  *   of at least 1.
  * - draft_depth (int): Draft at most this number of tokens after each other. Pass a whole number of at least 1.
- * - gamma_min (int): Shortest chain of a drafter whose chains are as long as it is sure (gamma of the recipe). Pass
- *   a whole number of at least 1.
- * - gamma_max (int): Longest of these chains. Pass a whole number of at least 1.
  * - auto_disable (bool): Draft, run ahead and verify only where that pays, by the clock. Pass true or false;
  *   default: true.
  * - remember (bool): Keep the tokens for later drafts of other requests, where the drafter has a memory. Pass true

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans.errors import RequestError
-from outrider.runtime.drafters.base import NOTHING, Draft, TreeInPlace
+from outrider.runtime.drafters.base import NOTHING, Draft
 from outrider.runtime.execution.step import TargetStep
 from outrider.runtime.kv.cache import KvCache
 from outrider.runtime.sequence import Sequence
@@ -34,7 +34,7 @@ class Placement:
     tree: int = 0
     first: int = 0
     drafted: int = 0
-    draft: Draft | TreeInPlace | None = None
+    draft: Draft | None = None
     kept: NDArray[np.int64] | None = None
     overtaken: bool = False
     taken: int = 0
@@ -43,7 +43,7 @@ class Placement:
 
 
 def _lay_out_alone(
-    step: TargetStep, cache: KvCache, sequence: Sequence, start: int, chunk: int, draft: Draft | TreeInPlace | None
+    step: TargetStep, cache: KvCache, sequence: Sequence, start: int, chunk: int, draft: Draft | None
 ) -> Placement:
     """Lay out a sequence that has row 0 to itself, without the bookkeeping of rows."""
     fed = sequence.length - start
@@ -56,8 +56,8 @@ def _lay_out_alone(
     step.append_tip(root)
     if draft is None:
         return Placement(sequence, start, fed, root)
-    if isinstance(draft, TreeInPlace):
-        step.expect_tree(draft.nodes)
+    if draft.program is not None:
+        step.expect_tree(1 + len(draft))
     elif len(draft):
         _hang(step, draft, root, len(draft))
         step.fill_bucket()
@@ -68,7 +68,7 @@ def lay_out(
     step: TargetStep,
     cache: KvCache,
     starts: Mapping[Sequence, int],
-    drafts: Mapping[int, Draft | TreeInPlace],
+    drafts: Mapping[int, Draft],
     chunk: int,
     *,
     alone: bool,
@@ -94,7 +94,7 @@ def lay_out(
         number for number, count in chains.items() if starts[by_number[number]] + count == by_number[number].length
     ]
     # Sequences accepted by rejection choose first: room was reserved for them.
-    whole.sort(key=lambda number: getattr(drafts.get(number), "probs", None) is None)
+    whole.sort(key=lambda number: drafts.get(number, NOTHING).probs is None)
     nodes = cache.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
     batch = 0
     if len(nodes) == sum(chains.values()) and not any(nodes.values()):  # a token each, and no drafts
@@ -112,7 +112,7 @@ def lay_out(
             here.root, here.tree, here.first = last, trees, first
             here.drafted, here.draft = nodes[number], drafts.get(number)
             step.append_tip(last)
-            if here.drafted and isinstance(here.draft, Draft):
+            if here.drafted and here.draft is not None:
                 _hang(step, here.draft, last, here.drafted)
             trees, first = trees + 1, first + 1 + here.drafted
         cache.close_row(number)
@@ -130,5 +130,5 @@ def _hang(step: TargetStep, draft: Draft, root: int, count: int) -> None:
     first = root + 1
     step.token_ids[first : first + count] = draft.token_ids[:count]
     step.parent[first : first + count] = draft.parent[:count]
-    step.parent[first : first + count] += first
+    step.parent[first : first + count] += root
     step.append_nodes(count)

@@ -21,13 +21,12 @@ from outrider.plans import names
 from outrider.plans.errors import OpError, PlanError
 from outrider.plans.manifest import Program as ProgramData
 from outrider.plans.manifest import Stage, StageKind
-from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.ops import OPS
 from outrider.runtime.backends.base import LoadedEngine
 from outrider.runtime.execution.buffers import Buffers, Call, Exchange
 from outrider.runtime.execution.step import Step
 
 _T = TypeVar("_T")
-_ACCEPTING = frozenset({"Sample", "TreeAccept", "ChainAccept"})
 _BEHIND = 1_000_000  # the place of what comes after all stages
 
 
@@ -50,7 +49,7 @@ class Program:
         ]
         self.calls = tuple(stage.call for stage in stages)
         """Every stage of the plan alone: on a device it only enqueues, by who holds the device's lock."""
-        verify, accept = _halts(stages)
+        verify, accept = _halts(data.stages)
         whole, parts = stages, (stages[:verify], stages[verify:accept], stages[accept:])
         self.launches = buffers.exchange is not None and name == names.DECODE
         """Whether it may be launched, and collected later."""
@@ -183,12 +182,15 @@ class _Ready:
     model: str | None = None
 
 
-def _halts(stages: Sequence[_Ready]) -> tuple[int, int]:
-    """Return the places of the first stage of the target after a drafter's, 0 without one, and of the accept stage."""
-    places = range(len(stages))
+def _halts(stages: Sequence[Stage]) -> tuple[int, int]:
+    """Return the places of the first stage of the target after a drafter's, 0 without one, and of the accept stage: the
+    op that commits tokens."""
     drafted = stages[0].model not in (None, names.TARGET)
-    verify = next((place for place in places if drafted and stages[place].model == names.TARGET), 0)
-    return verify, next((place for place in places if stages[place].name in _ACCEPTING), len(stages))
+    verifying = (place for place, stage in enumerate(stages) if drafted and stage.model == names.TARGET)
+    accepting = (
+        place for place, stage in enumerate(stages) if stage.kind is StageKind.OP and names.COMMITTED in stage.outputs
+    )
+    return next(verifying, 0), next(accepting, len(stages))
 
 
 def _timed(stages: Sequence[_Ready], whole: Sequence[_Ready]) -> tuple[tuple[int, Call], ...]:
@@ -246,7 +248,7 @@ class _Resolver:
             self._find(self._buffers.arrays, buffer, "buffer")
         if stage.kind is StageKind.ENGINE:
             return partial(self._find(self._engines, stage.run, "engine").bind(self._buffers, bound), step.sizes)
-        schema = self._find(SCHEMAS, stage.run, "op")
+        schema = self._find(OPS, stage.run, "op").schema
         try:
             op = self._buffers.op(stage.run, bound, stage.attributes)
         except (KeyError, TypeError, ValueError) as error:

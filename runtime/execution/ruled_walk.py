@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.plugins import native
-from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.ops import OPS
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.step import TargetStep
@@ -92,7 +92,8 @@ class RuledWalk:
     @staticmethod
     def _ends(sequence: Sequence, path: list[int]) -> bool:
         """Whether the generation is over after `path`."""
-        return path[-1] in sequence.request.eos_token_ids or sequence.prompted + len(path) >= sequence.end
+        generation = sequence.generation
+        return path[-1] in generation.request.eos_token_ids or generation.prompted + len(path) >= generation.end
 
     def _children(self, placed: Placement) -> dict[int, dict[int, int]]:
         """Children of each node by token, of equal ones the first; nodes count from the tip, node 0."""
@@ -112,9 +113,9 @@ class RuledWalk:
             self._change(sequence, row, path)
         except RequestError as error:
             np.copyto(row, self._raw)
-            placed.stuck = len(path) - len(sequence.tokens) + sequence.prompted, error
+            placed.stuck = len(path) - len(sequence.tokens) + sequence.generation.prompted, error
             return None
-        if sequence.request.logprobs is not None:
+        if sequence.generation.request.logprobs is not None:
             placed.raw_logits = {**(placed.raw_logits or {}), at: self._raw.copy()}
         self._buffers.send_rows(names.TARGET, names.LOGITS_OUT, at, at + 1)
         return row
@@ -125,7 +126,7 @@ class RuledWalk:
         Raises RequestError where the rules allow no token, or make logits that are no numbers.
         """
         np.copyto(self._raw, row)
-        for rule in sequence.rules:
+        for rule in sequence.generation.rules:
             with failing_alone(rule.name):
                 rule.apply(row, path)
         highest = float(row.max())
@@ -147,7 +148,7 @@ class RuledWalk:
         own[names.POSITIONS][0], own[names.BRANCH][0] = position, number
         choice = self._choices.get(at)
         if choice is None:
-            bound = {tensor.name: self._bound(tensor.name, at) for tensor in SCHEMAS["Sample"].tensors}
+            bound = {tensor.name: self._bound(tensor.name, at) for tensor in OPS["Sample"].schema.tensors}
             choice = self._choices[at] = native.create("Sample", bound)
         choice(1, 1)
         return int(own[names.COMMITTED][0])

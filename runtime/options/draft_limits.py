@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.plans.errors import RequestError
-from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, longest_draft, rejects
+from outrider.plans.manifest import Drafter, NgramDrafter, longest_draft, rejects
 from outrider.runtime.options.kinds import Whole
 
-_NAMES = ("draft_tokens", "draft_depth", "gamma_min", "gamma_max")
+_NAMES = ("draft_tokens", "draft_depth")
 
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """Checked options: most tokens drafted in a pass, most of them one after another, and lengths of chains."""
+    """Checked options: most tokens drafted in a pass, and most of them one after another."""
 
     tokens: int | None = None
     depth: int | None = None
-    gamma: EntropyGamma | None = None
 
 
 def check_draft_limits(values: Mapping[str, Any], drafter: str | None, drafters: Sequence[Drafter]) -> DraftLimits:
@@ -41,22 +40,10 @@ def check_draft_limits(values: Mapping[str, Any], drafter: str | None, drafters:
     most = longest_draft(drafters)
     if not most:
         raise RequestError(f"{first} is given, and the plan has no drafter; leave it out.")
-    tokens, depth = (_whole(given.get(name), name, 1, most) for name in ("draft_tokens", "draft_depth"))
-    least, longest = given.get("gamma_min"), given.get("gamma_max")
-    if least is None and longest is None:
-        return DraftLimits(tokens, depth)
-    engine = fallback if isinstance(asked, NgramDrafter) else asked
-    own = engine.entropy if isinstance(engine, GraphDrafter) else None
-    if own is None:
-        raise RequestError(
-            f"{'gamma_max' if least is None else 'gamma_min'} is given, and the drafter {drafter or 'none'!r} has no "
-            "chains that are as long as it is sure; name one with gamma: {max: ..}, or leave it out."
-        )
-    longest = _whole(longest, "gamma_max", 1, own.gamma_max) or own.gamma_max
-    least = _whole(least, "gamma_min", 1, longest) or min(own.gamma_min, longest)
-    return DraftLimits(tokens, depth, EntropyGamma(gamma_min=least, gamma_max=longest, beta=own.beta))
+    tokens, depth = (_whole(given.get(name), name, most) for name in ("draft_tokens", "draft_depth"))
+    return DraftLimits(tokens, depth)
 
 
-def _whole(value: int | None, name: str, least: int, most: int) -> int | None:
-    checked: int | None = None if value is None else Whole(least, most).check(value, name)
+def _whole(value: int | None, name: str, most: int) -> int | None:
+    checked: int | None = None if value is None else Whole(1, most).check(value, name)
     return checked

@@ -266,11 +266,6 @@ class Options(TypedDict, total=False):
         int | None, Option(Whole(1), "draft at most this number of tokens in a pass, of a tree the likeliest")
     ]
     draft_depth: Annotated[int | None, Option(Whole(1), "draft at most this number of tokens after each other")]
-    gamma_min: Annotated[
-        int | None,
-        Option(Whole(1), "shortest chain of a drafter whose chains are as long as it is sure (gamma of the recipe)"),
-    ]
-    gamma_max: Annotated[int | None, Option(Whole(1), "longest of these chains")]
     auto_disable: Annotated[
         bool | None,
         Option(
@@ -294,8 +289,8 @@ class Options(TypedDict, total=False):
     on_round: Annotated[
         Watcher | None,
         Option(
-            Function("a function of one `Round`"),
-            "called with a `trace.Round` after each round; what it raises ends the request",
+            Function("a function of one `RoundTrace`"),
+            "called with a `trace.RoundTrace` after each round; what it raises ends the request",
             doors=NONE,
         ),
     ]

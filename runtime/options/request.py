@@ -78,7 +78,7 @@ def resolve(options: Options, manifest: Manifest, grammars: Grammars, *, shared:
     ends = frozenset(own_ends) | spelled
     rules = _rules(RuleContext(values, ends, grammars))
     rejected = rejects([each for each in manifest.drafters if each.name == drafter])
-    mode, budget = _resolve_partial_kv(values, manifest, drafter, next(iter(rules), None), rejected, shared)
+    mode, budget = _resolve_partial_kv(values, manifest, drafter, rejected, shared)
     ending = spelled if values["ignore_eos"] else ends
     _check_generated(values, mode, ending, drafter if rejected else None)
     read = ("max_new_tokens", "stop", "auto_disable", "on_round", "logprobs", "cancel", "min_tokens", "tentative")
@@ -119,10 +119,10 @@ def _rules(context: RuleContext) -> dict[str, Sequence[LogitsRule]]:
 
 
 def _resolve_partial_kv(
-    values: dict[str, Any], manifest: Manifest, drafter: str | None, ruled: str | None, rejected: bool, shared: bool
+    values: dict[str, Any], manifest: Manifest, drafter: str | None, rejected: bool, shared: bool
 ) -> tuple[PartialMode, int | Literal["auto"] | None]:
-    """Return the mode and the budget of partial KV. `ruled` is an option that changes logits, `rejected` says that
-    drafts are accepted by rejection. Raises RequestError."""
+    """Return the mode and the budget of partial KV. `rejected` says that drafts are accepted by rejection. Raises
+    RequestError."""
     partial, mode, budget = manifest.partial_kv, values["partial_kv"], values["partial_budget"]
     asked = mode not in (None, "off")
     if partial is None:
@@ -133,8 +133,6 @@ def _resolve_partial_kv(
                 "partial_kv.enabled."
             )
         return "off", None
-    if asked and ruled is not None:
-        raise RequestError(f"partial_kv is {mode!r}, and {ruled} goes with full KV alone; leave one of them out.")
     if asked and rejected:
         raise RequestError(
             f"partial_kv is {mode!r}, and tokens of the drafter {drafter!r}, which is accepted by rejection, depend on "
@@ -150,7 +148,7 @@ def _resolve_partial_kv(
     if isinstance(budget, int) and not least <= budget <= most:
         why = "" if least == 1 else f": layers of the model see the last {window} tokens, which {least} blocks reach"
         raise RequestError(f"partial_budget is {budget}; pass auto, or {least} to {most} blocks{why}.")
-    off = ruled is not None or rejected or shared
+    off = rejected or shared
     return "off" if off else mode or partial.mode, partial.budget if budget is None else budget
 
 

@@ -16,7 +16,7 @@ from outrider.runtime.text.common_length import common_length
 
 
 class CacheClient:
-    """Connects an engine's target, and its drafters with a KV cache, to the prefix cache."""
+    """Connects a step loop's target, and its drafters with a KV cache, to the prefix cache."""
 
     def __init__(self, cache: PrefixCache, target: KvCache, drafting: Drafting) -> None:
         self._cache, self._target, self._drafting = cache, target, drafting
@@ -75,7 +75,7 @@ class CacheClient:
 
         What is in the caches already stays where it is.
         """
-        tokens, number, owner = sequence.tokens, sequence.number, sequence.owner
+        tokens, number, owner = sequence.tokens, sequence.number, sequence.generation.request.cache_salt
         match = self._cache.match(tokens, owner)
         try:
             here = max(sequence.computed, common_length(self._still_held(number, owner), tokens))
@@ -86,10 +86,10 @@ class CacheClient:
                 self._target.claim(number, sequence.computed, computed - sequence.computed)
                 self._cache.read(match, names.TARGET, here, computed, self._target.kv_of(number))
                 sequence.computed = computed
-            if sequence.engine_drafter is not None:
-                known = min(match.lengths.get(sequence.engine_drafter.name, 0), len(tokens) - 1)
-                for first, last, place in sequence.engine_drafter.restore(sequence, known):
-                    self._cache.read(match, sequence.engine_drafter.name, first, last, place)
+            if (engine := self._drafting.drafters_of(sequence).engine) is not None:
+                known = min(match.lengths.get(engine.name, 0), len(tokens) - 1)
+                for first, last, place in engine.restore(sequence, known):
+                    self._cache.read(match, engine.name, first, last, place)
         finally:
             self._cache.release(match)
         return computed - here
@@ -104,12 +104,14 @@ class CacheClient:
         for name, drafter in self._drafting.engine_drafters.items():
             if known := drafter.known(sequence):
                 kept[name] = known, drafter.kv_of(sequence)
-        self._cache.insert(sequence.tokens[: sequence.computed], kept, sequence.owner, wait=wait)
+        self._cache.insert(
+            sequence.tokens[: sequence.computed], kept, sequence.generation.request.cache_salt, wait=wait
+        )
 
     def leave(self, sequence: Sequence) -> None:
         """Note which KV a sequence that ends leaves in its row."""
         if self._target.stays:
-            self._left[sequence.number] = sequence.owner, sequence.tokens[: sequence.computed]
+            self._left[sequence.number] = sequence.generation.request.cache_salt, sequence.tokens[: sequence.computed]
             self._target.filled_rows.discard(sequence.number)
 
     def forget(self) -> None:

@@ -63,8 +63,9 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Ray, once in each ingress."""
         settings = self._settings
-        config = ServerConfig.of(
+        config = ServerConfig.from_options(
             settings,
+            log_requests=settings.log_format is not None,
             model=settings.model_name or self.served.manifest.name,
             api_key=self._keys,
             tokens_per_minute=settings.tokens_per_minute_here,

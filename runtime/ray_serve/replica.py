@@ -16,8 +16,9 @@ from typing import Any
 import ray
 from ray import serve
 
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import ClosedError, OutriderError, PlanError
-from outrider.runtime.backends import device_of, on_processor
+from outrider.runtime.backends import device_of
 from outrider.runtime.exactness import foreign_kernels, kernels_that_count
 from outrider.runtime.generation import Span
 from outrider.runtime.handle import Handle
@@ -74,7 +75,7 @@ class Replica:
         warm_up(self._runtime)
         backend = self._runtime.backend
         self._kernels = {"backend": backend} | kernels_that_count(self._runtime.manifest, backend)
-        if not on_processor(backend):
+        if not BACKENDS[backend].on_processor:
             self._kernels["device"] = device_of(backend)
         self._callers = Callers()
         self._held: PrefixIndex[str] | None = PrefixIndex(capacity=_REPORTED) if settings.ingresses > 1 else None
@@ -211,7 +212,8 @@ def lives(actor: str) -> bool:
 
 
 class Callers:
-    """Belongs to one event loop, in which a task looks after callers while there are any."""
+    """Cancels the requests of ingresses that have died: nobody reads them. Belongs to one event loop, in which a task
+    looks for them while there are any."""
 
     def __init__(self, alive: Callable[[str], bool] = lives, every: float = _EVERY) -> None:
         self._alive, self._every = alive, every

@@ -32,7 +32,7 @@ class Settings(BaseModel):
     keep keys in an `api_key_file`, which every ingress reads.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     plan: Path
     backend: str | None = None

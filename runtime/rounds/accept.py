@@ -50,6 +50,7 @@ def _kept_of(parts: Parts, placed: Placement, kept: NDArray[np.int64] | None) ->
 def accept(parts: Parts, placed: Placement, program: Program, view: KvView, count: int) -> CommittedTokens:
     """Add the `count` tokens that the target chose after one tip to the sequence, up to one that ends it."""
     sequence, tokens = placed.sequence, program.tokens
+    generation = sequence.generation
     assert tokens is not None, "a program of the target that commits tokens"
     room = view.room(sequence)
     chosen: list[int]
@@ -59,26 +60,30 @@ def accept(parts: Parts, placed: Placement, program: Program, view: KvView, coun
         chosen = tokens[placed.first : placed.first + min(count, room)].tolist()
     committed = CommittedTokens(sequence, [], drafted=placed.drafted, accepted=count - 1)
     if placed.draft is not None:
-        sequence.generation.stats.left_out += placed.draft.left_out
-    if view.tentative(sequence):
-        assert sequence.ahead is not None
+        generation.stats.left_out += placed.draft.left_out
+    stuck: RequestError | None = None
+    if generation.rules:
+        chosen, stuck = _apply_rules(parts, placed, program, chosen)
+    if (ahead := view.run_ahead(sequence)) is not None:
         committed.tentative = True
         if sequence.confirmed is None:
             sequence.confirmed = len(sequence.tokens)
-        committed.token_ids = sequence.ahead.cut(chosen)
+        committed.token_ids = ahead.cut(chosen)
+        ahead.over = ahead.over or stuck is not None  # a pass over the full cache finds out whether it is
         sequence.tokens += committed.token_ids
         return committed
-    if sequence.rules:
-        chosen = _apply_rules(parts, placed, program, chosen, committed)
     if chosen:
-        committed.token_ids, committed.reason = sequence.generation.cut(chosen, len(chosen) == room)
-    sequence.reason, sequence.error = committed.reason, committed.error
-    sequence.chosen_by = placed
+        generation.stuck = stuck
+        committed.token_ids, committed.reason = generation.cut(chosen, len(chosen) == room)
+    else:
+        committed.error = stuck
+    generation.reason, generation.error = committed.reason, committed.error
+    parts.chosen_by[sequence.number] = placed
     _observe(parts, placed, committed)
-    if sequence.request.on_round is not None:
+    if generation.request.on_round is not None:
         _trace(parts, placed, committed)
     sequence.tokens += committed.token_ids
-    sequence.rounds += 1
+    generation.rounds += 1
     return committed
 
 
@@ -90,8 +95,9 @@ def logits_index(placed: Placement, index: int) -> int:
 
 def _observe(parts: Parts, placed: Placement, committed: CommittedTokens) -> None:
     """Read the logits that the tokens were chosen by, for log-probabilities and for a drafter that learns of them."""
-    sequence, request = placed.sequence, placed.sequence.request
-    host = sequence.host_drafter
+    sequence, request = placed.sequence, placed.sequence.generation.request
+    drafters = parts.drafting.drafters_of(sequence)
+    host = drafters.host
     wanted = 0 if host is None else min(host.filler_top_k, parts.geometry.vocab_size)
     if request.logprobs is None and not wanted:
         return
@@ -102,16 +108,16 @@ def _observe(parts: Parts, placed: Placement, committed: CommittedTokens) -> Non
             try:
                 committed.logprobs.append(logprobs((placed.raw_logits or {}).get(at, logits), token, request.logprobs))
             except PlanError as error:  # infinite logits, from which a token can still be chosen
-                committed.error = sequence.error = OpError(str(error))
+                committed.error = sequence.generation.error = OpError(str(error))
                 break
-        if host is not None and wanted and not sequence.disabled:
+        if host is not None and wanted and not drafters.disabled:
             likely = likeliest(logits, wanted)[::-1]
             host.observe(len(sequence.tokens) + index, likely[logits[likely] > -np.inf])
 
 
 def _trace(parts: Parts, placed: Placement, committed: CommittedTokens) -> None:
     """Read the round for a caller that watches it."""
-    ids, request = committed.token_ids, placed.sequence.request
+    ids, request = committed.token_ids, placed.sequence.generation.request
     accepted = np.zeros(0, np.int64) if placed.kept is None else placed.kept[placed.fed :]
     trials = parts.buffers.array(names.TARGET, names.TRIALS) if request.drafter in parts.rejecting else None
     on_path = accepted[: min(len(ids), committed.accepted)]
@@ -121,20 +127,15 @@ def _trace(parts: Parts, placed: Placement, committed: CommittedTokens) -> None:
 
 
 def _apply_rules(
-    parts: Parts, placed: Placement, program: Program, chosen: list[int], committed: CommittedTokens
-) -> list[int]:
-    """Return the tokens of a pass that the sequence's rules allow, up to where no token may follow: an error of this
-    sequence alone."""
+    parts: Parts, placed: Placement, program: Program, chosen: list[int]
+) -> tuple[list[int], RequestError | None]:
+    """Return the tokens of a pass that the sequence's rules allow, and why none may follow them, if so."""
     try:
         if not program.halts:
-            return [parts.ruled_walk.choose_again(placed)]
+            return [parts.ruled_walk.choose_again(placed)], None
     except RequestError as error:
-        placed.stuck = 0, error
+        return [], error
     if placed.stuck is None or placed.stuck[0] >= len(chosen):
-        return chosen
+        return chosen, None
     kept, reason = placed.stuck
-    if kept:
-        placed.sequence.stuck = reason
-    else:
-        committed.error = reason
-    return chosen[:kept]
+    return chosen[:kept], reason

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.errors import RequestError
-from outrider.runtime.drafters.base import Draft
+from outrider.runtime.drafters.base import chain_draft
 from outrider.runtime.execution.layout import Placement, lay_out
 from outrider.runtime.options.request import Request
 from outrider.runtime.rounds.accept import logits_index
@@ -22,10 +22,10 @@ from outrider.runtime.stats import Stats
 def logits_of(parts: Parts, sequence: Sequence, index: int) -> NDArray[np.float32]:
     """Return the logits f32 `[vocab]` that the `index`-th token of the last round was chosen by: a view."""
     at = 0  # its first pass has failed
-    if sequence.chosen_by is not None:
-        if sequence.chosen_by.overtaken:
-            _compute_again(parts, sequence, sequence.chosen_by)
-        at = logits_index(sequence.chosen_by, index)
+    if (chosen_by := parts.chosen_by.get(sequence.number)) is not None:
+        if chosen_by.overtaken:
+            _compute_again(parts, sequence, chosen_by)
+        at = logits_index(chosen_by, index)
     logits: NDArray[np.float32] = parts.logits(at, at + 1)[0]
     return logits
 
@@ -35,7 +35,7 @@ def _compute_again(parts: Parts, sequence: Sequence, chosen_by: Placement) -> No
     chosen = chosen_by.start + chosen_by.fed  # the place of the token
     parts.truncate(sequence, min(sequence.computed, chosen - 1))
     _feed(parts, sequence, chosen, tip=True)
-    chosen_by.first, chosen_by.overtaken, sequence.watched = 0, False, True
+    chosen_by.first, chosen_by.overtaken, sequence.generation.watched = 0, False, True
 
 
 def _feed(parts: Parts, sequence: Sequence, stop: int, *, tip: bool) -> None:
@@ -95,7 +95,7 @@ def time_round(parts: Parts, sequence: Sequence, chain: abc.Sequence[int], *, dr
             f"The sequence has {len(tokens)} tokens, {start} of them with KV, and room for a chain of "
             f"{max(most, 0)}, but {len(chain)} are to follow; generate first, or pass fewer."
         )
-    draft = Draft(chain, range(-1, len(chain) - 1))
+    draft = chain_draft(chain)
     lay_out(parts.step, cache, {sequence: start}, {sequence.number: draft}, len(tokens), alone=True)
     name = names.VERIFY if drafts else names.DECODE
     began = perf_counter()

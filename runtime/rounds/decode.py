@@ -20,4 +20,4 @@ def decode(parts: Parts, sequences: abc.Sequence[Sequence], view: KvView, chunk:
     run_round(parts, round)
     found = accept_round(parts, round)
     commit_round(parts, round, found)
-    return [each for each in found if not each.tentative or each.sequence.request.tentative]
+    return [each for each in found if not each.tentative or each.sequence.generation.request.tentative]

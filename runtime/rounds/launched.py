@@ -40,10 +40,25 @@ class LaunchedRounds:
             return False
         decodes = False
         for each in sequences:
-            if not each.plain:
+            if not self._is_plain(each):
                 return False
             decodes = decodes or each.decoding
         return decodes
+
+    def _is_plain(self, sequence: Sequence) -> bool:
+        """Whether the sequence's rounds give it a token each, on which nothing of the next round depends but that
+        token."""
+        parts, own = self._parts, sequence.generation
+        drafters = parts.drafting.drafters_of(sequence)
+        return (
+            not drafters.any
+            and drafters.adaptive is None
+            and (parts.partial is None or parts.partial.run_of(sequence) is None)
+            and not own.rules
+            and own.request.logprobs is None
+            and own.request.on_round is None
+            and not own.watched
+        )
 
     def step(self, sequences: abc.Sequence[Sequence], chunk: int) -> list[CommittedTokens]:
         """Commit a round that is outstanding, or is launched here, once the one after it is launched too."""
@@ -52,7 +67,7 @@ class LaunchedRounds:
             if present is None:
                 present = self._launch(sequences, chunk)
                 self._advance(present)
-            continuing = [each for each in sequences if each.length < each.end]
+            continuing = [each for each in sequences if each.length < each.generation.end]
             if self.serves(continuing):
                 following = self._launch(continuing, chunk)
                 for each in present.placed:

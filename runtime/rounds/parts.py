@@ -16,6 +16,7 @@ from outrider.runtime.execution.assembly import LoadedPlan, assemble
 from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.ruled_walk import RuledWalk
 from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.kv.run_ahead import RunAhead
 from outrider.runtime.partial_passes import PartialPasses
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.prefix_cache.client import CacheClient
@@ -61,6 +62,7 @@ class Parts:
         self.prefix: list[int] = []
         self.live: dict[int, Sequence] = {}  # those that are generated, by number
         self.open: dict[int, Sequence] = {}  # those that have KV
+        self.chosen_by: dict[int, Placement] = {}  # where the logits of each one's last tokens are
         self.passes = 0
         self.paused = 0.0  # seconds that callers had
 
@@ -73,6 +75,11 @@ class Parts:
     def caches(self) -> list[KvCache]:
         """The caches of the target and of its drafters."""
         return [self.cache, *(drafter.cache for drafter in self.drafting.engine_drafters.values())]
+
+    def run_ahead(self, sequence: Sequence) -> RunAhead | None:
+        """What decides how far passes over the partial cache run ahead of the full one; None where they do not."""
+        run = None if self.partial is None else self.partial.run_of(sequence)
+        return None if run is None else run.ahead
 
     def now(self) -> float:
         """Seconds of the loop's own time: callers' is left out."""
@@ -88,10 +95,9 @@ class Parts:
         self.cache.truncate(sequence.number, computed)
         sequence.computed = computed
 
-    def catch_up_drafters(self, sequence: Sequence, *, fresh: bool = True) -> None:
-        """The sequence's drafters consume its tokens; the target recomputes those whose features they lack. Unless
-        `fresh`, they keep their estimates for it."""
-        computed = self.drafting.catch_up(sequence, self.passes, fresh=fresh)
+    def catch_up_drafters(self, sequence: Sequence) -> None:
+        """The sequence's drafters consume its tokens; the target recomputes those whose features they lack."""
+        computed = self.drafting.catch_up(sequence, self.passes)
         if computed < sequence.computed:
             self.truncate(sequence, computed)
 
@@ -101,6 +107,7 @@ class Parts:
         if (cache := self.sharing) is None or self.cache.alone:
             return
         for sequence in (each.sequence for each in placed):
-            if not (sequence.over or sequence.inserted) and sequence.rounds > 1:
+            own = sequence.generation
+            if not (sequence.over or own.inserted) and own.rounds > 1:
                 cache.keep(sequence)
-                sequence.inserted = True
+                own.inserted = True

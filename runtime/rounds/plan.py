@@ -6,11 +6,11 @@ from collections import abc
 from time import perf_counter
 
 from outrider.plans import names
-from outrider.runtime.drafters.base import Draft, TreeInPlace
-from outrider.runtime.drafters.drafting import DraftBudget
+from outrider.runtime.drafters.base import Draft
 from outrider.runtime.execution.layout import Placement, lay_out
 from outrider.runtime.execution.program import Program
 from outrider.runtime.rounds.parts import Parts
+from outrider.runtime.rounds.propose import DraftBudget, propose
 from outrider.runtime.rounds.round import Round, RoundClock
 from outrider.runtime.rounds.views import KvView
 from outrider.runtime.sequence import Sequence
@@ -28,12 +28,12 @@ def plan_round(parts: Parts, sequences: abc.Sequence[Sequence], view: KvView, ch
             budgets[each.number] = _budget(parts, each, starts[each], view, chunk)
         else:
             confirming[each], budgets[each.number] = draft, DraftBudget(each, 0)
-    following = [each for each in parts.live.values() if not each.disabled]
+    following = [each for each in parts.live.values() if not parts.drafting.drafters_of(each).disabled]
     nodes = parts.step.max_nodes + 1 - len(sequences) - sum(map(len, confirming.values()))
     if alone:
         cache.compact_if_worthwhile(1 + parts.longest_draft)  # slots of ended neighbours must not prevent a draft
     past = cache.length if alone else None
-    proposed = {} if alone and confirming else parts.drafting.propose(budgets, following, nodes, past)
+    proposed = {} if alone and confirming else propose(parts, budgets, following, nodes, past)
     proposed |= {each.number: draft for each, draft in confirming.items()}
     clock.drafted = perf_counter()
     with parts.watch:
@@ -45,10 +45,11 @@ def plan_round(parts: Parts, sequences: abc.Sequence[Sequence], view: KvView, ch
 
 def _budget(parts: Parts, sequence: Sequence, start: int, view: KvView, chunk: int) -> DraftBudget:
     """Return what may be drafted after the tip of a sequence that is fed from token `start` on."""
-    pending, request = len(sequence.tokens) - start, sequence.request
+    pending, generation = len(sequence.tokens) - start, sequence.generation
+    request = generation.request
     # By rejection the first token has no draft: tokens must not depend on whether a prompt's KV was known.
-    unready = parts.rejecting and sequence.rounds == 0 and request.drafter in parts.rejecting
-    if not sequence.drafting or pending > view.feeds(chunk) or unready:
+    unready = parts.rejecting and generation.rounds == 0 and request.drafter in parts.rejecting
+    if not parts.drafting.drafters_of(sequence).drafting or pending > view.feeds(chunk) or unready:
         return DraftBudget(sequence, 0)
     nodes, most = min(parts.step.max_nodes, view.room(sequence) - 1), request.limits.tokens
     return DraftBudget(sequence, nodes if most is None else min(nodes, most), pending == 1)
@@ -62,8 +63,9 @@ def _choose_program(parts: Parts, placed: abc.Sequence[Placement], view: KvView)
     if not tips:
         return parts.programs[names.PREFILL]
     name = names.VERIFY if drafted else names.DECODE
-    if drafted and isinstance(tree := placed[0].draft, TreeInPlace):
-        name = tree.program
+    draft = placed[0].draft
+    if drafted and draft is not None and draft.program is not None:
+        name = draft.program
     return parts.programs[view.program(name)]
 
 
@@ -71,7 +73,7 @@ def _lay_out_probs(parts: Parts, placed: abc.Sequence[Placement]) -> None:
     """Put the distributions that chains were drawn from where acceptance by rejection reads them."""
     for each in placed:
         draft = each.draft
-        if isinstance(draft, Draft) and draft.probs is not None and each.drafted:
+        if draft is not None and draft.probs is not None and each.drafted:
             probs, first = parts.buffers.array(names.TARGET, names.DRAFT_PROBS), each.first + 1
             probs[first : first + each.drafted] = draft.probs[: each.drafted]
             parts.buffers.send(names.TARGET, names.DRAFT_PROBS, (first + each.drafted) * probs.shape[1])

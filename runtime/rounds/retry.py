@@ -19,7 +19,7 @@ def retry_each(parts: Parts, live: abc.Sequence[Sequence], chunk: int) -> list[C
     KV of a prompt that is not finite may come from another sequence of the same pass, so every such prompt is computed
     again, alone.
     """
-    for each in [*live, *(other for other in parts.open.values() if other.over)]:
+    for each in [*live, *(other for other in parts.live.values() if other.over)]:
         lost = prompt_damaged(parts, each) or (each.over and not parts.cache.is_finite(each.number))
         roll_back(parts, each, each.shared if lost else each.computed)
     return [committed for each in live for committed in _retry_alone(parts, each, chunk)]
@@ -32,32 +32,32 @@ def _retry_alone(parts: Parts, sequence: Sequence, chunk: int) -> list[Committed
     refused without one ends with the error.
     """
     anew = sequence.computed == sequence.shared
-    rejects = sequence.engine_drafter is not None and sequence.engine_drafter.rejects
+    generation, drafters = sequence.generation, parts.drafting.drafters_of(sequence)
+    rejects = drafters.engine is not None and drafters.engine.rejects
     while True:
         try:
-            if rejects and sequence.rounds and not sequence.decoding:
+            if rejects and generation.rounds and not sequence.decoding:
                 decode(parts, [sequence], parts.full, sequence.pending - 1)  # the features that the drafter reads
-            prompted = not sequence.rounds
+            prompted = not generation.rounds
             committed = decode(parts, [sequence], parts.full, chunk)
             if prompted and not parts.cache.is_finite(sequence.number):
                 raise OpError("the KV of its prompt is not finite")
             if committed or not anew:
                 return committed
         except OpError as error:
-            drafts = sequence.host_drafter is not None or sequence.engine_drafter is not None
-            if sequence.disabled or not drafts:
+            if drafters.disabled or not drafters.any:
                 roll_back(parts, sequence, sequence.shared)
-                sequence.error = error
+                generation.error = error
                 return [CommittedTokens(sequence, [], error=error)]
             roll_back(parts, sequence, sequence.shared if prompt_damaged(parts, sequence) else sequence.computed)
             _LOG.warning("sequence %d continues without its drafter: %s", sequence.id, error)
-            parts.adaptive.give_back(sequence.request, sequence.adaptive)
-            sequence.disabled, sequence.adaptive = True, None
+            parts.adaptive.give_back(generation.request, drafters.adaptive)
+            drafters.disabled, drafters.adaptive = True, None
 
 
 def prompt_damaged(parts: Parts, sequence: Sequence) -> bool:
     """Whether a sequence without a generated token has KV that is not finite."""
-    return not sequence.rounds and not parts.cache.is_finite(sequence.number)
+    return not sequence.generation.rounds and not parts.cache.is_finite(sequence.number)
 
 
 def rewind(parts: Parts, sequence: Sequence, end: int) -> None:
@@ -78,7 +78,7 @@ def roll_back(parts: Parts, sequence: Sequence, end: int) -> None:
         parts.partial.cache_for(sequence).truncate(end)
     if end <= sequence.shared:
         parts.drafting.truncate(sequence, end)
-    if not sequence.disabled and not sequence.over:
-        parts.catch_up_drafters(sequence, fresh=False)
+    if not parts.drafting.drafters_of(sequence).disabled and not sequence.over:
+        parts.catch_up_drafters(sequence)
     for cache in caches:
         cache.erase(sequence.number)

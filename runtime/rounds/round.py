@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.runtime.drafters.base import Draft, TreeInPlace
+from outrider.runtime.drafters.base import Draft
 from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.program import Program
 from outrider.runtime.rounds.views import KvView
@@ -29,8 +29,8 @@ class RoundClock:
 class Round:
     """One pass of the target over sequences: which cache it reads, where each sequence lies in the step, the program.
 
-    `confirming` are tentative tokens that the pass verifies. `kept`
-    are the tokens of the step whose KV stays, once it has run; None: all that were fed.
+    `confirming` are tentative tokens that the pass verifies. `kept` are the tokens of the step whose KV stays, once it
+    has run; None: all that were fed.
     """
 
     view: KvView
@@ -41,7 +41,7 @@ class Round:
     kept: NDArray[np.int64] | None = None
 
     @property
-    def tree_in_place(self) -> TreeInPlace | None:
+    def tree_in_place(self) -> Draft | None:
         """The tree that the program drafts before it verifies, of a sequence that is alone."""
         draft = self.placed[0].draft
-        return draft if isinstance(draft, TreeInPlace) else None
+        return draft if draft is not None and draft.program is not None else None

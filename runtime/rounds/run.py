@@ -19,11 +19,14 @@ def run_round(parts: Parts, round: Round) -> None:
     """
     program, clock, tree = round.program, round.clock, round.tree_in_place
     parts.passes += 1
-    first, limits = round.placed[0], round.placed[0].sequence.request.limits
-    length = first.sequence.verify_length if parts.step.buckets is None else None
+    first = round.placed[0]
+    limits = first.sequence.generation.request.limits
+    length = parts.drafting.drafters_of(first.sequence).verify_length if parts.step.buckets is None else None
     limited = limits.tokens is not None or limits.depth is not None
     cuts = tree is not None and (limited or length is not None)
-    ruled = [each for each in round.placed if each.sequence.rules and each.root >= 0] if program.halts else []
+    ruled = (
+        [each for each in round.placed if each.sequence.generation.rules and each.root >= 0] if program.halts else []
+    )
     clock.verified = clock.drafted if tree is None else None
     if not cuts and not ruled:
         program.run()
@@ -43,7 +46,7 @@ def run_round(parts: Parts, round: Round) -> None:
 
 def _cut(parts: Parts, round: Round, choose: Choose) -> None:
     placed, tree = round.placed[0], round.tree_in_place
-    engine = placed.sequence.engine_drafter
+    engine = parts.drafting.drafters_of(placed.sequence).engine
     assert engine is not None, "it has drafted in place"
     assert tree is not None
     engine.cut_in_place(parts.step, tree, choose)

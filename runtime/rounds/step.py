@@ -23,13 +23,15 @@ def step(
     for each in sequences:
         if each.over:
             continue
-        if each.stuck is not None or each.request.cancelled:
+        own = each.generation
+        if own.stuck is not None or own.request.cancelled:
             launched.drop(each)
-            each.error, each.reason = each.stuck, None if each.stuck else FinishReason.CANCELLED
-            found.append(CommittedTokens(each, [], reason=each.reason, error=each.error))
+            own.error = own.stuck
+            if own.stuck is None:
+                own.reason = FinishReason.CANCELLED
+            found.append(CommittedTokens(each, [], reason=own.reason, error=own.error))
             continue
-        if each.adaptive is not None and each.disabled != each.adaptive.disabled and not each.tentative:
-            switch_drafters(parts, each)
+        switch_drafters(parts, each)
         full.append(each)
     if launched.outstanding is not None or (full and launched.serves(full)):
         return found + launched.step(full, chunk)
@@ -51,10 +53,12 @@ def step(
 
 
 def switch_drafters(parts: Parts, sequence: Sequence) -> None:
-    """Adaptive speculation has disabled the sequence's drafters, or enabled them again."""
-    assert sequence.adaptive is not None
-    sequence.disabled = sequence.adaptive.disabled
-    if not sequence.disabled:
+    """Follow adaptive speculation where it has disabled the sequence's drafters, or enabled them again."""
+    drafters = parts.drafting.drafters_of(sequence)
+    if drafters.adaptive is None or drafters.disabled == drafters.adaptive.disabled or sequence.tentative:
+        return
+    drafters.disabled = drafters.adaptive.disabled
+    if not drafters.disabled:
         parts.catch_up_drafters(sequence)
 
 
@@ -62,5 +66,5 @@ def _disable_partial(parts: Parts, sequence: Sequence, error: PlanError) -> None
     """Let a sequence continue over the full cache after a pass over the partial one has failed."""
     assert parts.partial is not None
     parts.partial.disable(sequence, error)
-    if sequence.ahead is not None and not sequence.disabled:
+    if parts.run_ahead(sequence) is not None and not parts.drafting.drafters_of(sequence).disabled:
         parts.catch_up_drafters(sequence)  # the drafter has missed what the failed pass replaced

@@ -8,6 +8,7 @@ from typing import Protocol
 from outrider.plans import names
 from outrider.runtime.drafters.base import Draft
 from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.kv.run_ahead import RunAhead
 from outrider.runtime.partial_passes import PartialPasses
 from outrider.runtime.sequence import Sequence
 
@@ -35,8 +36,8 @@ class KvView(Protocol):
     def program(self, name: str) -> str:
         """Return the name of the program that reads this cache as `name` reads the full one."""
 
-    def tentative(self, sequence: Sequence) -> bool:
-        """Return whether tokens of the pass wait to be confirmed."""
+    def run_ahead(self, sequence: Sequence) -> RunAhead | None:
+        """Return what decides over the tokens of the pass, which wait to be confirmed; None where they count."""
 
     def commit(self, sequence: Sequence, computed: int) -> None:
         """The pass gave KV to the sequence's first `computed` tokens."""
@@ -51,13 +52,13 @@ class FullKv:
         self.cache, self._partial = cache, partial
 
     def begin(self, sequence: Sequence) -> tuple[int, Draft | None]:
-        if self._partial is not None and sequence.ahead is not None and sequence.tentative:
+        if self._partial is not None and sequence.confirmed is not None:
             draft = self._partial.to_confirm(sequence)
             return sequence.computed, draft
         return sequence.computed, None
 
     def room(self, sequence: Sequence) -> int:
-        return sequence.end - len(sequence.tokens)
+        return sequence.generation.end - len(sequence.tokens)
 
     def feeds(self, chunk: int) -> int:
         return chunk
@@ -65,8 +66,8 @@ class FullKv:
     def program(self, name: str) -> str:
         return name
 
-    def tentative(self, sequence: Sequence) -> bool:
-        return False
+    def run_ahead(self, sequence: Sequence) -> RunAhead | None:
+        return None
 
     def commit(self, sequence: Sequence, computed: int) -> None:
         sequence.computed = computed
@@ -92,8 +93,9 @@ class PartialKvView:
     def program(self, name: str) -> str:
         return names.partial(name)
 
-    def tentative(self, sequence: Sequence) -> bool:
-        return sequence.ahead is not None
+    def run_ahead(self, sequence: Sequence) -> RunAhead | None:
+        run = self._passes.run_of(sequence)
+        return None if run is None else run.ahead
 
     def commit(self, sequence: Sequence, computed: int) -> None:
         """The partial cache counts what it has by itself."""

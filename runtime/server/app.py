@@ -9,10 +9,11 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from ipaddress import ip_address
+from math import inf
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,6 +59,13 @@ _PREPARING = 4  # requests whose prompts are encoded at once: a large one takes 
 _GONE = 0.25  # seconds between looks whether a client is still there that waits for the whole answer
 
 
+_OPTIONS = (
+    "max_body_bytes", "drain_seconds", "max_choices", "allow_origins", "allow_hosts", "protect_metrics",
+    "share_prefixes", "tokens_per_minute",
+)  # fmt: skip
+"""What a server and a Serve application are given alike."""
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """`model` is the name that clients ask for, `api_key` the key that they send, or several that count.
@@ -93,12 +101,17 @@ class ServerConfig:
     share_prefixes: bool = False
 
     @classmethod
-    def of(cls, source: object, **own: Any) -> ServerConfig:
-        """A config of the attributes that `source` has, such as a command's arguments, and of `own` fields."""
-        named = {each.name: getattr(source, each.name) for each in fields(cls) if hasattr(source, each.name)}
-        return cls(**{**named, "log_requests": getattr(source, "log_format", None) is not None, **own})
+    def from_options(cls, options: object, **fields: Any) -> ServerConfig:
+        """Make a config of the `options` of a command, or of a Serve application, and of other `fields`."""
+        return cls(**{name: getattr(options, name) for name in _OPTIONS} | fields)
 
     def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_choices", "tokens_per_minute"):
+            value = getattr(self, name)
+            if (value is not None or name != "tokens_per_minute") and (type(value) is not int or value < 1):
+                raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
+        if type(self.drain_seconds) not in (int, float) or not 0 <= self.drain_seconds < inf:
+            raise RequestError(f"drain_seconds is {self.drain_seconds!r}; pass a number of seconds of at least 0.")
         for key in self.api_keys:
             if not key or key != key.strip() or not (key.isascii() and key.isprintable()):
                 raise RequestError(
@@ -388,9 +401,10 @@ class _Serving:
     def _submit(self, record: Record, asked: CompletionRequest | ChatRequest) -> Submission:
         """Submit what is asked, within the budget of the client's key; in a thread."""
         budgets, client = self._budgets, record.client
+        admit = None
+        if budgets is not None and client is not None:
 
-        def admit(prompt: int, most_new: int) -> None:
-            if budgets is not None and client is not None:
+            def admit(prompt: int, most_new: int) -> None:
                 record.reservation = budgets.reserve(client, prompt, most_new)
                 record.headers |= budgets.headers(client)
 

@@ -136,7 +136,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     limits = Limits(*seconds, most_connections(arguments.max_connections))
     keys = read_keys(arguments)
     check_shares(arguments, bool(keys), "--api-key", option)
-    config = ServerConfig.of(arguments, model=arguments.model_name or "", api_key=keys)
+    config = ServerConfig.from_options(
+        arguments,
+        model=arguments.model_name or "",
+        api_key=keys,
+        cache_file=arguments.cache_file,
+        log_requests=arguments.log_format is not None,
+    )
     cache = cache_of(arguments)
     scheduler = SchedulerConfig(
         arguments.max_running,

@@ -106,7 +106,10 @@ def recall(runtime: Runtime, file: Path) -> str:
 
 
 class LateApp:
-    """An ASGI application that becomes another one, which begins to live then, and ends when this one does."""
+    """An ASGI application that becomes another one, which begins to live then, and ends when this one does.
+
+    The server listens from its start, so that a supervisor finds a live process that is not ready, not a closed port.
+    """
 
     def __init__(self, readiness: Readiness) -> None:
         self._readiness = readiness

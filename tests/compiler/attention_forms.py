@@ -17,7 +17,9 @@ from outrider.compiler.export.ops import attention
 from outrider.compiler.export.target import trace_target
 from outrider.compiler.models.ops import gelu_unit, softcap
 from outrider.plans import names
-from outrider.plugins import reference
+from outrider.plugins.ops.bim_mask import bim_mask
+from outrider.plugins.ops.branch_attention import branch_attention
+from outrider.plugins.ops.window_bias import window_bias
 from tests.compiler.steps import Arrays, depths, flat
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 2, 16, 97
@@ -137,9 +139,9 @@ class Forms(nn.Module):
                 ready.append(heads.reshape(len(x), -1))
             bias = feeds["attn_bias"]
             found[names.queries(i)] = ready[0]
-            out, *caches = reference.branch_attention(
+            out, *caches = branch_attention(
                 ready[0], ready[1], v, feeds[names.k_cache(i)], feeds[names.v_cache(i)],
-                reference.window_bias(bias, form.window) if form.window else bias,
+                window_bias(bias, form.window) if form.window else bias,
                 feeds["past_length"], feeds["row_splits"], own.get("sinks"),
                 num_heads=HEADS, kv_num_heads=KV_HEADS, scale=HEAD_DIM**-0.5, softcap=form.softcap,
             )  # fmt: skip
@@ -172,7 +174,7 @@ def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], paren
     splits = np.cumsum([0, *new])
     parent = flat([np.array(row, np.int64) for row in parents])
     bim = random.choice([-2, -1, -1, 0], (rows, capacity))
-    bias = reference.bim_mask(bim, np.array(past), splits, np.zeros(total, np.int64), parent, view, max(new))
+    bias = bim_mask(bim, np.array(past), splits, np.zeros(total, np.int64), parent, view, max(new))
     shape = (rows, KV_HEADS, capacity, HEAD_DIM)
     caches = {
         of(i): random.normal(size=shape).astype(np.float32)

@@ -14,9 +14,9 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from outrider.plugins.tensorrt import DISTINCT, Plugin
 from outrider.plugins.tensorrt.expressions import Arithmetic
-from outrider.plugins.tensorrt.plugin import carried_as
+from outrider.plugins.tensorrt.plugin import Plugin, carried_as
+from outrider.plugins.tensorrt.table import DISTINCT
 
 VERSION = "10.16.1.11"
 _TYPES = {"int64": TensorProto.INT64, "float32": TensorProto.FLOAT}

@@ -245,15 +245,17 @@ CUDA = "backends=[onnxruntime-cuda]"
 PARTIAL = ("partial_kv.enabled=true", "partial_kv.n_spec_tokens_buf=16")
 REFUSED: dict[str, tuple[str, ...]] = {
     r"target\.dtype is float16; onnxruntime-cpu computes in float32: set it to float32": ("target.dtype=float16",),
-    r"kv_cache is int8; onnxruntime-cuda keeps .* float32 here: leave kv_cache out, or build": ("kv_cache=int8", CUDA),
-    "kv_cache is float16; tensorrt-rtx keeps .* bfloat16 here: leave kv_cache out": (
+    "kv_cache is int8; onnxruntime-cuda keeps keys and values in float32 here: leave kv_cache out, or build": (
+        "kv_cache=int8", CUDA,
+    ),
+    "kv_cache is float16; tensorrt-rtx keeps keys and values in bfloat16 here: leave kv_cache out": (
         "kv_cache=float16", "backends=[onnxruntime-cpu, {kind: tensorrt-rtx, dtype: bfloat16}]",
     ),
     r"capacity\.batching is true, and tensorrt-rtx appends the same number of slots to every row": (
         "capacity.branches=4", "capacity.batching=true", "drafters=[]", "backends=[tensorrt-rtx]",
     ),
     r"text\.jsonl holds \d+ tokens, too few to choose weights by; give some thou": (SEARCHED,),
-    r"backends\[0\] is tensorrt-rtx, whose engines read a KV cache of one size": (
+    r"partial_kv\.enabled is true, and tensorrt-rtx reads KV caches of one size alone: set it to false, or": (
         "partial_kv.enabled=true", "backends=[tensorrt-rtx]",
     ),
     r"n_spec_tokens_buf is 7, but a step .* has up to 7 tokens, and one more must fit; raise it to 8 or more": (

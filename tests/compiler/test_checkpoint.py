@@ -214,8 +214,11 @@ def compressed(group: dict[str, object] | None = None, **changes: object) -> dic
     ("settings", "said"),
     [
         ({"quant_method": "awq", "version": "gemv"}, ("version must be 'gemm', found 'gemv'", "other AWQ")),
+        ({"quant_method": "awq", "format": "marlin"}, ("format must be 'gemm', found 'marlin'", "other AWQ")),
         ({"quant_method": "awq", "bits": 3}, ("bits must be 4, found 3", "AWQ")),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, ("checkpoint_format must be 'gptq' or 'gptq_v2'",)),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, ("is_marlin_format must be False, found",)),
+        (compressed(sparsity_config={"format": "sparse-24"}), ("sparsity_config.format must be 'dense', found",)),
         (compressed(format="float-quantized"), ("format must be 'pack-quantized' or", "'float-quantized'")),
         (compressed({"weights": {"num_bits": 4, "strategy": "tensor"}}), ("strategy must be 'group' or 'channel'",)),
         (compressed({"input_activations": {"num_bits": 8}}), ("g.input_activations must be absent, found",)),
@@ -231,6 +234,8 @@ def test_packing_that_is_not_read_is_named_by_its_key(
     make_checkpoint()
     change_config(tmp_path, quantization_config=settings)
     refused(tmp_path, str(tmp_path / "config.json"), "quantization_config", *said)
+    change_config(tmp_path, quantization_config=None, compression_config=settings)  # an older name
+    refused(tmp_path, *(each.replace("quantization_config", "compression_config") for each in said))
 
 
 def test_an_absent_window_is_that_of_transformers(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:

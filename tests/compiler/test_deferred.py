@@ -107,3 +107,9 @@ def test_a_file_that_changes_under_a_build_is_refused(checkpoint: Path) -> None:
     changed(checkpoint, UP, lambda weight: weight[:-1])
     with pytest.raises(CheckpointError, match=f"tensor '{re.escape(UP)}' changed while it was read; start again"):
         tensors.read(UP)
+
+
+def test_a_weight_too_large_for_its_scales_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    changed(checkpoint, UP, lambda weight: weight.index_fill(0, torch.tensor(3), 1e8))
+    with pytest.raises(CheckpointError, match=rf"'{UP}' has values of 1e\+08, too large for int4, whose scales"):
+        write(export_target(defer_decoder(checkpoint), CAPACITY), tmp_path / "engine", WeightForm(4, 8))

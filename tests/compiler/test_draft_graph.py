@@ -23,7 +23,7 @@ from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.plans import names
 from outrider.plans.manifest import Tree
 from outrider.plans.sampling import Sampling
-from outrider.plugins.reference import bim_mask
+from outrider.plugins.ops.bim_mask import bim_mask
 from tests.compiler.eagle3_heads import target_config, write_eagle3
 from tests.compiler.grouped_attention import CUDA, in_float32, norms_outside
 from tests.compiler.steps import write_engine

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plans.buffers import DType
 from outrider.plans.plan import open_plan
-from outrider.plugins.reference import bim_mask
+from outrider.plugins.ops.bim_mask import bim_mask
 from outrider.runtime.backends.base import LoadedEngine, Settings
 from outrider.runtime.backends.onnxruntime_cpu import OnnxRuntimeCpu
 from outrider.runtime.execution.buffers import Buffers

@@ -32,7 +32,9 @@ from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.plans.errors import CheckpointError
-from outrider.plugins.reference import Expert, clamped_unit, gated_unit, mixture_of_experts, quant_matmul, route
+from outrider.plugins.ops.mixture_of_experts import Expert, mixture_of_experts
+from outrider.plugins.ops.route import route
+from outrider.plugins.reference import clamped_unit, gated_unit, quant_matmul
 from tests.cpu_session import cpu_session
 
 from .conftest import MakeCheckpoint

@@ -10,8 +10,9 @@ import pytest
 
 from outrider.compiler.lowering import lower
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
-from outrider.plugins.schemas import SCHEMAS
-from outrider.plugins.tensorrt import PLUGINS, Declined
+from outrider.plugins.ops import OPS
+from outrider.plugins.tensorrt.plugin import Declined
+from outrider.plugins.tensorrt.table import PLUGINS
 
 TENSORRT = "tensorrt"
 
@@ -30,7 +31,7 @@ def test_what_is_no_plugin_gets_its_body_and_the_reason_is_reported() -> None:
     q, cache = (1, "N", 8), ("R", 1, 80, 4)
     shapes = [q, (1, "N", 4), (1, "N", 4), cache, cache, ("R", 1, "S", "T"), ("R",), ("E",)]
     kinds = [ir.DataType.FLOAT] * 6 + [ir.DataType.INT64] * 2
-    specs = SCHEMAS["BranchAttention"].inputs[: len(shapes)]  # without sinks
+    specs = OPS["BranchAttention"].schema.inputs[: len(shapes)]  # without sinks
     inputs = [value(spec.name, kind, *shape) for spec, kind, shape in zip(specs, kinds, shapes, strict=True)]
     attributes = {"num_heads": 2, "kv_num_heads": 1, "scale": 0.5}
     node = ir.node("BranchAttention", inputs, attributes, domain=DOMAIN, num_outputs=3)
@@ -43,7 +44,7 @@ def test_what_is_no_plugin_gets_its_body_and_the_reason_is_reported() -> None:
 
 
 def test_what_a_builder_cannot_know_is_named() -> None:
-    given = [value(spec.name, ir.DataType.INT64, "N") for spec in SCHEMAS["RaceNoise"].inputs]
+    given = [value(spec.name, ir.DataType.INT64, "N") for spec in OPS["RaceNoise"].schema.inputs]
     node = ir.node("RaceNoise", given, domain=DOMAIN, num_outputs=4)
     with pytest.raises(ValueError, match="the plugin of RaceNoise wants 'depths', which its node does not have"):
         lower("x", model(given, [node]), TENSORRT, rows=1)

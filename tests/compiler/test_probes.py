@@ -44,7 +44,7 @@ def test_the_probe_of_a_plan_has_the_ops_of_engines_that_decide(plan: Plan) -> N
     probe = plan.manifest.backends[BACKEND].probe
     assert probe is not None
     decide = deciding_engines(plan.manifest.drafters)
-    assert set(decide) == {"target", "classical", "classical-egag", "classical-block", "classical-head"}
+    assert set(decide) == {"target", "classical", "classical-block", "classical-head"}
     assert {text.partition(":")[0] for text in probe.ops.values()} <= set(decide)
     kinds = {re.sub(r"[\w-]+: (\w+).*", r"\1", text) for text in probe.ops.values()}  # the widest, of any engine
     assert kinds == {"MatMul", "Gemm", "BranchAttention", "RmsNorm", "GatedUnit"}

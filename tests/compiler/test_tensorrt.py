@@ -14,19 +14,17 @@ import onnx_ir as ir
 import pytest
 from rich.console import Console
 
+from outrider.compiler.backends import tensorrt
+from outrider.compiler.backends.tensorrt import Gpu, TensorRtBackend
 from outrider.compiler.build import build
-from outrider.compiler.engines import kernel_architectures, tensorrt_library
-from outrider.compiler.engines.tensorrt_library import Gpu, TensorRtLibrary
 from outrider.compiler.engines.tensorrt_network import carry_bits
 from outrider.compiler.inspect import describe, print_description
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.recipe_backends import PACKAGES, TensorRtSection
 from outrider.plans.errors import PlanError, RecipeError
 from outrider.plans.manifest import BackendPlan
 from outrider.plans.plan import Plan
 from outrider.plugins.cuda import compile as compiling
 from outrider.plugins.cuda.compile import CUBINS
-from outrider.runtime.backends import BACKENDS
 from outrider.runtime.backends import tensorrt as driver
 from tests.compiler.tensorrt_stand_in import VERSION, stand_in_tensorrt
 
@@ -48,8 +46,8 @@ def install(patch: pytest.MonkeyPatch) -> Any:
         package.registered += 1
 
     patch.setitem(sys.modules, TENSORRT, package)
-    patch.setattr(tensorrt_library, "gpu_here", lambda: HERE)
-    patch.setattr(tensorrt_library, "register_plugins", register)
+    patch.setattr(tensorrt, "gpu_here", lambda: HERE)
+    patch.setattr("outrider.plugins.tensorrt.register_plugins", register)
     return package
 
 
@@ -79,7 +77,7 @@ def test_engines_say_who_built_them_and_where_and_every_op_is_a_plugin(built: Pl
         assert engine.aliases
         assert len(engine.profiles) == 1
     assert built.manifest.tools["gpu"] == "NVIDIA H100, sm_90"
-    assert {"tensorrt", "nvidia-cuda-nvrtc", *PACKAGES[TENSORRT]} <= built.manifest.tools.keys()
+    assert {"tensorrt", "nvidia-cuda-nvrtc", *TensorRtBackend.packages} <= built.manifest.tools.keys()
     reports = {(r.engine, r.rule): r for r in plan.lowering}
     # Mask and acceptance; noise and mask, and then two levels and the tree, or two tokens.
     for engine, count in (("target", 2), ("head", 2 + 2 + 1), ("drawn", 2 + 2)):
@@ -96,14 +94,14 @@ def test_ops_beside_engines_are_compiled_for_this_gpu_too(
     library: Any, toy_recipe: Path, built: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(built.manifest.backends[TENSORRT].kernels) == {"sm_80", "sm_90", "sm_100", "sm_120"}
-    monkeypatch.setattr(tensorrt_library, "gpu_here", lambda: Gpu("NVIDIA T4", "sm_75"))
-    assert kernel_architectures(TensorRtSection(kind=TENSORRT, compute_capabilities=("sm_80",))) == ("sm_80", "sm_75")
+    monkeypatch.setattr(tensorrt, "gpu_here", lambda: Gpu("NVIDIA T4", "sm_75"))
+    assert TensorRtBackend(kind=TENSORRT, compute_capabilities=("sm_80",)).architectures == ("sm_80", "sm_75")
 
 
 # The builder's settings.
 
 
-def configured(section: TensorRtSection, cache: Path | None = None) -> tuple[Any, Any]:
+def configured(section: TensorRtBackend, cache: Path | None = None) -> tuple[Any, Any]:
     """A real configuration, and what was set that TensorRT for RTX ignores: the level of compatibility."""
     config = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_builder_config()
     ignored: dict[str, Any] = {}
@@ -115,9 +113,9 @@ def configured(section: TensorRtSection, cache: Path | None = None) -> tuple[Any
         def __setattr__(self, name: str, value: Any) -> None:
             ignored[name] = value
 
-    library = TensorRtLibrary(section, cache)
-    library.configure(Config())
-    library.keep(Config())
+    section.configure(section.load(), Config(), cache)
+    if cache is not None:
+        section.keep(Config(), cache)
     assert ignored.keys() == {"hardware_compatibility_level"}
     return config, *ignored.values()
 
@@ -131,13 +129,13 @@ def configured(section: TensorRtSection, cache: Path | None = None) -> tuple[Any
     ],
 )
 def test_which_machines_may_run_an_engine(library: Any, level: Any, devices: tuple[str, ...], gpu: str | None) -> None:
-    section = TensorRtSection(kind=TENSORRT, hardware_compatibility=level, version_compatible=gpu is None)
+    section = TensorRtBackend(kind=TENSORRT, hardware_compatibility=level, version_compatible=gpu is None)
     config, given = configured(section)
     assert given == getattr(trt.HardwareCompatibilityLevel, level.upper())
     flags = trt.BuilderFlag
     assert config.get_flag(flags.VERSION_COMPATIBLE) == config.get_flag(flags.EXCLUDE_LEAN_RUNTIME) == (gpu is None)
     assert not config.get_flag(flags.REQUIRE_USER_ALLOCATION)
-    said = TensorRtLibrary(section, None).provenance()
+    said = section.provenance(library)
     assert (said["devices"], said["gpu"]) == (devices, gpu)
 
 
@@ -145,7 +143,7 @@ def test_a_timing_cache_is_written_whole_and_one_of_another_version_or_gpu_is_re
     library: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "kernels.cache"
-    section = TensorRtSection(kind=TENSORRT, timing_cache="kernels.cache")
+    section = TensorRtBackend(kind=TENSORRT, timing_cache="kernels.cache")
     for _ in range(2):
         configured(section, path)
         assert path.read_bytes()
@@ -166,7 +164,7 @@ def test_a_timing_cache_is_written_whole_and_one_of_another_version_or_gpu_is_re
     with pytest.raises(
         PlanError, match=r"kernels\.cache is none of tensorrt 10\.16\S* on this GPU, NVIDIA H100; remove"
     ):
-        TensorRtLibrary(section, path).configure(Config())
+        section.configure(library, Config(), path)
     assert read == [b"of another"]
 
 
@@ -174,7 +172,7 @@ def test_a_cache_is_no_part_of_a_plan(library: Any, toy_recipe: Path) -> None:
     options = f"backends=[{{kind: {TENSORRT}, timing_cache: kernels.cache}}]"
     with_cache, without = (load_recipe(toy_recipe, [target]) for target in (options, f"backends=[{TENSORRT}]"))
     assert with_cache.resolved() == without.resolved()
-    assert with_cache.timing_cache_path(with_cache.backends[0]) == toy_recipe.parent.resolve() / "kernels.cache"
+    assert with_cache.cache_path(with_cache.backends[0]) == toy_recipe.parent.resolve() / "kernels.cache"
     with pytest.raises(RecipeError, match=r"backends\[0\]\.timing_cache names .*/nowhere/x, which can be no file"):
         load_recipe(toy_recipe, [options.replace("kernels.cache", "nowhere/x")])
 
@@ -213,7 +211,6 @@ def reason(plan: BackendPlan, **changes: Any) -> str | None:
 def test_another_gpu_is_refused_by_name(built: Plan, here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = built.manifest.backends[TENSORRT]
     assert reason(plan) is None
-    assert next(iter(BACKENDS)) == TENSORRT
     monkeypatch.setattr(driver, "device_name", lambda: "NVIDIA H200")
     assert "the GPU is NVIDIA H200, and the engine 'target' was built on NVIDIA H100" in str(reason(plan))
     assert reason(plan, gpu=None) is None
@@ -268,6 +265,6 @@ def test_a_machine_that_cannot_build_says_so_at_once(toy_recipe: Path, tmp_path:
     def register() -> None:
         raise ImportError("plugins are for TensorRT 10.15 or later")
 
-    monkeypatch.setattr(tensorrt_library, "register_plugins", register)
+    monkeypatch.setattr("outrider.plugins.tensorrt.register_plugins", register)
     with pytest.raises(PlanError, match=r"the backend tensorrt cannot be built: plugins are for TensorRT 10\.15"):
-        TensorRtLibrary(TensorRtSection(kind=TENSORRT), None)
+        TensorRtBackend(kind=TENSORRT).load()

@@ -16,23 +16,23 @@ import torch
 
 import outrider.compiler.__main__
 from outrider import Runtime
+from outrider.compiler.backends.tensorrt_rtx import TensorRtRtxBackend
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import load_decoder
 from outrider.compiler.engines import tensorrt, tensorrt_network
 from outrider.compiler.engines.onnx_file import describe_engine
 from outrider.compiler.engines.tensorrt import OnnxFront
-from outrider.compiler.engines.tensorrt_library import RtxLibrary
 from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.recipe_backends import TensorRtRtxSection
 from outrider.plans import names
 from outrider.plans.buffers import DType
 from outrider.plans.errors import PlanError, RecipeError
 from outrider.plans.manifest import Profile, Range
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import tensorrt as driver
+from outrider.runtime.backends import tensorrt_rtx
 from outrider.runtime.backends.tensorrt_context import profile_for, shape_of
 from tests.compiler.attention_forms import FORMS, Forms, export_forms
 from tests.conftest import REFERENCE_RECIPE
@@ -79,8 +79,8 @@ def test_every_form_of_attention_is_built(name: str, dtype: torch.dtype, tmp_pat
     forms, limits = FORMS[name], LIMITS | {"N": 32, "S": 32, "F": 32, "T": 64}
     graph = export_forms(Forms(forms, limits["T"]).to(dtype), limits["T"])
     lower("target", graph, RTX, rows=1)
-    section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_80",))
-    engine = tensorrt.TensorRtEngines(tmp_path, RtxLibrary(section), lambda text: None).write("target", graph, limits)
+    section = TensorRtRtxBackend(kind="tensorrt-rtx", compute_capabilities=("sm_80",))
+    engine = tensorrt.TensorRtEngines(tmp_path, section, lambda text: None).write("target", graph, limits)
     plain = dtype != torch.float32 and sum(not (form.softcap or form.sinks) for form in forms)
     assert engine.layers.get("CUMULATIVE", 0) == len({form.window for form in forms} - {0})
     assert engine.layers.get("ATTENTION_INPUT", 0) == plain
@@ -122,18 +122,18 @@ def test_why_a_machine_cannot_run_the_plan(toy_recipe: Path, tmp_path: Path, mon
     options = f"{{kind: {RTX}, compute_capabilities: [sm_80]}}"
     recipe = load_recipe(toy_recipe, [f"backends=[{options}]", "drafters=[]"])
     plan = build(recipe, toy_recipe, tmp_path / "plan").plan.manifest.backends[RTX]
-    if driver.reason_against(driver.RTX, plan) is not None:  # else this machine can
+    if driver.reason_against(tensorrt_rtx.RTX, plan) is not None:  # else this machine can
         with pytest.raises(PlanError, match=f"can run here: {RTX}: "):
             Runtime.load(tmp_path / "plan")
     monkeypatch.setattr(driver, "device_name", lambda: "NVIDIA GPU")
     monkeypatch.setattr(driver, "architecture", lambda: "sm_90")
-    assert "is sm_90, and the engine 'target' was built for sm_80" in str(driver.reason_against(driver.RTX, plan))
+    assert "is sm_90, and the engine 'target' was built for sm_80" in str(driver.reason_against(tensorrt_rtx.RTX, plan))
     monkeypatch.setattr(driver, "architecture", lambda: "sm_80")
-    assert driver.reason_against(driver.RTX, plan) is None
+    assert driver.reason_against(tensorrt_rtx.RTX, plan) is None
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    assert "pip install" in str(driver.reason_against(driver.RTX, plan))
+    assert "pip install" in str(driver.reason_against(tensorrt_rtx.RTX, plan))
     with pytest.raises(PlanError, match=r"pip install '\.\[tensorrt-rtx\]'"):
-        RtxLibrary(TensorRtRtxSection(kind=RTX))
+        TensorRtRtxBackend(kind=RTX).load()
 
 
 def test_a_step_runs_in_the_profile_that_holds_its_new_tokens() -> None:
@@ -153,7 +153,9 @@ def test_a_step_runs_in_the_profile_that_holds_its_new_tokens() -> None:
 def test_rejection_is_refused(toy_recipe: Path, tmp_path: Path) -> None:
     drafter = "{name: a, kind: model, checkpoint: drafter, gamma: 2, acceptance: rejection}"
     recipe = load_recipe(toy_recipe, [f"backends=[{RTX}]", f"drafters=[{drafter}]"])
-    with pytest.raises(RecipeError, match=r"drafters\[0\]\.acceptance is rejection, which sums in float64"):
+    with pytest.raises(
+        RecipeError, match=r"drafters\[0\]\.acceptance is rejection, and tensorrt-rtx has no float64, in which it sums"
+    ):
         build(recipe, toy_recipe, tmp_path / "plan")
 
 
@@ -169,8 +171,8 @@ def lowered(toy_recipe: Path) -> ir.Model:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> tensorrt.TensorRtEngines:
-    section = TensorRtRtxSection(kind="tensorrt-rtx", compute_capabilities=("sm_80",))
-    return tensorrt.TensorRtEngines(tmp_path, RtxLibrary(section), lambda text: None)
+    section = TensorRtRtxBackend(kind="tensorrt-rtx", compute_capabilities=("sm_80",))
+    return tensorrt.TensorRtEngines(tmp_path, section, lambda text: None)
 
 
 @pytest.fixture

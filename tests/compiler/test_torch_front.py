@@ -12,18 +12,17 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from outrider.compiler.backends.tensorrt_rtx import TensorRtRtxBackend
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.engines import tensorrt, torch_front, torch_tensorrt
 from outrider.compiler.engines.tensorrt import OnnxFront
-from outrider.compiler.engines.tensorrt_library import RtxLibrary
 from outrider.compiler.export import export_draft, export_target
 from outrider.compiler.inspect import describe
 from outrider.compiler.lowering import lower
 from outrider.compiler.models.drafting import DecoderDraft
 from outrider.compiler.models.eager import sequence_logits
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.recipe_backends import TensorRtRtxSection
 from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import Tree
@@ -202,10 +201,10 @@ def test_an_op_without_converter_is_a_sentence(
 
 @pytest.mark.parametrize("plugins", [False, True])
 def test_ops_around_an_engine_stay_outside_where_the_program_is_read(
-    plugins: bool, toy_recipe: Path, tmp_path: Path
+    plugins: bool, toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = RtxLibrary(TensorRtRtxSection(kind=RTX))
-    library.plugins = plugins  # type: ignore[misc]
+    library = TensorRtRtxBackend(kind=RTX)
+    monkeypatch.setattr(TensorRtRtxBackend, "holds_ops", plugins)
     decoder = load_decoder(toy_recipe.parent / "drafter", "float32")
     graphs = [
         export_target(decoder, CAPACITY),

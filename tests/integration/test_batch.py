@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -158,6 +159,14 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
     assert len(list((out / "parts").glob("*.jsonl"))) == len(block_bounds(40, 4))
     assert not (out / "results.jsonl").exists()
     assert run(branch_plan, requests, out) == results
+
+
+def test_an_interrupted_run_says_how_to_continue(
+    branch_plan: Path, requests: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("outrider.runtime.batch.command._work", Mock(side_effect=KeyboardInterrupt))
+    assert main(["batch", str(branch_plan), str(requests), "--out", str(tmp_path / "out")]) == 130
+    assert "run the same command again" in " ".join(capsys.readouterr().err.split())
 
 
 def test_faults_that_no_result_could_hold_are_found_before_anything_runs(

@@ -13,6 +13,8 @@ from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import MODES
 from outrider.runtime.execution.program import Program
 from outrider.runtime.kv import cache as cache_module
+from outrider.runtime.kv.cache import KvCache
+from outrider.runtime.kv.slots import SHARED
 from outrider.runtime.options.options import Options
 from outrider.runtime.stats import Stats
 from outrider.runtime.step_loop import StepLoop
@@ -273,3 +275,50 @@ def test_a_prefix_that_sessions_have_computed_is_found(branch_plan, branching, d
     found = session.generate([*prefix, 8, 2], **options)
     assert found.token_ids == expected[0].token_ids
     assert found.stats.cached_tokens >= len(prefix)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
+    """From now on no slot holds anything of use when a step begins, of any model, but those that it may read.
+
+    Those are the prefix's, and of all live branches; with `spared`, of the one alone whose tokens begin with these.
+    """
+    loops, step = list[StepLoop](), StepLoop.step
+
+    def noted(self: StepLoop, *arguments: Any) -> Any:
+        loops[:] = [self]
+        return step(self, *arguments)
+
+    def poisoned(cache: KvCache) -> None:
+        kv, live = cache._buffers.array(cache._model, "kv"), loops[0].sequences if loops else []
+        mine = [each.number for each in live if spared is None or each.tokens[each.shared :][: len(spared)] == spared]
+        for row, slots in enumerate(cache._rows):
+            others = ~np.isin(slots.owners, [*mine, SHARED])
+            kv[:, row][:, :, np.flatnonzero(others)] = 1e30
+            kv[:, row][:, :, slots.length :] = -1e30
+
+    begin, begin_alone = KvCache.begin, KvCache.begin_alone
+    monkeypatch.setattr(StepLoop, "step", noted)
+    monkeypatch.setattr(KvCache, "begin", lambda self, *given: (begin(self, *given), poisoned(self)))
+    monkeypatch.setattr(KvCache, "begin_alone", lambda self, *given: (begin_alone(self, *given), poisoned(self)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", ["bushy", "head", "mixed"])
+def test_nothing_of_others_is_read(branching, drafter, mode, monkeypatch) -> None:
+    """Neither what is dead or after the last row, nor rows of live branches: large finite garbage, equal drafts."""
+    branches = [{"prompt": [20 + i, 5], "max_new_tokens": 4 + 5 * i, "temperature": 0.4 * i} for i in range(5)]
+    options = {"drafter": drafter, "max_parallel": 3, "ignore_eos": True, "auto_disable": False, "seed": 0}
+
+    def run(*spared: list[int] | None) -> list[tuple[list[int], int, int]]:
+        branching.engines.idle.clear()  # the prefix is computed again
+        with monkeypatch.context() as patch:
+            for each in spared:
+                poison(patch, each)
+            found = branching.generate_branches([3, 1, 4] * 5, branches, mode=mode, **options)
+        return [(each.token_ids, each.stats.accepted, each.stats.drafted) for each in found]
+
+    expected = run()
+    assert run(None) == expected
+    for place in (0, 3):
+        assert run(branches[place]["prompt"])[place] == expected[place]
+    branching.engines.idle.clear()

@@ -25,7 +25,7 @@ from outrider.runtime.options.options import Options
 from tests.conftest import PARTIAL_KV, BuildOnce
 from tests.integration.served import client_of, listening
 
-DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed", "sure"]
+DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
 PROMPT = [(37 * i) % 299 + 1 for i in range(60)]
 KEEP = PrefixCacheConfig(max_cached_tokens=2048, min_prefix_length=1)
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 import outrider.compiler.__main__
 import outrider.runtime.__main__
+import outrider.tools.command
 import outrider.tools.verify.__main__
 from outrider import Runtime
 from outrider.compiler.models.families import FAMILIES
@@ -159,6 +160,8 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr(generate, toy: Run
     assert re.search(r"24 tokens \(length\), .*, first token after [\d.]+ ms$", printed.err.replace("\n", " ").strip())
     assert generate("--prompt", PROMPT, "--max-new-tokens", "9999", "--ignore-eos") == 0
     assert "(length: the context of 160 tokens is full)" in capsys.readouterr().err.replace("\n", " ")
+    assert generate("--prompt", PROMPT, "--drafter", "chain", "--debug") == 0
+    assert re.search(r"^ +\d+ ([+-]'.*'\(.*\) )+= '.*'$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_stream_prints_the_text_of_generate(generate, capsys: Captured) -> None:
@@ -244,6 +247,31 @@ def test_a_missing_plan_and_an_unknown_backend_are_refused(toy_plan: Path, tmp_p
         assert "is not a plan" in refused(capsys, main([command[0], str(tmp_path / "none"), *command[1:]]))
     arguments = ["generate", str(toy_plan), "--prompt", "x"]
     assert "onnxruntime-cpu" in refused(capsys, main([*arguments, "--backend", "tensorrt"]))
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        ("serve PLAN", "h11", "serve"),
+        ("serve PLAN --telemetry --port 0", "opentelemetry.sdk", "telemetry"),
+        ("serve-ray PLAN", "ray", "ray"),
+        ("batch PLAN requests.parquet --out out", "pyarrow", "ray"),
+        ("batch PLAN requests.jsonl --out out --ray local", "ray", "ray"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    command: str, missing: str, extra: str, toy_plan: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requests.parquet").write_bytes(b"PAR1")
+    (tmp_path / "requests.jsonl").write_text('{"custom_id": "a", "body": {}}\n')
+    importing = [f"outrider.runtime.server.{name}" for name in ("connections", "tracing")]
+    for name in [name for name in sys.modules if name in importing or name.startswith(f"{missing}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    said = refused(capsys, outrider.tools.command.main(command.replace("PLAN", str(toy_plan)).split()))
+    assert f"needs {missing}" in said
+    assert f"'.[{extra}]'" in said
 
 
 @pytest.mark.parametrize("arguments", [[], ["generate", "plan"], ["generate", "plan", "--seed", "x"], ["dance"]])

@@ -25,7 +25,7 @@ from outrider.runtime.drafters.engine import EngineDrafter
 from outrider.runtime.drafters.verify_length import VerifyLength
 from outrider.runtime.options.options import Options
 from outrider.runtime.pass_prices import conditions_here
-from outrider.runtime.trace import Node, Round
+from outrider.runtime.trace import Node, RoundTrace
 from tests.conftest import REJECTING, TOY_DRAFTERS, BuildOnce
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
@@ -39,7 +39,7 @@ def asked(**more: Any) -> Options:
     return Options(**found)  # type: ignore[typeddict-item]
 
 
-def check_rounds(rounds: list[Round], draft_tokens: int = 99, draft_depth: int = 99) -> None:
+def check_rounds(rounds: list[RoundTrace], draft_tokens: int = 99, draft_depth: int = 99) -> None:
     for each in rounds:
         assert len(each.nodes) <= draft_tokens
         assert max((node.depth for node in each.nodes), default=0) <= draft_depth
@@ -52,21 +52,21 @@ def check_rounds(rounds: list[Round], draft_tokens: int = 99, draft_depth: int =
 @pytest.mark.parametrize("drafter", TOY_DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_draft_keeps_to_the_limits(toy: Runtime, drafter: str, limits: dict[str, int], temperature: float) -> None:
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     sampling: dict[str, Any] = {"temperature": temperature, "seed": 2}
     expected = toy.generate(PROMPT, **asked(drafter="none", **sampling))
     found = toy.generate(PROMPT, **asked(drafter=drafter, on_round=rounds.append, **limits, **sampling))
     assert found.token_ids == expected.token_ids
     check_rounds(rounds, **limits)
     assert found.stats.drafted > 0
-    assert found.stats.accepted > 0 or drafter not in ("chain", "sure", "bushy")
+    assert found.stats.accepted > 0 or drafter not in ("chain", "bushy")
     most = min(limits.get("draft_tokens", 99), 99)
     if drafter == "bushy" and "draft_depth" not in limits:  # a whole tree, but where its KV is fed alone
         assert Counter(len(each.nodes) for each in rounds).most_common(1)[0][0] == most
 
 
 def test_in_company(serving: Runtime) -> None:
-    rounds: list[list[Round]] = [[] for _ in TOY_DRAFTERS]
+    rounds: list[list[RoundTrace]] = [[] for _ in TOY_DRAFTERS]
     limits = [LIMITS[place % len(LIMITS)] for place in range(len(TOY_DRAFTERS))]
     both = [
         (PROMPT, asked(drafter=drafter, on_round=rounds[place].append, constraint=Shifting(), **limits[place]))
@@ -80,35 +80,12 @@ def test_in_company(serving: Runtime) -> None:
     assert sum(each.stats.accepted for each in found) > 10
 
 
-def test_lengths_of_chains_by_entropy(toy: Runtime) -> None:
-    expected = toy.generate(PROMPT, **asked(drafter="none")).token_ids
-
-    def lengths(**limits: int) -> set[int]:
-        rounds: list[Round] = []
-        found = toy.generate(PROMPT, **asked(drafter="sure", on_round=rounds.append, **limits))
-        assert found.token_ids == expected
-        return {len(each.nodes) for each in rounds[1:-6]}  # the last have no room
-
-    plan = lengths()
-    assert max(plan) > 1
-    assert lengths(gamma_max=1) == {1}
-    assert lengths(gamma_min=4, gamma_max=4) == {4}
-    assert min(lengths(gamma_min=5)) == 5
-    assert max(lengths(gamma_min=5, draft_tokens=2)) == 2
-    assert lengths() == plan
-
-
 @pytest.mark.parametrize(
     ("drafter", "limits", "words"),
     [
         ("chain", {"draft_tokens": 12}, "draft_tokens is 12; pass a whole number from 1 to 11"),
         ("chain", {"draft_depth": 12}, "draft_depth is 12; pass a whole number from 1 to 11"),
-        ("sure", {"gamma_max": 7}, "gamma_max is 7; pass a whole number from 1 to 6"),
-        ("sure", {"gamma_min": 4, "gamma_max": 3}, "gamma_min is 4; pass a whole number from 1 to 3"),
-        ("chain", {"gamma_max": 3}, "gamma_max is given, and the drafter 'chain' has no chains that are as long as"),
-        ("none", {"gamma_min": 3}, "gamma_min is given, and the drafter 'none' has no chains"),
         ("classical", {"draft_tokens": 2}, "draft_tokens is given, and tokens of the drafter 'classical', which is"),
-        ("classical-egag", {"gamma_max": 2}, "gamma_max is given, and tokens of the drafter 'classical-egag'"),
     ],
 )
 def test_what_cannot_be_is_refused(everything: Runtime, drafter: str, limits: dict[str, Any], words: str) -> None:
@@ -127,7 +104,7 @@ def test_nodes_within_limits() -> None:
     assert clip_draft([-1, 0, 1], None, 2, None) == [0, 1]
 
 
-DRAFTED_BY_ENGINES = ("chain", "sure", "bushy", "head", "block")
+DRAFTED_BY_ENGINES = ("chain", "bushy", "head", "block")
 FREE, STEEP, STAIRS = [0.0], [1000.0], [0.0, 0.0, 1.0]  # what each row after the first, of 1, costs; repeated
 Priced = Callable[[Path, list[float]], Path]
 
@@ -171,7 +148,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     runtime, steps = alone
     sampling = options(temperature=temperature, seed=3)
     expected = toy.generate(PROMPT, **sampling | Options(drafter="none"))
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     with runtime.session() as session:
         found = session.generate(PROMPT, **sampling | Options(drafter=drafter, on_round=rounds.append))
         more = session.generate(PROMPT, **sampling | Options(drafter=drafter))
@@ -181,7 +158,7 @@ def test_the_tokens_are_those_of_plain_decoding(
         assert session.generate(PROMPT, **sampling | Options(drafter="none")).token_ids == more.token_ids
     assert sum(each.left_out for each in rounds) == found.stats.left_out
     assert sum(len(each.nodes) for each in rounds) == found.stats.drafted
-    both: list[list[Round]] = [[], []]
+    both: list[list[RoundTrace]] = [[], []]
     for each, seen in zip((toy, runtime), both, strict=True):  # what is always on is verified whole
         each.generate(PROMPT, **sampling | Options(drafter=drafter, auto_disable=False, on_round=seen.append))
     assert [len(each.nodes) for each in both[0]] == [len(each.nodes) for each in both[1]]
@@ -209,7 +186,7 @@ def test_what_was_verified_is_what_is_learned(
         noted.append((parent, [node in accepted for node in range(len(parent))], own))
 
     monkeypatch.setattr(VerifyLength, "note_verified", note)
-    runtime, rounds = Runtime.load(priced(toy_plan, STAIRS), threads=1), list[Round]()
+    runtime, rounds = Runtime.load(priced(toy_plan, STAIRS), threads=1), list[RoundTrace]()
     runtime.generate(PROMPT, **options(drafter=drafter, on_round=rounds.append))
     seen = [each.nodes for each in rounds if each.nodes]
     assert len(noted) == len(seen)
@@ -307,7 +284,7 @@ def fed_and_lacking(session: Session, name: str, sampling: Options) -> tuple[lis
     fed: list[Fed] = []
     lacking: list[Fed] = []
 
-    def watch(seen: Round) -> None:
+    def watch(seen: RoundTrace) -> None:
         if seen.nodes:
             path = [index for index, node in enumerate(seen.nodes, start=1) if node.accepted]
             without = sum(row[node] < 0 for node in path)
@@ -335,7 +312,7 @@ LONG = Options(max_new_tokens=90, ignore_eos=True, auto_disable=False, temperatu
 
 def drafts(runtime: Runtime, drafter: str) -> tuple[list[int], list[list[Node]], int]:
     """Tokens, what each round has drafted, and how often the head read features apart from a draft."""
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     session = runtime.session()
     program = session.programs[names.extend("head")]
     runs, original = 0, program.run

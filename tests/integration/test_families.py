@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import outrider.compiler.lowering as lowering
 from outrider import PrefixCacheConfig, Runtime
+from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.options.options import Options
@@ -176,7 +176,7 @@ def on_device(request: pytest.FixtureRequest, recipe: Path, built: BuildOnce) ->
             backend = "cuda" if kernels else CUDA
             overrides = [*ONE_ROW, f"backends=[{{kind: {backend}, compute_capabilities: [sm_90]}}]"]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(lowering.RULES, CUDA, lowering.RULES[target if not kernels else CUDA])
+                patch.setattr(BACKEND_CLASSES[CUDA], "rules", BACKEND_CLASSES[target if not kernels else CUDA].rules)
                 plan = built(f"{recipe.parent.name}/{target}-device", overrides, recipe)
             engines = driven("cuda", lambda own: EmulatedKernels(own, device, records=True))
             opened.enter_context(engines if kernels else emulated_engines(device))

@@ -116,7 +116,7 @@ def options(**more: Any) -> Options:
 def test_every_drafter_mixed_in_one_pass(doors: Doors, way: str) -> None:
     plain = [options(drafter="none", temperature=0.9 * (place % 2), seed=5) for place in range(4)]
     expected = doors.texts("generate", plain)
-    for shift in (0, 4, 7):  # nine drafters, so that some are tried both ways
+    for shift in (0, 4, 7):  # eight drafters, so that some are tried both ways
         mixed = [
             options(**own | {"drafter": DRAFTERS[(shift + place) % len(DRAFTERS)]})  # type: ignore[misc]
             for place, own in enumerate(plain)
@@ -127,7 +127,7 @@ def test_every_drafter_mixed_in_one_pass(doors: Doors, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_rejection(doors: Doors, way: str) -> None:
     """Its tokens depend on its drafts, and on nothing else: they are those that it has alone."""
-    drafters = ["classical", "classical-egag", "classical-head", "chain", "classical-block"]
+    drafters = ["classical", "classical-head", "chain", "classical-block"]
     asked = [options(drafter=drafter, temperature=1.0, seed=5) for drafter in drafters]
     assert doors.texts(way, asked) == doors.texts("generate", asked)
 

@@ -13,7 +13,8 @@ import pytest
 from outrider import Runtime
 from outrider.plans.errors import PlanError
 from outrider.plans.plan import open_plan
-from outrider.runtime.backends import BACKENDS, Driver, reason_against
+from outrider.runtime.backends import DRIVERS, reason_against
+from outrider.runtime.backends.base import Driver
 from outrider.runtime.backends.cuda_driver import architecture
 from tests.conftest import made_once
 from tests.integration.gpu_plans import gpu_plan
@@ -45,7 +46,7 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     launched = "outrider_attend" if kernels else "outrider_bim_mask"
     with pytest.MonkeyPatch.context() as patch:
         if kernels:
-            patch.setitem(BACKENDS, "onnxruntime-cpu", Driver(lambda _: "the tests are for another", None))  # type: ignore[arg-type]
+            patch.setitem(DRIVERS, "onnxruntime-cpu", Driver(lambda _: "the tests are for another", None))  # type: ignore[arg-type]
         with driven(target, lambda own: EmulatedKernels(own, device) if kernels else EmulatedBackend(device)):
             yield request.getfixturevalue("everything_kernel_plan" if kernels else "everything_cuda_plan")
     assert device.launched[launched] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from outrider import BusyError, FinishReason, OutriderError, PlanError, RequestError, Runtime
 from outrider.runtime.options.options import Options
-from outrider.runtime.rounds import step
+from outrider.runtime.rounds.parts import Parts
 from tests.conftest import TOY_DRAFTERS
 
 PROMPT = "def add(a, b):\n"
@@ -172,8 +173,14 @@ def test_a_cancellation_while_a_drafter_catches_up_ends_the_generation(
     monkeypatch.setattr(
         "outrider.runtime.drafters.adaptive.AdaptiveSpeculation.drafting", property(lambda _: not rests[0])
     )
-    switch = step.switch_drafters
-    monkeypatch.setattr(step, "switch_drafters", lambda *asked: (cancel.set(), switch(*asked))[1])
+    catch_up = Parts.catch_up_drafters
+
+    def cancelled(*given: Any, **also: Any) -> None:
+        if not rests[0]:
+            cancel.set()
+        catch_up(*given, **also)
+
+    monkeypatch.setattr(Parts, "catch_up_drafters", cancelled)
     session, found = toy.session(), list[int]()
     stream = session.stream(range(1, 9), drafter="head", max_new_tokens=100, ignore_eos=True, cancel=cancel)
     for span in stream:

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from outrider import Runtime
-from outrider.compiler.recipe_backends import RtxCapability
+from outrider.compiler.backends.tensorrt_rtx import RtxCapability
 from outrider.plans.errors import PlanError
 from outrider.runtime.backends.cuda_driver import architecture, call
 from outrider.runtime.options.options import Options

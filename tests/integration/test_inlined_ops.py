@@ -19,16 +19,16 @@ import yaml
 
 import outrider.compiler.build
 from outrider import PrefixCacheConfig, Runtime
-from outrider.compiler.engines import EngineFolder
+from outrider.compiler.backends.tensorrt import TensorRtBackend
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.recipe_backends import BackendBuild
 from outrider.plans import names
 from outrider.plans.errors import PlanError
 from outrider.plans.plan import Plan
-from outrider.runtime.backends import BACKENDS, Driver
+from outrider.runtime.backends import DRIVERS
+from outrider.runtime.backends.base import Driver
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.options.options import Options
-from outrider.runtime.trace import Round
+from outrider.runtime.trace import RoundTrace
 from tests.conftest import TOY_RECIPE
 from tests.integration.shifting_rule import Shifting
 from tests.integration.test_onnxruntime_cuda import (  # noqa: F401  # tests of this backend too
@@ -57,19 +57,12 @@ def plan(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 def build_plan(toy_recipe: Path, drafters: list[dict[str, Any]], out: Path, *overrides: str, **options: bool) -> Plan:
     recipe = load_recipe(toy_recipe, [f"backends=[{CPU}, {TENSORRT}]", f"drafters={json.dumps(drafters)}", *overrides])
-    open_folder = outrider.compiler.build.open_folder
-
-    def opened(target: BackendBuild, folder: Path, *others: Any) -> EngineFolder:
-        if target.kind != TENSORRT:
-            return open_folder(target, folder, *others)
-        return GraphsInPlaceOfEngines(folder, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outrider.compiler.build, "open_folder", opened)
-        patch.setattr(outrider.compiler.build, "facts_of_machine", lambda target: {"gpu": "none"})
-        patch.setattr(
-            outrider.compiler.build, "kernel_architectures", lambda t: ("sm_90",) if t.kind == TENSORRT else ()
-        )
+        written = lambda backend, folder, *_: GraphsInPlaceOfEngines(folder, **options)  # noqa: E731
+        patch.setattr(TensorRtBackend, "open_folder", written)
+        patch.setattr(TensorRtBackend, "facts_of_machine", lambda backend: {"gpu": "none"})
+        patch.setattr(TensorRtBackend, "architectures", ("sm_90",))
         return outrider.compiler.build.build(recipe, toy_recipe, out).plan
 
 
@@ -85,7 +78,7 @@ def backend(emulator: Emulator, plugin_shells: StandIn) -> EmulatedTensorRt:
 
 @pytest.fixture
 def runtime(plan: Plan, backend: EmulatedTensorRt, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
+    monkeypatch.setitem(DRIVERS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
     return Runtime.load(plan.root, backend=TENSORRT)
 
 
@@ -117,7 +110,7 @@ def test_rules_are_applied_after_an_engine_that_accepts(runtime: Runtime, cpu: R
         found = runtime.generate(PROMPT, drafter=drafter, **options)
         assert found.token_ids == expected.token_ids
         assert found.stats.drafted == 0
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     options = Options(temperature=0.9, seed=5, max_new_tokens=14, ignore_eos=True, auto_disable=False)
     expected = cpu.generate(PROMPT, drafter="none", **options)
     found = runtime.generate(PROMPT, drafter=drafter, draft_tokens=3, draft_depth=2, on_round=rounds.append, **options)
@@ -134,7 +127,7 @@ def test_a_target_engine_may_leave_the_ops_around_it_outside(
     stages = plan.manifest.backends[TENSORRT].programs[names.speculate("head")].stages
     assert [stage.run for stage in stages][:3] == ["head", "BimMask", "target"]
     assert "TreeAccept" in [stage.run for stage in stages]
-    monkeypatch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
+    monkeypatch.setitem(DRIVERS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
     runtime = Runtime.load(plan.root, backend=TENSORRT)
     options = Options(temperature=0.9, seed=5, max_new_tokens=14, ignore_eos=True, auto_disable=False)
     expected = cpu.generate(PROMPT, drafter="none", **options).token_ids
@@ -191,7 +184,7 @@ def together(
     out = tmp_path_factory.mktemp("together") / "plan"
     plan = build_plan(toy_recipe, [*kept, DRAWN], out, "capacity.branches=16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
+        patch.setitem(DRIVERS, TENSORRT, Driver(lambda target: None, lambda target, settings: backend))
         here = Runtime.load(plan.root, backend=TENSORRT, prefix_cache=PrefixCacheConfig(max_cached_tokens=512))
         yield here, Runtime.load(plan.root, backend=CPU, threads=1)
         here.close()

@@ -21,7 +21,8 @@ from outrider.plans.errors import PlanError, RecipeError
 from outrider.plans.plan import open_plan
 from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS
 from outrider.plugins.cuda.resources import kernel_resources
-from outrider.runtime.backends import BACKENDS, Driver
+from outrider.runtime.backends import DRIVERS
+from outrider.runtime.backends.base import Driver
 from outrider.runtime.options.options import Options
 from tests.conftest import CPU_AND, BuildOnce, made_once, write_toy
 from tests.fake_cuda.provider import CudaProvider
@@ -64,7 +65,7 @@ def device(engine_emulator: Emulator) -> EmulatedDevice:
 @pytest.fixture
 def emulated(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> EmulatedDevice:
     made = Driver(lambda plan: None, lambda plan, settings: EmulatedKernels(plan, device, records=settings.cuda_graphs))
-    monkeypatch.setitem(BACKENDS, CUDA, made)
+    monkeypatch.setitem(DRIVERS, CUDA, made)
     return device
 
 
@@ -212,8 +213,8 @@ def test_an_engine_that_was_changed_is_refused(quantised_plan: Path, emulated: E
 def test_what_it_has_no_kernels_for_is_refused(toy_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = made_once(tmp_path_factory, "experts-toy", lambda out: write_toy(out, experts=True))
     recipe = load_recipe(folder / "model.yaml", ["drafters=[]", f"backends=[{CPU}, {CUDA}]"])
-    with pytest.raises(RecipeError, match=r"backends\[1\] is cuda, .*experts yet, .*the target .*onnxruntime-cuda"):
+    with pytest.raises(RecipeError, match=r"target\.checkpoint is .* experts, and cuda has no .*onnxruntime-cuda"):
         design_plan(recipe)
     recipe = load_recipe(toy_recipe, ["kv_cache=int8", f"backends=[{CUDA}]"])
-    with pytest.raises(RecipeError, match=r"kv_cache is int8; cuda .*float32 here, or in float16: .*set it to float16"):
+    with pytest.raises(RecipeError, match="kv_cache is int8; cuda keeps keys and values in float32 or float16 here"):
         design_plan(recipe)

@@ -188,8 +188,10 @@ def test_an_engine_that_is_left_with_a_round_is_given_back(cuda_plan: Plan, emul
     device, addresses = buffers.device, list(buffers._addresses)
     assert isinstance(device, EmulatedDevice)
     assert device._memory.keys() >= set(addresses)
+    assert (device.graphs > 0) == records
     runtime.engines.loops.clear()
     del stream, session, runtime, spans, buffers
     gc.collect()
     assert not device._queue
     assert device._memory.keys().isdisjoint(addresses)
+    assert device.graphs == 0

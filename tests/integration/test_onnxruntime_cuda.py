@@ -10,12 +10,14 @@ import numpy as np
 import onnx
 import pytest
 
-import outrider.compiler.lowering as lowering
 from outrider import Generation, Runtime
+from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.plans import names
 from outrider.plans.errors import PlanError
+from outrider.plans.manifest import BackendPlan
 from outrider.plans.plan import Plan, open_plan
-from outrider.runtime.backends import BACKENDS, Driver, choose_backend, cuda_driver, onnxruntime_cuda
+from outrider.runtime.backends import DRIVERS, choose_backend, cuda_driver, onnxruntime_cuda
+from outrider.runtime.backends.base import Driver
 from outrider.runtime.backends.cuda_driver import fitting_kernels, kernels_reason
 from outrider.runtime.backends.device_layout import LARGE, lay_out
 from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
@@ -60,7 +62,7 @@ def expect_no_partings(runtime: Runtime, reference: Runtime, options: Options) -
 
 
 def test_every_drafter_gives_the_tokens_of_plain_decoding(cuda_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
+    monkeypatch.setitem(DRIVERS, CUDA, DRIVERS["onnxruntime-cpu"])
     runtime, reference = (Runtime.load(cuda_plan.root, backend=target) for target in (CUDA, "onnxruntime-cpu"))
     for options in SAMPLINGS:
         expect_no_partings(runtime, reference, options)
@@ -71,7 +73,7 @@ def _grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of float32 with GroupQueryAttention, run on the CPU."""
     in_float32(monkeypatch)
     norms_outside(monkeypatch)
-    monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
+    monkeypatch.setitem(DRIVERS, CUDA, DRIVERS["onnxruntime-cpu"])
 
 
 @pytest.mark.usefixtures("_grouped")
@@ -82,7 +84,7 @@ def test_with_grouped_attention_every_drafter_gives_the_tokens_of_plain_decoding
     plan = open_plan(built("grouped", [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"]))
     reports = plan.manifest.backends[CUDA].lowering
     applied = {report.engine: report.applied for report in reports if report.rule == "GroupQueryAttention"}
-    assert applied.keys() == {"target", "chain", "sure", "bushy", "head", "block"}
+    assert applied.keys() == {"target", "chain", "bushy", "head", "block"}
     assert all(applied.values())
     runtime = Runtime.load(plan.root)
     for sampling in SAMPLINGS:
@@ -107,17 +109,17 @@ def test_levels_that_leave_no_rows_give_the_same_tokens(
     built: BuildOnce, toy: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As TensorRT has them: a drafter feeds again what was accepted, and its drafts are as good."""
-    monkeypatch.setitem(lowering.RULES, CUDA, lowering.RULES["tensorrt-rtx"])
-    monkeypatch.setitem(BACKENDS, CUDA, BACKENDS["onnxruntime-cpu"])
+    monkeypatch.setattr(BACKEND_CLASSES[CUDA], "rules", BACKEND_CLASSES["tensorrt-rtx"].rules)
+    monkeypatch.setitem(DRIVERS, CUDA, DRIVERS["onnxruntime-cpu"])
     runtime = Runtime.load(built("no-rows", [f"backends=[{{kind: {CUDA}, compute_capabilities: [sm_80]}}]"]))
     for options in SAMPLINGS:
         expected = toy.generate(PROMPT, drafter="none", **options).token_ids
         whole = toy.generate([*PROMPT, *expected, 5, 6], drafter="none", **options).token_ids
-        for drafter in ("chain", "sure", "bushy", "head"):
+        for drafter in ("chain", "bushy", "head"):
             session, always = runtime.session(), options | Options(auto_disable=False, drafter=drafter)
             found = session.generate(PROMPT, **always)
             assert (found.token_ids, session.generate([5, 6], **always).token_ids) == (expected, whole)
-            assert drafter in ("sure", "head") or found.stats.accepted == toy.generate(PROMPT, **always).stats.accepted
+            assert drafter == "head" or found.stats.accepted == toy.generate(PROMPT, **always).stats.accepted
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def runtime(cuda_plan: Plan, device: EmulatedDevice, monkeypatch: pytest.MonkeyP
 
 
 def loaded(plan: Plan, backend: EmulatedBackend, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setitem(BACKENDS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
+    monkeypatch.setitem(DRIVERS, CUDA, Driver(lambda target: None, lambda target, settings: backend))
     return Runtime.load(plan.root)
 
 
@@ -288,4 +290,5 @@ def test_kernels_that_run_on_a_device(own: str, available: list[str], fitting: s
 )
 def test_a_gpu_without_kernels_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch, own: str, said: str) -> None:
     monkeypatch.setattr(cuda_driver, "architecture", lambda: own)
-    assert said in str(kernels_reason({"sm_80": "kernels.cubin"}, 80))
+    plan = BackendPlan.model_construct(kernels={"sm_80": "kernels.cubin"})
+    assert said in str(kernels_reason(plan, 80))

@@ -291,7 +291,7 @@ def test_memory_and_inspect_count_the_bytes_of_the_type(plan: Path, everything_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kept", ["int8", pytest.param("float16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kept", ["int8", "float16"])
 def test_the_reference_agrees_with_its_checkpoint(kept: str, tmp_path: Path) -> None:
     """Logits within the type's bound of transformers', and with every drafter the tokens of plain decoding."""
     recipe = load_recipe(REFERENCE_RECIPE, [f"kv_cache={kept}"])

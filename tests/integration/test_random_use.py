@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider import Generation, PrefixCacheConfig, Runtime, SchedulerConfig
+from outrider.plans import names
 from outrider.plans.errors import RequestError
 from outrider.runtime.step_loop import StepLoop
 from tests.conftest import REJECTING, TOY_DRAFTERS
@@ -28,26 +30,46 @@ CACHES = {
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(800, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("mode", "cache", "prefill_tokens"),
+    ("mode", "cache", "scheduling"),
     [
-        ("batching", "no cache", None),
-        ("batching", "large", 3),
-        ("in-one-sequence", "no cache", 5),
-        ("in-one-sequence", "small", None),
+        ("batching", "no cache", {"overlap": False}),
+        ("batching", "large", {"prefill_tokens": 3}),
+        ("in-one-sequence", "no cache", {"prefill_tokens": 5}),
+        ("in-one-sequence", "small", {}),
     ],
 )
 def test_tokens_do_not_depend_on_what_was_done_before(
-    everything: Runtime, everything_plan: Path, mode: Any, cache: str, prefill_tokens: int | None, rounds: int
+    everything: Runtime, everything_plan: Path, mode: Any, cache: str, scheduling: dict[str, Any], rounds: int
 ) -> None:
-    own: dict[str, Any] = {"seed": rounds, "threads": 1, "cache": CACHES[cache], "prefill_tokens": prefill_tokens}
+    """The long run explores other uses each time."""
+    seed = rounds if rounds == 40 else random.SystemRandom().randrange(10**6)
+    own: dict[str, Any] = {"seed": seed, "threads": 1, "cache": CACHES[cache], **scheduling}
     used = expect_the_tokens_of_the_target_alone(everything, everything_plan, mode, rounds, **own)
     assert used.memory().idle == 1
 
 
 def test_tokens_of_padded_rows(branching: Runtime, branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows padded on the left, slots to the longest row's: for engines that read no ragged rows."""
-    monkeypatch.setattr("outrider.runtime.step_loop_pool.StepLoop", partial(StepLoop, padded=True))
+    shapes = set[tuple[bool, bool]]()
+
+    class PaddedLoop(StepLoop):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, padded=True)
+            for program in (self.programs[names.DECODE], self.programs[names.VERIFY]):
+                monkeypatch.setattr(program, "run", partial(self.check_step, program.run))
+
+        def check_step(self, run: Callable[..., None], *between: Any) -> None:
+            step, rows = self.target_step, self.cache._used
+            (width,) = set(np.diff(step.row_splits[: rows + 1]).tolist())
+            (past,) = set(step.past_length[:rows].tolist())
+            assert self.cache.alignment is not None
+            assert self.cache.alignment.cache_length == past
+            shapes.add((rows > 1, width > 1))
+            run(*between)
+
+    monkeypatch.setattr("outrider.runtime.step_loop_pool.StepLoop", PaddedLoop)
     expect_the_tokens_of_the_target_alone(branching, branch_plan, "batching", 40, seed=1, threads=1, rejecting=())
+    assert (True, True) in shapes
 
 
 VOCAB, CONTEXT = 299, 160
@@ -74,10 +96,11 @@ def expect_the_tokens_of_the_target_alone(
     threads: int = 2,
     cache: PrefixCacheConfig | None = None,
     prefill_tokens: int | None = None,
+    overlap: bool = True,
     **drafters: Sequence[str],
 ) -> Runtime:
     """Load the plan again and use it for `rounds`; return the runtime, closed."""
-    scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens)
+    scheduler = SchedulerConfig(mode=mode, prefill_tokens=prefill_tokens, overlap=overlap)
     used = Runtime.load(plan, threads=threads, prefix_cache=cache, scheduler=scheduler)
     user = RandomUse(alone, used, mode, seed, **drafters)
     user.run(rounds)
@@ -110,7 +133,7 @@ class RandomUse:
         self._alone, self._used, self._mode = alone, used, mode
         self._coupled, self._rejecting = coupled, rejecting
         self._partial = alone.manifest.partial_kv is not None
-        self._random = random.Random(seed)
+        self._seed, self._random = seed, random.Random(seed)
         self._beginnings = [self._tokens(60) for _ in range(6)]
         self._expected: dict[str, Generation] = {}
         self._same_bits = used.backend == alone.backend == "onnxruntime-cpu"
@@ -153,10 +176,7 @@ class RandomUse:
     def _drafting(self, sampling: dict[str, Any], *, rejection: bool = True, partial: bool = True) -> dict[str, Any]:
         drafter = self._random.choice([*self._coupled, *self._rejecting] if rejection else self._coupled)
         chosen = {"drafter": drafter, "auto_disable": self._random.random() < 0.5}
-        ruled = any(sampling.keys() >= rule.keys() for rule in RULES)  # which goes with full KV alone
-        lossless = (
-            self._partial and partial and not ruled and drafter not in self._rejecting and self._random.random() < 0.3
-        )
+        lossless = self._partial and partial and drafter not in self._rejecting and self._random.random() < 0.3
         if drafter not in self._rejecting and self._random.random() < 0.2:
             chosen |= self._random.choice(LIMITS)
         budget = {"partial_kv": "lossless", "partial_budget": self._random.choice([None, 2, 3, "auto"])}
@@ -172,10 +192,11 @@ class RandomUse:
             self._expected[key] = self._alone.generate(prompt, drafter=drafter, **sampling)
         expected, whole = self._expected[key], isinstance(found, Generation) and found.finish_reason != "cancelled"
         tokens = found.token_ids if isinstance(found, Generation) else found
-        assert tokens == (expected.token_ids if whole else expected.token_ids[: len(tokens)]), (drafting, key)
+        use = f"seed {self._seed}", drafting, key
+        assert tokens == (expected.token_ids if whole else expected.token_ids[: len(tokens)]), use
         if whole and self._same_bits and "partial_kv" not in drafting:
             assert isinstance(found, Generation)
-            assert (found.text, found.logprobs) == (expected.text, expected.logprobs), (drafting, key)
+            assert (found.text, found.logprobs) == (expected.text, expected.logprobs), use
         self.compared += 1
         self.partial_rounds += found.stats.partial_rounds if isinstance(found, Generation) else 0
 
@@ -243,7 +264,7 @@ class RandomUse:
                 stream = session.stream(prompt, **sampling, **drafting)
                 tokens = [token for span in islice(stream, self._random.randint(1, 5)) for token in span.token_ids]
                 stream.close()
-                assert session.token_ids == text + prompt + tokens
+                assert session.token_ids == text + prompt + tokens, f"seed {self._seed}"
                 self._compare(text + prompt, sampling, drafting, tokens)
                 continue
             found = session.generate(prompt, **sampling, **drafting)

@@ -23,8 +23,9 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from outrider import Runtime
+from outrider.plans.plan import open_plan
 from outrider.runtime.ray_cluster import _sigterm_blocked
-from outrider.runtime.ray_serve.application import build
+from outrider.runtime.ray_serve.application import _scaling, build
 from outrider.runtime.ray_serve.command import main
 from outrider.runtime.ray_serve.settings import Settings
 from tests.integration.ray_cluster import free_port
@@ -117,6 +118,13 @@ def test_wrong_options_are_refused_first(branch_plan: Path, capsys: pytest.Captu
             assert main([str(branch_plan), *options]) == 2
             assert words in " ".join(capsys.readouterr().err.split())
     assert main([str(branch_plan.parent / "nowhere")]) == 2
+
+
+def test_replicas_are_added_up_to_the_most_by_the_requests_under_way(branch_plan: Path) -> None:
+    settings = Settings(plan=branch_plan, min_replicas=1, replicas=2, max_replicas=3, target_ongoing=5)
+    assert _scaling(settings, open_plan(branch_plan).manifest.target)["autoscaling_config"] == {
+        "min_replicas": 1, "initial_replicas": 2, "max_replicas": 3, "target_ongoing_requests": 5,
+    }  # fmt: skip
 
 
 def test_the_config_that_is_shipped_is_one_of_ours(branch_plan: Path) -> None:

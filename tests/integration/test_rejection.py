@@ -19,7 +19,7 @@ from outrider.runtime.cli.debug import RoundPrinter
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
 from outrider.runtime.sequence import Sequence
-from outrider.runtime.trace import Round
+from outrider.runtime.trace import RoundTrace
 from tests.conftest import REJECTING, BuildOnce, drafting_never_pays
 from tests.plugins.drawn_pairs import one_in_a_thousand
 
@@ -108,7 +108,7 @@ def chi_square(found: NDArray[np.float64]) -> float:
     [
         ("bushy", 3_000, "top-k", 1),  # a coupled tree
         ("classical", 2_000, "top-k", 4),
-        ("classical-egag", 2_000, "top-p", 1),
+        ("classical", 2_000, "top-p", 1),
         ("classical-head", 2_000, "temperature last", 1),
         *(
             pytest.param(*case, marks=pytest.mark.long)
@@ -116,7 +116,6 @@ def chi_square(found: NDArray[np.float64]) -> float:
                 ("classical", 20_000, "top-k", 1),
                 ("classical", 10_000, "top-p", 4),
                 ("classical", 5_000, "temperature last", 1),
-                ("classical-egag", 10_000, "top-k", 4),
                 ("classical-head", 5_000, "top-k", 4),
             )
         ),
@@ -151,7 +150,7 @@ def test_tokens_do_not_depend_on_slots_that_neighbours_have_left(everything: Run
     while not first.over:
         step(one, first)
     engine.release(first)
-    rest = view - one.end - engine._reserved(one.request)
+    rest = view - one.generation.end - engine._reserved(one.generation.request)
     second = admit(2, PROMPT * 2, Options(max_new_tokens=rest - 80, drafter="none", ignore_eos=True))
     while engine.cache.length + longest < view:
         assert not second.over
@@ -195,7 +194,7 @@ def test_without_the_adjustment_they_have_not(everything: Runtime, oracle: Qwen3
 
 @pytest.mark.parametrize("drafter", REJECTING)
 def test_rounds_have_r_and_p_over_q(everything: Runtime, drafter: str) -> None:
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     session = everything.session()
     session.generate(PROMPT, drafter=drafter, temperature=1.0, seed=3, max_new_tokens=80, on_round=rounds.append)
     nodes = [node for r in rounds[:-1] for node in r.nodes]  # the last may have been cut

@@ -344,8 +344,16 @@ def test_what_a_processor_returns_is_checked(toy: Runtime, processor: Any, words
         toy.generate(PROMPT, drafter="chain", **asked_for({"logits_processors": [processor]}))
 
 
-def test_rules_go_with_full_kv_alone(long: Runtime) -> None:
-    with pytest.raises(RequestError, match="partial_kv is 'lossless', and logit_bias goes with full KV alone"):
-        long.generate(PROMPT, logit_bias={5: 1.0}, partial_kv="lossless")
-    found = long.generate(PROMPT * 5, logit_bias={5: 1.0}, max_new_tokens=20)
-    assert found.stats.partial_rounds == 0
+@pytest.mark.usefixtures("run_ahead")
+@pytest.mark.parametrize("drafter", ["none", "ngram", "bushy", "head"])
+def test_lossless_partial_kv(everything: Runtime, drafter: str) -> None:
+    """A tentative token is chosen under the rules too; where none may follow, the full KV cache decides."""
+    prompt = (PROMPTS[1] * 99)[:90]
+    free = everything.generate(prompt, **asked(drafter="none", partial_kv="off")).token_ids
+    found = everything.generate(prompt, **asked(drafter=drafter, partial_kv="lossless"))
+    assert found.token_ids == free
+    assert found.stats.partial_rounds > 0
+    for count in (1, 9, 20):
+        stream = everything.stream(prompt, **asked(drafter=drafter, partial_kv="lossless", constraint=Stuck(count)))
+        plain = everything.generate(prompt, **asked(drafter="none", partial_kv="off", constraint=None)).token_ids
+        assert _tokens_until_stuck(stream) == plain[:count]

@@ -18,8 +18,9 @@ from outrider.compiler.recipe import load_recipe
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Buckets
 from outrider.plans.plan import open_plan
+from outrider.runtime.backends.onnxruntime_cpu import _Sized
 from outrider.runtime.options.options import Options
-from outrider.runtime.trace import Round
+from outrider.runtime.trace import RoundTrace
 from outrider.tools.verify.agreement import compare_drafters
 from outrider.tools.verify.verification import LOGIT_BOUND
 from tests.conftest import HELD_OUT, PARTIAL_KV, TOY_DRAFTERS, BuildOnce, drafting_never_pays, forget_what_drafting_cost
@@ -53,9 +54,9 @@ def test_drafting_that_does_not_pay_is_disabled_and_tried_again(
     """Or at once, with another sampling; a head that was disabled has no features computed again."""
     forget_what_drafting_cost(toy)
     drafting_never_pays(monkeypatch, 5)
-    options = Options(ignore_eos=True, drafter=drafter)
+    options = Options(ignore_eos=True, drafter=drafter, draft_tokens=1)  # rounds enough, whatever the memory knows
     sampled = Options(temperature=1.0, seed=4, **options)  # type: ignore[misc]
-    plain = toy.generate([5, 6, 7] * 9, **sampled | Options(max_new_tokens=100, drafter="none"))
+    plain = toy.generate([5, 6, 7] * 9, max_new_tokens=100, temperature=1.0, seed=4, ignore_eos=True, drafter="none")
     drafted = toy.session().generate([5, 6, 7] * 9, max_new_tokens=100, **sampled)
     assert drafted.token_ids == plain.token_ids
     assert 0 < drafted.stats.plain_rounds < drafted.stats.rounds
@@ -70,7 +71,7 @@ def test_drafting_that_does_not_pay_is_disabled_and_tried_again(
 
 
 def test_rounds_can_be_watched(toy: Runtime) -> None:
-    seen: list[Round] = []
+    seen: list[RoundTrace] = []
     options = Options(max_new_tokens=40, ignore_eos=True, auto_disable=False)
     for drafter in ("ngram", "chain", "bushy", "none"):
         seen.clear()
@@ -95,7 +96,7 @@ def test_rounds_can_be_watched(toy: Runtime) -> None:
 def test_a_host_drafter_drafts_in_the_pass_that_ends_the_prompt(toy: Runtime, branch_plan: Path, mode: str) -> None:
     prompt = [5, 6, 7, 8] * 4
     plain = toy.generate(prompt, drafter="none", max_new_tokens=6, ignore_eos=True).token_ids
-    seen: list[Round] = []
+    seen: list[RoundTrace] = []
     options = Options(drafter="ngram", max_new_tokens=6, ignore_eos=True, on_round=seen.append)
     if mode == "alone":
         found = [toy.generate(prompt, **options)]
@@ -186,6 +187,18 @@ def test_buffers_never_move(toy: Runtime) -> None:
     session.reset()
     session.generate(list(range(1, 20)), max_new_tokens=30, temperature=1.0, drafter="none")
     assert {name: array.ctypes.data for name, array in session.buffers.arrays.items()} == before
+
+
+def test_plain_decoding_binds_again_only_where_the_view_grows(
+    reference: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, bind = list[str](), _Sized.bind
+    stream = reference.session().stream(list(range(120)), max_new_tokens=60, drafter="none", ignore_eos=True)
+    for _ in range(2):
+        next(stream)
+    monkeypatch.setattr(_Sized, "bind", lambda self, sizes: (bound.append(self._name), bind(self, sizes)))
+    list(stream)
+    assert bound == ["attn_bias"]  # once, where 128 keys become 256
 
 
 def test_timing_a_round_leaves_the_sequence_as_it_is(toy: Runtime) -> None:

@@ -287,7 +287,7 @@ def test_infinite_logits_end_a_request_for_log_probabilities_alone(
 def test_a_draft_that_is_at_fault_changes_no_token(
     runtime: Runtime, expected: list[list[int]], together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Drafting, "_host_draft", lambda *given: Draft([LARGE], np.array([-1])))
+    monkeypatch.setattr(Drafting, "draft_on_host", lambda *given: Draft([LARGE], np.array([0])))
     asked = Options(drafter="ngram") | OPTIONS
     handles = runtime.submit_all([(each, asked) for each in PROMPTS]) if together else []
     found = [each.result(60) for each in handles] or [runtime.generate(each, **asked) for each in PROMPTS]

@@ -16,7 +16,6 @@ from outrider import BusyError, RequestError, Runtime, SchedulerConfig
 from outrider.plans.errors import PlanError
 from outrider.runtime.execution.program import Program
 from outrider.runtime.step_loop import StepLoop
-from tests.conftest import TOY_DRAFTERS
 from tests.integration.served import wait_until
 from tests.integration.test_scheduler import KEEP, assert_nothing_is_left
 
@@ -182,19 +181,6 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("drafter", ["none", *TOY_DRAFTERS])
-def test_tokens_are_those_of_generate(single: Runtime, toy: Runtime, drafter: str, temperature: float) -> None:
-    options: dict[str, Any] = {"drafter": drafter, "temperature": temperature, "seed": 3, "max_new_tokens": 30}
-    expected = toy.generate(PROMPT, logprobs=2, **options)
-    handle = single.submit(PROMPT, logprobs=2, **options)
-    found = handle.result(60)
-    assert (found.token_ids, found.text, found.logprobs) == (expected.token_ids, expected.text, expected.logprobs)
-    assert found.finish_reason == expected.finish_reason
-    assert [token for span in handle for token in span.token_ids] == found.token_ids
-    assert "".join(span.text for span in handle) == found.text
 
 
 @pytest.mark.parametrize("mode", ["lossless", "lossy"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.plans.partial_kv import PartialKv
-from outrider.plugins.reference.partial_kv import blocks_in_reach, candidate_blocks
+from outrider.plugins.ops.kv_blocks import blocks_in_reach, candidate_blocks
 from tests.plans.damage import BACKEND, Edit, edit, refused
 from tests.properties import cheap
 
@@ -59,6 +59,7 @@ def test_the_least_budget_reaches_a_window_and_one_block_less_does_not(
 
 def test_a_partial_kv_cache_pays_after_a_threshold_and_where_it_is_the_shorter_one() -> None:
     settings = PartialKv()
+    assert [*settings.model_dump().values()] == [16, 2, 256, 8, 128, 4096, 32, "max", 8, None, "lossless"]
     assert [settings.pays(*each) for each in ((4096, 64), (4097, 64), (4256, 256), (4257, 256))] == [0, 1, 0, 1]
 
 

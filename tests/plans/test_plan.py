@@ -79,7 +79,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a link to itself": (lambda p: link(p / TOKENIZER, "tokenizer.json"), ("link",)),
     "another version": (
         lambda p: edit(p, lambda m: m.update(format_version=1)),
-        ("has format version 1, this runtime reads 17; build the plan with this version",),
+        ("has format version 1, this runtime reads 18; build the plan with this version",),
     ),
     "a plan.json too large to be one": (lambda p: os.truncate(p / "plan.json", 2**33), ("larger",)),
     "weights in another folder": (lambda p: place_weights(p, "../../tokenizer/tokenizer.json"), (GRAPH,)),
@@ -183,9 +183,9 @@ def test_a_path_that_is_none_of_a_plans_is_refused(plan: Path, path: str) -> Non
     "text",
     [
         b"", b"\xff\xfe\x00", b"null", b"[]", b"{}", b"[" * 200_000, b'{"format_version": NaN}',
-        b'{"format_version": 17, "recipe": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+        b'{"format_version": 18, "recipe": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
         b'{"format_version": ' + b"9" * 100_000 + b"}", b'{"format_version": ' + b"9" * 4000 + b"}",
-        b'{"format_version": {"a": "' + b"x" * 9999 + b'"}}', b'{"format_version": 17, "name": "\\ud800"}',
+        b'{"format_version": {"a": "' + b"x" * 9999 + b'"}}', b'{"format_version": 18, "name": "\\ud800"}',
     ],
 )  # fmt: skip
 def test_text_that_is_no_manifest_is_refused_in_a_short_sentence(plan: Path, text: bytes) -> None:

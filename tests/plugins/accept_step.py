@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outrider.plans.sampling import Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import SamplingSlots
+from outrider.plugins.ops.row_choices import SamplingSlots
 from tests.plugins.drawn_pairs import distribution
 
 POISON = -77

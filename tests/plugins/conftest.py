@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from outrider.plans.sampling import Sampling
-from outrider.plugins.reference import SamplingSlots
+from outrider.plugins.ops.row_choices import SamplingSlots
 from tests.conftest import compiled_once
 from tests.plugins.emulator import KERNELS, OF_ENGINES, Emulator
 from tests.plugins.gpu import Gpu

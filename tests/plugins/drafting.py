@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.plans.sampling import Sampling
-from outrider.plugins.reference import DraftSettings, draft_sample, tree_expand, tree_rerank
-from outrider.plugins.reference.tree_expand import chosen_log_probs
+from outrider.plugins.ops.draft_sample import draft_sample
+from outrider.plugins.ops.tree_expand import DraftSettings, chosen_log_probs, tree_expand
+from outrider.plugins.ops.tree_rerank import tree_rerank
 
 Tensors = dict[str, NDArray[Any]]
 

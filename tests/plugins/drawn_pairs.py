@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.plugins.reference import SamplingSlots
+from outrider.plugins.ops.row_choices import SamplingSlots
 from outrider.plugins.reference.choice import filtered_weights, sampling_of
 
 DRAWS = 20_000

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.plans.errors import PlanError
-from outrider.plugins.cuda import DeviceOp
 from outrider.plugins.cuda.compile import compile_kernels
+from outrider.plugins.cuda.device_op import DeviceOp
 from outrider.plugins.cuda.launches import STATUS
 from outrider.runtime.backends.cuda_driver import CudaDevice, architecture
 from outrider.tools.lab.gpu.stages import launch

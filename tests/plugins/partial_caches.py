@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from outrider.plugins import native
+from outrider.plugins.ops import OPS
+from outrider.plugins.ops.kv_blocks import candidate_blocks
 from outrider.plugins.reference import to_slots
-from outrider.plugins.reference.partial_kv import candidate_blocks
-from outrider.plugins.schemas import SCHEMAS
 
 
 class PartialCaches:
@@ -65,7 +65,7 @@ class PartialCaches:
 
     def tensors(self, op: str) -> dict[str, Any]:
         """The op's tensors by name."""
-        return {spec.name: getattr(self, spec.name) for spec in SCHEMAS[op].tensors}
+        return {spec.name: getattr(self, spec.name) for spec in OPS[op].schema.tensors}
 
     def summary(self) -> native.BoundOp:
         return native.create("BlockSummary", self.tensors("BlockSummary"), self.layout)

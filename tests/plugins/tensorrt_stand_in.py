@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plugins.cuda.launches import STATUS
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import Purpose, TensorSpec
-from outrider.plugins.schemas import SCHEMAS
-from outrider.plugins.tensorrt import DISTINCT, PLUGINS, Plugin
+from outrider.plugins.tensorrt.plugin import Plugin
 from outrider.plugins.tensorrt.registration import register
 from outrider.plugins.tensorrt.source import shells
+from outrider.plugins.tensorrt.table import DISTINCT, PLUGINS
 from tests.plugins.emulator import Emulator, compile_emulator
 
 SIZES = {
@@ -206,7 +207,7 @@ class StandIn:
         self, op_name: str, tensors: Mapping[str, NDArray[Any]], attributes: Mapping[str, int | float] | None = None
     ) -> Callable[..., int]:
         """The op as its plugins, one after another, bound as by the emulator; it returns a fault's number or 0."""
-        schema, plugins = SCHEMAS[op_name], PLUGINS[op_name]
+        schema, plugins = OPS[op_name].schema, PLUGINS[op_name]
         assert isinstance(plugins, tuple)
         given = {spec.name: spec.default for spec in schema.attributes} | dict(attributes or {})
         lengths = {}

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from outrider.plans.sampling import Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import SamplingSlots, chain_accept, sample, tree_accept
-from outrider.plugins.reference.chain_accept import accepts, draft_probability, residual, target_probability
+from outrider.plugins.ops.chain_accept import accepts, chain_accept, draft_probability, residual, target_probability
+from outrider.plugins.ops.row_choices import SamplingSlots
+from outrider.plugins.ops.sample import sample
+from outrider.plugins.ops.tree_accept import tree_accept
 from outrider.plugins.reference.choice import filtered_weights, sampling_of
 from tests.plugins.accept_step import KINDS, AcceptStep, depth_of, drafted_probs, draw_step, equal_slots, forest
 from tests.plugins.drawn_pairs import (
@@ -188,21 +190,6 @@ def test_unvisited_nodes_are_not_read():
     step = chain([3, 9, 9], [7, 1, 2])
     step.tensors["logits"][1:] = np.nan
     assert step.run().committed[0] == 7
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.999, "top_k": 3000}])
-@pytest.mark.parametrize("noise", [0.01, 1.0])
-def test_the_kernel_of_chains_equals_the_reference_on_a_big_vocabulary(filters, noise):
-    rng = np.random.default_rng(1)
-    slots = equal_slots(4, temperature=0.8, **filters)
-    logits = (rng.normal(size=(4, 3, 50_257)) * 2).astype(np.float32)
-    drafter = logits + (rng.normal(size=logits.shape) * noise).astype(np.float32)
-    q = np.zeros_like(logits)
-    token_ids = np.zeros((4, 3), np.int64)
-    for chain, place in np.ndindex(4, 2):
-        q[chain, place + 1] = distribution(drafter[chain, place], slots)
-        token_ids[chain, place + 1] = sample(drafter[chain, [place]], *np.zeros((3, 1), np.int64), slots)[0]
-    chains_of(token_ids, logits, q, slots).assert_equals_reference()
 
 
 @settings(cheap, suppress_health_check=[HealthCheck.too_slow])

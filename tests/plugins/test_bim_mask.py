@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.plugins import native
-from outrider.plugins.reference import bim_mask, window_bias
+from outrider.plugins.ops.bim_mask import bim_mask
+from outrider.plugins.ops.window_bias import window_bias
 from tests.plugins.onnx_node import FLOAT, body_session
 from tests.properties import cheap
 

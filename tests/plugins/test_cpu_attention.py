@@ -13,8 +13,10 @@ from onnx import TensorProto
 
 from outrider.plans.buffers import DType
 from outrider.plans.kv_slots import slot_size
+from outrider.plugins.ops.branch_attention import branch_attention
+from outrider.plugins.ops.window_bias import window_bias
 from outrider.plugins.reference import attend as attend_to_the_bit
-from outrider.plugins.reference import branch_attention, from_slots, to_slots, window_bias
+from outrider.plugins.reference import from_slots, to_slots
 from tests.plugins.onnx_node import FLOAT, INT, kernel_session
 
 LOWEST = np.finfo(np.float32).min

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from outrider.plans.errors import PlanError
-from outrider.plugins.cuda import LAUNCHES
 from outrider.plugins.cuda.compile import CUBINS, compile_kernels
+from outrider.plugins.ops import OPS
 from tests.plugins.machine_code import DEPBAR, HMMA, IMMA, LDG, instructions, loops_with
 
 pytest.importorskip("cuda.core")
@@ -21,7 +21,7 @@ pytest.importorskip("cuda.core")
 def test_every_kernel_is_in_the_cubin(architecture: str) -> None:
     cubin = compile_kernels(architecture)
     assert cubin[:4] == b"\x7fELF"
-    for launch in LAUNCHES.values():
+    for launch in (op.launch for op in OPS.values() if op.launch):
         assert f".text.{launch.kernel}\0".encode() in cubin
 
 

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from outrider.compiler.lowering.functions import unbranch
 from outrider.plans.sampling import Sampling
 from outrider.plugins.onnx_ops import FUNCTIONS
-from outrider.plugins.reference import DraftSettings, tree_expand
-from outrider.plugins.reference.tree_expand import chosen_log_probs
-from outrider.plugins.schemas import SCHEMAS
+from outrider.plugins.ops import OPS
+from outrider.plugins.ops.tree_expand import DraftSettings, chosen_log_probs, tree_expand
 from tests.plugins.conftest import OP_KERNELS, kernels_of
 from tests.plugins.drafting import (
     BRANCHES,
@@ -61,7 +60,7 @@ def unbranched(function: onnx.FunctionProto) -> onnx.FunctionProto:
 def engine_of(form: str, op: str, **attributes: float) -> ort.InferenceSession:
     inputs, outputs = (
         tuple((spec.name, FLOAT if "float32" in spec.dtype else INT, len(spec.shape)) for spec in specs)
-        for specs in (SCHEMAS[op].inputs, SCHEMAS[op].outputs)
+        for specs in (OPS[op].schema.inputs, OPS[op].schema.outputs)
     )
     if form == KERNEL:
         return kernel_session(op, inputs, outputs, 1, **attributes)
@@ -82,8 +81,8 @@ class OnnxForm:
 
         def call() -> int:
             engine = engine_of(self.form, op, **attributes)
-            found = engine.run(None, {spec.name: tensors[spec.name] for spec in SCHEMAS[op].inputs})
-            for spec, array in zip(SCHEMAS[op].outputs, found, strict=True):
+            found = engine.run(None, {spec.name: tensors[spec.name] for spec in OPS[op].schema.inputs})
+            for spec, array in zip(OPS[op].schema.outputs, found, strict=True):
                 tensors[spec.name][...] = array
             return 0
 

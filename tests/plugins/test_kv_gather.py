@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.plugins import native
-from outrider.plugins.reference import kv_gather
+from outrider.plugins.ops.kv_gather import kv_gather
 from tests.properties import cheap
 
 CAPACITY = 32

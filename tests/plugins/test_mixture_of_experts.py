@@ -15,18 +15,11 @@ from hypothesis import strategies as st
 from ml_dtypes import int4
 from numpy.typing import NDArray
 
+from outrider.plugins.ops.mixture_of_experts import Expert, mixture_of_experts
+from outrider.plugins.ops.route import route
 from outrider.plugins.panel_layout import pack_panels
 from outrider.plugins.quant_layout import QuantLayout, fits_half, pack
-from outrider.plugins.reference import (
-    Expert,
-    clamped_unit,
-    dequantize,
-    gated_unit,
-    mixture_of_experts,
-    ordered_matmul,
-    quant_matmul,
-    route,
-)
+from outrider.plugins.reference import clamped_unit, dequantize, gated_unit, ordered_matmul, quant_matmul
 from tests.instruction_sets import Results
 from tests.plugins.onnx_node import BYTES, FLOAT, body_session, kernel_session
 

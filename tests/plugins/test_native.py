@@ -13,8 +13,8 @@ import pytest
 from outrider import plugins
 from outrider.plans.sampling import Sampling
 from outrider.plugins import native, onnxruntime_ops
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import ANY_KV
-from outrider.plugins.schemas import SCHEMAS
 
 CAPACITIES = {"N": 6, "T": 40, "M": 5, "V": 11, "B": 2, "trees": 3, "capacity": 32, "planes": 2, "heads": 2}
 CAPACITIES |= {"head_dim": 4, "slot_size": 4, "R": 3, "E": 4, "S": 6}
@@ -25,8 +25,8 @@ ATTRIBUTES = dict.fromkeys(("BlockSummary", "BlockSelect", "PartialKvGather"), L
 GRAPH_OPS = (
     *("BranchAttention", "DraftSample", "MixtureOfExperts", "Route", "TreeExpand", "TreeRerank", "WindowBias"),
 )
-KERNELS = [name for name in SCHEMAS if name not in GRAPH_OPS]
-BOUND_TENSORS = [(name, spec.name) for name in KERNELS for spec in SCHEMAS[name].tensors]
+KERNELS = [name for name in OPS if name not in GRAPH_OPS]
+BOUND_TENSORS = [(name, spec.name) for name in KERNELS for spec in OPS[name].schema.tensors]
 
 
 def shape_of(spec):
@@ -36,7 +36,7 @@ def shape_of(spec):
 def arrays_of(op_name):
     """Arrays of the schema's dtypes and shapes, at CAPACITIES, with values that every op accepts."""
     arrays = {}
-    for spec in SCHEMAS[op_name].tensors:
+    for spec in OPS[op_name].schema.tensors:
         arrays[spec.name] = np.zeros(shape_of(spec), "float32" if spec.dtype == ANY_KV else spec.dtype)
     if "parent" in arrays:
         arrays["parent"][:] = np.arange(CAPACITIES["N"]) - 1
@@ -58,12 +58,12 @@ def create(op_name, arrays):
 
 
 def extents_of(op_name):
-    return tuple(CAPACITIES[extent] for extent in SCHEMAS[op_name].extents)
+    return tuple(CAPACITIES[extent] for extent in OPS[op_name].schema.extents)
 
 
 @pytest.mark.parametrize(("op_name", "tensor"), BOUND_TENSORS)
 def test_arrays_that_are_not_the_schemas_are_refused_by_name(op_name, tensor):
-    schema, arrays = SCHEMAS[op_name], arrays_of(op_name)
+    schema, arrays = OPS[op_name].schema, arrays_of(op_name)
     array = arrays[tensor]
     rank = re.escape(", ".join(str(size) for size in array[None].shape))
     wrong = [
@@ -171,8 +171,8 @@ def test_a_missing_extension_says_what_to_do(tmp_path):
     copied.mkdir(parents=True)
     (tmp_path / "outrider" / "__init__.py").touch()
     (tmp_path / "outrider" / "plans").symlink_to(source.parent / "plans")
-    for name in ("__init__.py", "native.py", "schema.py", "schemas.py", "kv_schemas.py"):
-        (copied / name).write_text((source / name).read_text())
+    for name in ("__init__.py", "native.py", "schema.py", "cuda", "ops", "reference", "tensorrt"):
+        (copied / name).symlink_to(source / name)
     script = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if isinstance(f, type)]; "  # no editable install
         f"sys.path[:0] = [{str(tmp_path)!r}]; import outrider.plugins.native"

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from outrider.plugins import native
 from outrider.plugins.cuda.launches import ELEMENTS
-from outrider.plugins.reference import block_select, block_summary, partial_kv_gather
+from outrider.plugins.ops.block_select import block_select
+from outrider.plugins.ops.block_summary import block_summary
+from outrider.plugins.ops.partial_kv_gather import partial_kv_gather
 from tests.plugins.conftest import GPU, kernels_of
 from tests.plugins.partial_caches import PartialCaches
 from tests.plugins.test_cuda_kernels import FEW
@@ -98,6 +100,15 @@ def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(any_kernels,
     np.testing.assert_array_equal(cache.key_min, least)
 
 
+def test_a_summary_is_of_the_keys_between_sink_and_window():
+    cache = PartialCaches(layers=1, heads=1, head_dim=1, block_size=2, sink_blocks=1, window_blocks=2, capacity=16)
+    cache.kv[0, 1, 0, :, 0] = [9, 9, 3, -4, 5, 6, 7, 7, 9, 9, 9, 9, 9, 9, 9, 9]
+    cache.covered[0] = 11  # the sink is 0 and 1; the window 6 to 10, two whole blocks and what begins a third
+    cache.summary()()
+    assert cache.key_max[1, 0, 0, 0].tolist() == [3, 6, 0, 0, 0]
+    assert cache.key_min[1, 0, 0, 0].tolist() == [-4, 5, 0, 0, 0]
+
+
 @FEW
 @given(
     data=st.data(), reduction=st.integers(0, 2), most_queries=st.sampled_from([1, 2, 8]), spoiled=st.booleans()
@@ -161,17 +172,33 @@ def test_a_budget_that_does_not_reach_a_window_is_refused_unless_every_block_is_
     assert cache.selected[1].tolist() == [[0, 1, -1, -1, -1]] * 2
 
 
-@cheap
-@given(cache=caches(), data=st.data())
-def test_gathering_is_the_reference_and_copies_only_what_is_not_there(cache, data):
+@pytest.mark.parametrize(("reduction", "chosen"), [(0, [0]), (1, [1]), (2, [2])])
+def test_reductions_differ_as_they_say(reduction, chosen):
+    cache = PartialCaches(layers=1, heads=1, group=1, head_dim=1, block_size=1, sink_blocks=0, window_blocks=1, new=3)
+    cache.covered[0] = 4
+    cache.kv[0, 1, 0, :3, 0] = [1, 2, 3]
+    cache.summary()()
+    cache.key_max[1, 0, 0, 0, :3] = cache.key_min[1, 0, 0, 0, :3] = [-9, -4, 3]
+    cache.queries[0, :, 0] = [-1, 1.5, 0.5]  # 9 4 -3, -13.5 -6 4.5, -4.5 -2 1.5: most 9, sums -9 -4 3, last 1.5
+    if reduction == 1:
+        cache.queries[0, :, 0] = [-1, 1, 0]
+        cache.key_max[1, 0, 0, 0, :3] = [-9, 5, 3]  # sums 0, 9, 0 where the two summaries of block 1 part
+    cache.keep(3)
+    cache.budget[0] = 1
+    cache.select(reduction, 8)()
+    assert cache.selected[0, 0].tolist()[:1] == chosen
+
+
+@FEW
+@given(data=st.data())
+def test_gathering_is_the_reference_and_copies_only_what_is_not_there(any_kernels, data):
+    cache = drawn_for(any_kernels, data)
     sink = cache.layout["sink_blocks"] * cache.layout["block_size"]
-    gather = cache.gather()
-    cache.resident[:] = -1
     for covered in sorted(data.draw(st.lists(st.integers(sink, cache.capacity), min_size=1, max_size=3))):
         cache.covered[0] = covered
         count = min(cache.candidates(covered), data.draw(st.integers(0, cache.retrieval)))
         cache.choose(count)
-        gather()
+        compare(any_kernels, cache, "PartialKvGather")
         expected = np.zeros_like(cache.partial_kv)
         filled = partial_kv_gather(cache.kv, cache.row[0], covered, cache.selected, expected, **cache.layout)
         row = cache.row[0]
@@ -183,21 +210,8 @@ def test_gathering_is_the_reference_and_copies_only_what_is_not_there(cache, dat
     if cache.selected[0, 0, 0] >= 0:  # what is said to be there is not copied
         first = slice(sink, sink + cache.layout["block_size"])
         cache.partial_kv[:, row, :, first] = 7
-        gather()
+        compare(any_kernels, cache, "PartialKvGather")
         assert (cache.partial_kv[:, row, :, first] == 7).all()
-
-
-def test_bfloat16_is_summarised_and_gathered():
-    cache = PartialCaches(
-        layers=1, heads=1, head_dim=2, block_size=2, sink_blocks=1, window_blocks=1, dtype=ml_dtypes.bfloat16
-    )
-    cache.covered[0] = 8
-    cache.summary()()
-    keys = cache.kv[0, 1, 0, 2:6].astype(np.float32)
-    np.testing.assert_array_equal(cache.key_max[1, 0, 0, :, :2], keys.reshape(2, 2, 2).max(1).T)
-    cache.choose(1)
-    cache.gather()()
-    np.testing.assert_array_equal(cache.partial_kv[:, 1, 0, :2], cache.kv[:, 1, 0, :2])
 
 
 OUTSIDE = [
@@ -305,20 +319,6 @@ def test_scores_that_are_all_alike_or_no_numbers_leave_the_first_blocks(kernels)
         cache.queries[:] = value
         compare(kernels, cache, "BlockSelect")
         assert (cache.selected == np.arange(4)).all()
-
-
-@FEW
-@given(data=st.data(), kept=st.sampled_from([0.0, 0.5, 1.0]))
-def test_gathering(kernels, data, kept) -> None:
-    cache = drawn_for(kernels, data)
-    sink = cache.layout["sink_blocks"] * cache.layout["block_size"]
-    cache.partial_kv[:] = -7  # what is said to be there stays so
-    for covered in sorted(data.draw(st.lists(st.integers(sink, cache.capacity), min_size=1, max_size=3))):
-        cache.covered[0] = covered
-        cache.choose(min(cache.candidates(covered), data.draw(st.integers(0, cache.retrieval))))
-        there = cache.rng.random(cache.resident.shape) < kept
-        cache.resident[there] = np.broadcast_to(cache.selected, there.shape)[there]
-        compare(kernels, cache, "PartialKvGather")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -118,14 +118,8 @@ def append(kernels: Emulator) -> None:
     )  # fmt: skip
 
 
-def entropy(kernels: Emulator) -> None:
-    logits = RNG.normal(size=(2, 500)).astype(np.float32)
-    launch(kernels, "outrider_entropy", {"logits": logits, "to": poisoned(2)}, {"vocabulary": 500}, 2)
-
-
 RUNS: dict[str, tuple[Callable[[Emulator], None], ...]] = {
     "attention": (append, attention),
-    "entropy": (entropy,),
     "half_product": (halves,),
     "quant_product": (partial(integers, rows=3), partial(integers, rows=17)),
     "rms_norm": (norm,),
@@ -133,7 +127,7 @@ RUNS: dict[str, tuple[Callable[[Emulator], None], ...]] = {
 
 """Launches that reach all barriers of a header's kernels."""
 
-SPARE = {"attention": 1, "entropy": 1}
+SPARE = {"attention": 1}
 
 """Barriers of inlined sums, before a write that never follows."""
 

@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.plans.sampling import SETTINGS, Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import (
-    RaceKey,
-    exponential,
-    fixed_weights,
-    noise_words,
-    philox4x32,
-    race,
-    race_noise,
-    uniform,
-)
+from outrider.plugins.ops.race_noise import race_noise
+from outrider.plugins.reference import RaceKey, exponential, fixed_weights, noise_words, philox4x32, race, uniform
 from outrider.plugins.schema import Purpose
 from tests.plugins.test_sample import one_slot, sample_rows
 

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 
 from outrider.plans.sampling import Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import (
-    RaceKey,
-    SamplingSlots,
-    choice,
-    exponential,
-    fixed_weights,
-    noise_words,
-    sample,
-    shared_exp,
-)
+from outrider.plugins.ops.row_choices import SamplingSlots
+from outrider.plugins.ops.sample import sample
+from outrider.plugins.reference import RaceKey, choice, exponential, fixed_weights, noise_words, shared_exp
 from outrider.plugins.reference.choice import filtered_weights
 from outrider.plugins.schema import FilterOrder, Purpose
 from tests.properties import cheap

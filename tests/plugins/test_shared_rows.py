@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.plans.sampling import Sampling
 from outrider.plugins import native
-from outrider.plugins.reference import SamplingSlots
+from outrider.plugins.ops.row_choices import SamplingSlots
 from outrider.plugins.reference.choice import fixed_weights
 from outrider.plugins.schema import FilterOrder
 from tests.plugins.accept_step import POISON, equal_slots, fault_on_the_cpu, outputs_of, random_step, slots_of

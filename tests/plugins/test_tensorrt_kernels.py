@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 
-from outrider.plugins.tensorrt import DISTINCT, PLUGINS
+from outrider.plugins.tensorrt.table import DISTINCT, PLUGINS
 from tests.plugins.accept_step import equal_slots
 from tests.plugins.tensorrt_stand_in import StandIn, attributes_of, poisoned, tensors_of
 

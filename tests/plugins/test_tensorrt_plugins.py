@@ -10,13 +10,15 @@ import sys
 
 import pytest
 
-from outrider.plugins.cuda import LAUNCHES
 from outrider.plugins.onnx_ops.layers import LAYER_BODIES
+from outrider.plugins.ops import OPS
 from outrider.plugins.schema import EXPERT_OPS, QUANT_OPS
-from outrider.plugins.schemas import SCHEMAS
-from outrider.plugins.tensorrt import DISTINCT, PLUGINS, Declined, compile_plugin, register_plugins
 from outrider.plugins.tensorrt import compile as compiling
+from outrider.plugins.tensorrt.compile import compile_plugin
+from outrider.plugins.tensorrt.plugin import Declined
+from outrider.plugins.tensorrt.registration import register_plugins
 from outrider.plugins.tensorrt.source import parameters
+from outrider.plugins.tensorrt.table import DISTINCT, PLUGINS
 from tests.plugins.tensorrt_stand_in import StandIn, attributes_of, tensors_of
 
 pytest.importorskip("cuda.bindings")  # a layer is built with its PTX
@@ -30,9 +32,9 @@ def inputs_of(plugin):
 
 def test_every_op_is_a_plugin_or_says_why_not() -> None:
     alone = {*QUANT_OPS, *EXPERT_OPS, "BiasedRoute", *LAYER_BODIES}  # of graphs, without a schema here
-    assert set(PLUGINS) == set(SCHEMAS) | alone
+    assert set(PLUGINS) == set(OPS) | alone
     declined = {op: entry.reason for op, entry in PLUGINS.items() if isinstance(entry, Declined)}
-    assert set(declined) == set(SCHEMAS) - set(LAUNCHES) | BETWEEN_ENGINES | alone
+    assert set(declined) == {name for name, op in OPS.items() if op.launch is None} | BETWEEN_ENGINES | alone
     assert all(declined.values())
     assert len({plugin.id for plugin in DISTINCT}) == len({plugin.kernel for plugin in DISTINCT}) == len(DISTINCT)
 

@@ -22,8 +22,8 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.plans.manifest import BackendPlan, Engine
-from outrider.runtime.backends import BACKENDS, Driver
-from outrider.runtime.backends.base import BoundEngine, LoadedEngine
+from outrider.runtime.backends import DRIVERS
+from outrider.runtime.backends.base import BoundEngine, Driver, LoadedEngine
 from outrider.runtime.backends.cuda_driver import Box, PinnedMemory
 from outrider.runtime.backends.device import OnDevice
 from outrider.runtime.backends.kernel_engines import KernelEngines
@@ -200,7 +200,7 @@ def _session(path: Path, _changed: int) -> ort.InferenceSession:
 def driven(kind: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Have what `make` makes of a backend's section drive it, for a while."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, kind, Driver(lambda target: None, lambda target, settings: make(target)))
+        patch.setitem(DRIVERS, kind, Driver(lambda target: None, lambda target, settings: make(target)))
         yield
 
 

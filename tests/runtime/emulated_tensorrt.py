@@ -23,7 +23,7 @@ from outrider.compiler.engines.onnx_file import WeightFile, describe_engine, wri
 from outrider.compiler.engines.tensorrt_network import carry_bits
 from outrider.plans.buffers import Tensor
 from outrider.plans.manifest import Engine
-from outrider.plugins.tensorrt import DISTINCT
+from outrider.plugins.tensorrt.table import DISTINCT
 from outrider.runtime.backends.base import BoundEngine, LoadedEngine
 from outrider.runtime.backends.device import DeviceBuffers, OnDevice
 from outrider.runtime.backends.tensorrt_context import shape_of

@@ -1,4 +1,4 @@
-"""Rows of several lengths in one rectangle: the source's example, a prompt beside branches that decode, and any."""
+"""Rows of several lengths in one rectangle: a prompt beside branches that decode, and any."""
 
 from __future__ import annotations
 

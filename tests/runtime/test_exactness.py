@@ -13,8 +13,13 @@ from onnx import TensorProto, helper
 import outrider.runtime.__main__
 from outrider import Runtime
 from outrider.plans import names
+from outrider.plans.buffers import DType, Tensor
+from outrider.plans.manifest import Engine
 from outrider.plans.plan import open_plan
+from outrider.plugins.onnxruntime_ops import THREADS
 from outrider.runtime import exactness
+from outrider.runtime.backends.base import Settings
+from outrider.runtime.backends.onnxruntime_cpu import CACHED_BYTES, OnnxRuntimeCpu
 from outrider.runtime.exactness import EVERY, SHORT, ProbeResult, differing
 from tests.inexact import make_probe_inexact
 from tests.plans.damage import BACKEND, list_again, refused
@@ -92,6 +97,26 @@ def test_the_command_probes_once_and_refuses_an_inexact_plan_unless_unchecked(
     assert OP in capsys.readouterr().err
     assert outrider.runtime.__main__.main([*command, "--exactness", "unchecked"]) == 0
     assert "drafts and neighbours may change its tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("output", "weight_bytes", "threads", "expected", "spinning"),
+    [
+        (names.LOGITS_OUT, 1, 3, 3, ("intra_op.spin_duration_us", "2000")),
+        (names.LOGITS_OUT, 1, 0, 0, ("intra_op.spin_duration_us", "2000")),
+        (names.TREE_TOKEN_IDS, CACHED_BYTES, 3, 1, ("force_spinning_stop", "1")),
+        (names.TREE_TOKEN_IDS, CACHED_BYTES + 1, 3, 3, ("force_spinning_stop", "1")),
+    ],
+)
+def test_drafters_leave_the_cores_to_the_target(
+    output: str, weight_bytes: int, threads: int, expected: int, spinning: tuple[str, str]
+) -> None:
+    outputs = (Tensor(name=output, dtype=DType.FLOAT32, shape=(1,)),)
+    engine = Engine(file="engines/x.onnx", inputs=(), outputs=outputs, weight_bytes=weight_bytes)
+    options = OnnxRuntimeCpu(Settings(threads))._options(engine)
+    assert options.intra_op_num_threads == expected
+    assert not expected or options.get_session_config_entry(THREADS) == str(expected)
+    assert options.get_session_config_entry(f"session.{spinning[0]}") == spinning[1]
 
 
 # Running a probe.

@@ -6,81 +6,15 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.plans.errors import PlanError
 from outrider.plans.manifest import NgramDrafter as NgramSettings
 from outrider.runtime.drafters import make_host_drafter
 from outrider.runtime.drafters.ngram import NgramDrafter
-from outrider.runtime.sampling import SamplingParams
-from tests.properties import cheap
 from tests.runtime.ngram_oracle import (
-    SAMPLINGS,
-    SETTINGS,
-    ScanningOracle,
-    agree,
     drafted,
     drafted_tree,
 )
-
-STEPS = st.lists(
-    st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.lists(st.integers(0, 3), max_size=12)), max_size=12
-)
-
-
-@cheap
-@given(settings=SETTINGS, steps=STEPS, limit=st.integers(0, 9), root=st.integers(0, 3), sampling=SAMPLINGS)
-def test_drafts_are_those_of_the_scanning_oracle(
-    settings: tuple[int, int, int, float],
-    steps: list[tuple[int | None, list[int]]],
-    limit: int,
-    root: int,
-    sampling: SamplingParams,
-) -> None:
-    """A step extends the sequence, or says what was likely at a place ahead."""
-    drafter, oracle = NgramDrafter(*settings, filler_top_k=1), ScanningOracle(*settings, sampling)
-    for ahead, tokens in steps:
-        if ahead is None:
-            drafter.extend(tokens)
-            oracle.extend(tokens)
-        else:
-            drafter.observe(len(oracle.tokens) + ahead, np.array(tokens, np.int64))
-            oracle.observe(ahead, tokens)
-        if not agree(drafter, oracle, limit, root):
-            return
-
-
-@cheap
-@given(
-    settings=SETTINGS,
-    turns=st.lists(st.tuples(*[st.lists(st.integers(0, 3), max_size=9)] * 2), max_size=6),
-    sampling=SAMPLINGS,
-)
-def test_what_is_supposed_is_a_context_and_nothing_is_learned_from_it(
-    settings: tuple[int, int, int, float], turns: list[tuple[list[int], list[int]]], sampling: SamplingParams
-) -> None:
-    """A turn makes tokens certain, then supposes others one after another, which are taken back."""
-    drafter, oracle, certain = NgramDrafter(*settings), ScanningOracle(*settings, sampling), list[int]()
-    for tokens, tentative in turns:
-        certain += tokens
-        oracle.extend(tokens)
-        drafter.foresee(certain, 1, sampling)
-        for count in range(1, len(tentative) + 1):
-            drafter.mark_tentative(len(certain))
-            ahead = [*certain, *tentative[:count]]
-            oracle.tokens = ahead
-            foreseen = drafter.foresee(ahead, 9, sampling)
-            if not agree(drafter, oracle):
-                return
-            assert foreseen == len(oracle.guesses)
-        oracle.tokens, oracle.guesses = list(certain), []
-        drafter.truncate(len(certain))
-        drafter.mark_tentative(None)
-        drafter.foresee(certain, 9, sampling)
-        if not agree(drafter, oracle):
-            return
-
 
 BIG = 2**32 - 1  # as large as any token
 WORKED: list[tuple[dict[str, float], list[int], list[int], list[int]]] = [  # settings, tokens, draft, parents

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,44 +46,50 @@ def recalling(memory: NgramMemory, *settings: float, **named: float) -> NgramDra
     room=st.integers(2, 50),
     steps=st.lists(
         st.one_of(
-            st.tuples(st.just("count"), TOKENS),
-            st.tuples(st.just("likely"), TOKENS),
-            st.tuples(st.just("suppose"), TOKENS),
+            st.tuples(st.just("count"), TOKENS, st.none()),
+            st.tuples(st.just("likely"), TOKENS, st.integers(0, 3)),
+            st.tuples(st.just("suppose"), TOKENS, st.none()),
             st.tuples(st.just("remember"), TOKENS, TOKENS),
         ),
         max_size=20,
     ),
+    limit=st.integers(0, 9),
+    root=st.integers(0, 3),
     sampling=SAMPLINGS,
 )
 def test_drafts_are_those_of_the_scanning_oracle(
     settings: tuple[int, int, int, float],
     room: int,
-    steps: list[tuple[str, list[int]] | tuple[str, list[int], list[int]]],
+    steps: list[tuple[str, list[int], Any]],
+    limit: int,
+    root: int,
     sampling: SamplingParams,
 ) -> None:
+    """A step adds tokens, says what was likely at a place ahead, supposes tokens for a while, or remembers."""
     memory, texts = NgramMemory(room, settings[0]), OracleMemory(room)
     drafter, oracle = recalling(memory, *settings, 1), ScanningOracle(*settings, sampling, texts)
-    for what, tokens, *output in steps:
+    for what, tokens, more in steps:
         supposed = list[int]()
         if what == "remember":
-            memory.add(tokens, *output)
-            texts.add(tokens, *output)
+            memory.add(tokens, more)
+            texts.add(tokens, more)
             assert memory.tokens == texts.tokens <= room
         elif what == "count":
             drafter.extend(tokens)
             oracle.extend(tokens)
         elif what == "likely":
-            drafter.observe(len(oracle.tokens), np.array(tokens, np.int64))
-            oracle.observe(0, tokens)
+            drafter.observe(len(oracle.tokens) + more, np.array(tokens, np.int64))
+            oracle.observe(more, tokens)
         else:
             supposed = tokens
         certain = list(oracle.tokens)
-        if supposed:
-            drafter.mark_tentative(len(certain))
-        oracle.tokens = [*certain, *supposed]
-        drafter.sync(oracle.tokens)
-        if not agree(drafter, oracle):
-            return
+        for count in range(len(supposed) + 1):
+            drafter.mark_tentative(len(certain) if count else None)
+            oracle.tokens = [*certain, *supposed[:count]]
+            foreseen = drafter.foresee(oracle.tokens, limit, sampling)
+            if not agree(drafter, oracle, limit, root):
+                return
+            assert foreseen == len(oracle.guesses)
         if supposed:
             drafter.mark_tentative(None)
             oracle.tokens, oracle.guesses = certain, []

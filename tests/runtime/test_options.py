@@ -75,7 +75,7 @@ def test_values_outside_limits_are_refused_with_name_value_and_limits(name: str,
         ({"logit_bias": {"x": 1}}, "logit_bias holds 'x'; pass token ids"),
         ({"logit_bias": {5: 101}}, "logit_bias[5] is 101; pass a number from -100 to 100."),
         ({"cancel": True}, "cancel is of type bool; pass a threading.Event, and set it to cancel."),
-        ({"on_round": 5}, "on_round is of type int; pass a function of one `Round`."),
+        ({"on_round": 5}, "on_round is of type int; pass a function of one `RoundTrace`."),
         ({"constraint": 5}, "constraint is of type int; pass a LogitsRule."),
     ],
 )

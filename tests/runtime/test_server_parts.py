@@ -15,8 +15,9 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
 from outrider import Runtime
+from outrider.plans.errors import BusyError, ClosedError, OutriderError, UnavailableError
 from outrider.runtime.server.answers import longest_path, speculation
-from outrider.runtime.server.errors import ApiError
+from outrider.runtime.server.errors import ApiError, as_api_error
 from outrider.runtime.server.observer import Endings, Observer
 from outrider.runtime.server.record import id_of
 from outrider.runtime.server.request_log import log_request
@@ -34,6 +35,19 @@ def test_a_sane_id_is_used(given: str) -> None:
 def test_any_other_is_replaced(given: bytes) -> None:
     found = {id_of([(b"x-request-id", given)]), id_of([(b"x-request-id", b"one"), (b"x-request-id", b"two")])}
     assert [(each[:4], len(each)) for each in found] == [("req_", 36)] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "again"),
+    [
+        (BusyError, 429, "too_many_requests", "1"),
+        (UnavailableError, 503, "unavailable", "5"),
+        (ClosedError, 503, "shutting_down", "5"),
+    ],
+)
+def test_clients_are_told_when_to_try_again(error: type[OutriderError], status: int, code: str, again: str) -> None:
+    found = as_api_error(error("busy"))
+    assert (found.status, found.code, found.headers) == (status, code, {"Retry-After": again})
 
 
 class Clock:
@@ -140,7 +154,7 @@ def test_histograms(rounds: Stats, longest: int, expected: object) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "longest"),
-    [("chain", 4), ("sure", 6), ("bushy", 3), ("mixed", 6), ("none", 0), (None, 6)],
+    [("chain", 4), ("bushy", 3), ("mixed", 6), ("none", 0), (None, 6)],
 )
 def test_the_longest_draft_is_that_of_the_drafter_asked_for(toy: Runtime, asked: str | None, longest: int) -> None:
     assert longest_path(toy.manifest.drafters, asked) == longest

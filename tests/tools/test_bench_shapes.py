@@ -14,7 +14,7 @@ import pytest
 
 from outrider.compiler.recipe_drafters import NgramSection, reshaped
 from outrider.plans.errors import RequestError
-from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
+from outrider.plans.manifest import Drafter, GraphDrafter, NgramDrafter, Tree
 from outrider.plans.pass_prices import PassPrices, Price, read_pass_prices, write_pass_prices
 from outrider.plans.plan import read_manifest
 from outrider.runtime.options.options import Options
@@ -33,8 +33,8 @@ def drafters(toy_plan: Path) -> tuple[Drafter, ...]:
 def test_drafters_are_chosen_by_name_or_kind(drafters: tuple[Drafter, ...]) -> None:
     wanted = {
         None: TOY_DRAFTERS,
-        "model,none, eagle3": ["chain", "sure", "bushy", "head"],
-        "bushy,model": ["bushy", "chain", "sure"],
+        "model,none, eagle3": ["chain", "bushy", "head"],
+        "bushy,model": ["bushy", "chain"],
         "ngram": ["ngram"],  # the name, and not all of the kind
         "none": [],
     }
@@ -52,14 +52,13 @@ def test_drafts_take_the_shapes_that_their_drafters_can(drafters: tuple[Drafter,
     found = shapes(trees=read_trees("2/1/5,own, 2/1/5"))
     assert found["head"] == [other, own]
     assert found["chain"] == [other, Tree(top_k=1, depth=3, nodes=5)]
-    assert (found["ngram"], found["sure"]) == ([6], [EntropyGamma(gamma_min=1, gamma_max=6, beta=0.3)])
+    assert found["ngram"] == [6]
     found = shapes(depths=read_depths("1,own,8"))  # the longest path of every draft
     assert found["ngram"] == [1, 6, 8]
     assert found["chain"] == [Tree(top_k=1, depth=d - 1, nodes=d + 1) for d in (1, 4, 8)]
     assert found["bushy"] == [Tree(top_k=3, depth=0, nodes=4), *(Tree(top_k=3, depth=d, nodes=9) for d in (2, 7))]
-    assert found["sure"] == [EntropyGamma(gamma_min=1, gamma_max=m, beta=0.3) for m in (1, 6, 8)]
-    with pytest.raises(RequestError, match=r"of ngram \(ngram\), short \(ngram\), sure \(model\) none does; .*--depth"):
-        choose_shapes([d for d in drafters if d.name in ("ngram", "short", "sure")], read_trees("own"), None)
+    with pytest.raises(RequestError, match=r"of ngram \(ngram\), short \(ngram\) none does; .*--depth"):
+        choose_shapes([d for d in drafters if d.name in ("ngram", "short")], read_trees("own"), None)
     rejecting = GraphDrafter(kind="model", name="it", tree=Tree(top_k=1, depth=1, nodes=3), acceptance="rejection")
     choose_shapes([rejecting], read_trees("own,1/3/5"), None)
     with pytest.raises(RequestError, match=r"it is accepted by rejection, .* 2/3/8 is none; pass such as 1/3/5"):

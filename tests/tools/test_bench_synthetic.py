@@ -15,7 +15,7 @@ from outrider import Runtime, Session
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.options.options import Options
-from outrider.runtime.trace import Round
+from outrider.runtime.trace import RoundTrace
 from outrider.tools.bench import __main__ as bench
 from outrider.tools.bench.latency import forced_session
 from tests.conftest import TOY_DRAFTERS
@@ -24,8 +24,8 @@ SAMPLED = Options(temperature=0.9, top_k=20, top_p=0.9, seed=5)
 PROMPT = list(range(40, 70)) * 2  # longer than a chunk, and it repeats itself: n-grams have something to draft
 
 
-def rounds(session: Session, drafter: str, options: Options) -> list[Round]:
-    seen: list[Round] = []
+def rounds(session: Session, drafter: str, options: Options) -> list[RoundTrace]:
+    seen: list[RoundTrace] = []
     always = Options(max_new_tokens=40, ignore_eos=True, auto_disable=False, on_round=seen.append, drafter=drafter)
     session.reset()
     session.generate(PROMPT, **(options | always))

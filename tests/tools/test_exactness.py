@@ -87,13 +87,12 @@ def test_every_condition_of_a_plan_without_branches_and_of_one_with_everything(
 ) -> None:
     kept, left_out = usable_drafters(everything.manifest)
     assert [each.what for each in left_out] == [
-        f"drafter {name}" for name in ("classical", "classical-egag", "classical-block", "classical-head")
+        f"drafter {name}" for name in ("classical", "classical-block", "classical-head")
     ]
     whole = [c for each in processes(everything.manifest, kept) for c in each.conditions]
     assert len({(c.group, c.name) for c in whole}) == len(whole)
     assert {c.mode for c in whole} == {None, "in-one-sequence", "batching"}
     assert {c.group for c in whole} >= {"partial KV", "branches", "company", "interrupted"}
-    assert any(c.options.get("gamma_max") for c in whole)
     alone = [c for each in processes(toy.manifest, []) for c in each.conditions]
     assert {c.mode for c in alone} == {None}
     assert {c.drafter for c in alone} == {"none"}

@@ -21,7 +21,7 @@ from outrider.compiler.recipe_drafters import BlockSection, ModelSection, NgramS
 from outrider.plans import names
 from outrider.plans.manifest import Tree
 from outrider.plans.pass_prices import read_pass_prices
-from outrider.runtime.trace import Node, Round
+from outrider.runtime.trace import Node, RoundTrace
 from outrider.tools.tune import __main__ as command
 from outrider.tools.tune import prices
 from outrider.tools.tune import search as tune
@@ -145,7 +145,7 @@ def test_sizes_are_closer_where_drafts_end_and_depths_end_with_a_block(toy_recip
 @pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
 def test_a_recording_replays_what_happened(toy: Runtime, drafter: str) -> None:
     tree = next(d.tree for d in toy.manifest.drafters if d.name == drafter and not isinstance(d, NgramSection))
-    rounds: list[Round] = []
+    rounds: list[RoundTrace] = []
     toy.generate(
         "def f(", drafter=drafter, max_new_tokens=60, ignore_eos=True, auto_disable=False, on_round=rounds.append
     )
@@ -173,7 +173,7 @@ def test_the_number_of_nodes_is_the_one_that_costs_least_a_token() -> None:
     found = table()
     found.verify_ms = [1.0, 1.0, 1.0, 9.0]
     nodes = [{"probability": p, "parent": 0, "depth": 1, "accepted": a} for p, a in ((0.5, 0), (0.3, 0), (0.2, 1))]
-    seen = [tune._drafted(Round(5, [Node(token_id=1, **n) for n in nodes], [7, 8], None))]
+    seen = [tune._drafted(RoundTrace(5, [Node(token_id=1, **n) for n in nodes], [7, 8]))]
     free = tune._best_nodes(found, seen, top_k=2, depth=0)
     assert (free.nodes, free.tokens_per_verify) == (2, 1.0)  # the third child would be accepted, and is not in the tree
     found.draft_ms[3] = [0.5]

@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider import Runtime, Session
 from outrider.plans import names
+from outrider.plans.backends import BACKENDS, DEFAULT
 from outrider.plans.errors import RequestError
 from outrider.plans.machine import peak_rss_bytes
 from outrider.plans.manifest import Manifest
@@ -30,7 +31,7 @@ from outrider.tools.bench.rows import rows_of
 from outrider.tools.bench.runs import Run, cost_of, generate, load, mode_of
 from outrider.tools.bench.shapes import Variant
 from outrider.tools.bench.variants import plan_to_measure
-from outrider.tools.identity import CPU, OtherPrograms
+from outrider.tools.identity import OtherPrograms
 from outrider.tools.measuring import measuring, run_in_turn, turns
 
 
@@ -109,9 +110,9 @@ _CERTAIN = np.float32(1e30)  # beside it, nothing else has any weight, at any te
 
 def check_can_force(backend: str) -> None:
     """Raise `RequestError` for a backend whose logits are not on the host."""
-    if backend != CPU:
+    if not BACKENDS[backend].on_processor:
         raise RequestError(
-            f"--synthetic-accept changes logits on the host, where {backend} has none; pass --backend {CPU}."
+            f"--synthetic-accept changes logits on the host, where {backend} has none; pass --backend {DEFAULT}."
         )
 
 

@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from outrider.compiler.recipe_drafters import TreeSection
 from outrider.plans.errors import RequestError
-from outrider.plans.manifest import Drafter, EntropyGamma, GraphDrafter, NgramDrafter, Tree
+from outrider.plans.manifest import Drafter, GraphDrafter, NgramDrafter, Tree
 
 PLAIN = "none"
 _OWN = "own"
 _DEEPEST = 64  # what a recipe allows
 
-Shape = Tree | EntropyGamma | int
-"""Of a draft: a tree, a chain as long as its drafter is sure, or, of n-grams, a number of nodes."""
+Shape = Tree | int
+"""Of a draft: a tree or, of n-grams, a number of nodes."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ class Variant:
         if isinstance(settings, NgramDrafter):
             longest = settings.max_draft
             return cls(settings.name, drafter, settings.kind, None, 1 + longest, longest, "coupled", settings.otherwise)
-        tree = None if settings.entropy is not None else write_tree(settings.tree)
-        sizes = 1 + settings.longest, settings.longest_path
-        return cls(settings.name, drafter, settings.kind, tree, *sizes, settings.acceptance)
+        tree, depth = settings.tree, settings.longest_path
+        return cls(settings.name, drafter, settings.kind, write_tree(tree), tree.nodes, depth, settings.acceptance)
 
     def __str__(self) -> str:
         return self.drafter if self.tree is None else f"{self.drafter} {self.tree}"
@@ -138,7 +137,7 @@ def takes_trees(drafter: Drafter) -> bool:
 def own_shape(drafter: Drafter) -> Shape:
     if isinstance(drafter, NgramDrafter):
         return drafter.max_draft
-    return drafter.tree if drafter.entropy is None else drafter.entropy
+    return drafter.tree
 
 
 def within_block(shapes: Sequence[Shape], drafted: int) -> list[Shape]:
@@ -155,8 +154,6 @@ def _as_deep(own: Shape, depth: int) -> Shape:
     """`own` with paths of at most `depth` tokens."""
     if isinstance(own, int):
         return depth
-    if isinstance(own, EntropyGamma):
-        return own.model_copy(update={"gamma_min": min(own.gamma_min, depth), "gamma_max": depth})
     grown = own.model_copy(update={"depth": depth - 1})
     nodes = depth + 1 if own.top_k == 1 else min(own.nodes, 1 + grown.candidates)
     return grown.model_copy(update={"nodes": nodes})

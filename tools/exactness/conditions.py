@@ -9,7 +9,7 @@ from typing import Any, Literal
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
 
 from outrider.plans.machine import available_cores
-from outrider.plans.manifest import GraphDrafter, Manifest, NgramDrafter, rejects
+from outrider.plans.manifest import Manifest, NgramDrafter, rejects
 from outrider.runtime.branch_request import MODES, Mode
 
 NONE, MIXED = "none", "mixed"
@@ -134,15 +134,10 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
     found.append(
         Condition("drafters", "by turns, disabled while they do not pay", "alone", MIXED, {"auto_disable": True})
     )
-    by_name = {drafter.name: drafter for drafter in manifest.drafters}
     for name in drafters[:1] if quick else drafters:
         limits: list[dict[str, Any]] = [{"draft_tokens": 1}]
         if not quick:
             limits.append({"draft_tokens": 3, "draft_depth": 2})
-            drafter = by_name[name]
-            graph = by_name[drafter.otherwise] if isinstance(drafter, NgramDrafter) and drafter.otherwise else drafter
-            if isinstance(graph, GraphDrafter) and graph.entropy is not None:
-                limits.append({"gamma_min": 1, "gamma_max": 2})
         for options in limits:
             said = ", ".join(f"{key} {value}" for key, value in options.items())
             found.append(Condition("draft options", f"{name}: {said}", "alone", name, options))

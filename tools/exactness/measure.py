@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.commands.console import progress_bar
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import OutriderError
 from outrider.plans.manifest import Geometry, Manifest
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.backends import choose_backend, on_processor
+from outrider.runtime.backends import choose_backend
 from outrider.tools.exactness.conditions import (
     REFERENCE,
     Condition,
@@ -52,7 +53,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.length or _default_length(manifest.target, options.new),
     )
     asked = [_without_partial_kv(each, manifest) for each in asked]
-    todo = processes(manifest, chosen, on_processor=on_processor(backend), quick=options.quick)
+    todo = processes(manifest, chosen, on_processor=BACKENDS[backend].on_processor, quick=options.quick)
     job = {
         "plan": str(plan.root.resolve()),
         "backend": backend,

@@ -192,10 +192,7 @@ class Run:
         drafter = self.condition.drafter
         if drafter == "mixed":
             drafter = self.drafters[(asked.turn + shift) % len(self.drafters)]
-        own = {"drafter": drafter, "auto_disable": False, **asked.options, **self.condition.options}
-        if "partial_kv" in own and _has_rules(asked.options):
-            del own["partial_kv"]
-        return own
+        return {"drafter": drafter, "auto_disable": False, **asked.options, **self.condition.options}
 
     def outcome(self, found: Generation, asked: Asked) -> Outcome:
         self.witness.see(found)
@@ -355,11 +352,6 @@ def cancelled(run: Run, asked: Sequence[Asked]) -> list[Outcome]:
 
 def _go_on(run: Run, asked: Asked, given: list[int]) -> Handle:
     return run.runtime.submit(asked.prompt, **run.options(asked, shift=1), generated=given)
-
-
-def _has_rules(options: dict[str, Any]) -> bool:
-    """Whether options change logits, which goes with full KV alone."""
-    return any(name in options for name in ("structured_outputs", "bad_words", "min_tokens", "repetition_penalty"))
 
 
 Way = Callable[[Run, Sequence[Asked]], list[Outcome]]

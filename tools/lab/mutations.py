@@ -96,8 +96,8 @@ def _places(tree: ast.AST) -> Iterator[tuple[Any, Any]]:
 def choose(root: Path, count: int, seed: int) -> Iterator[tuple[Path, list[str], int, str]]:
     """Yield `count` mutations of the files of a checkout, equally many of each: file, its tests, line, source."""
     for place, (patterns, tests) in enumerate(FILES.items()):
-        files = next((found for pattern in patterns if (found := sorted(root.glob(pattern)))), None)
-        if files is None:
+        files = sorted(file for pattern in patterns for file in root.glob(pattern))
+        if not files:
             raise RequestError(f"{root} has none of {', '.join(patterns)}; pass the folder of a checkout.")
         sources = {file: file.read_text("utf-8") for file in files}
         every = [(file, at) for file, source in sources.items() for at in range(count_places(source))]

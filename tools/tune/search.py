@@ -33,7 +33,7 @@ from outrider.plans.manifest import GraphDrafter, Manifest, Tree
 from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
-from outrider.runtime.trace import Round, Watcher
+from outrider.runtime.trace import RoundTrace, Watcher
 from outrider.tools.bench.variants import tokens_of_block
 from outrider.tools.measuring import run_in_turn
 from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
@@ -143,17 +143,11 @@ def _within_block(search: Search, recipe: Recipe, section: BlockSection) -> Sear
 def tunable(manifest: Manifest, name: str | None) -> GraphDrafter:
     """The drafter of this name, or the first that has a tree. Raises `RequestError`."""
     trees = [d for d in manifest.drafters if isinstance(d, GraphDrafter)]
-    trees.sort(key=lambda d: d.entropy is not None)  # where none is named, one that can be tuned
     found = next((d for d in trees if name in (None, d.name)), None)
     if found is None:
         has = ", ".join(f"{d.name} ({d.kind})" for d in manifest.drafters) or "no drafters"
         asked = "" if name is None else f" {name!r}"
         raise RequestError(f"The plan has no drafter{asked} with a tree (kinds eagle3, block and model); it has {has}.")
-    if found.entropy is not None:
-        raise RequestError(
-            f"The drafter {found.name!r} drafts as many tokens as it is sure of, which has no tree to tune; build a "
-            "plan in which it has `tree: auto`, or a number as gamma, and tune that."
-        )
     return found
 
 
@@ -270,14 +264,14 @@ def _record(bench: _Bench, session: Session, prompts: list[list[int]], tree: Tre
     name, trees, spent = name_of(tree), list[DraftedTree](), []
     for ids in prompts:
         bench.begin(f"recording {name}")
-        seen: list[Round] = []
+        seen: list[RoundTrace] = []
         stats = bench.rounds(session, ids, name, seen.append).stats
         spent.append(stats.stage_ms[name] / stats.rounds)
         trees += [_drafted(r) for r in seen[:-1] if r.nodes]  # the last was cut at the limit
     return trees, median(spent)
 
 
-def _drafted(seen: Round) -> DraftedTree:
+def _drafted(seen: RoundTrace) -> DraftedTree:
     score, children, ranks = [0.0], [0] * (len(seen.nodes) + 1), []
     for node in seen.nodes:
         probability = max(node.probability or 0.0, np.finfo(np.float64).tiny)

@@ -12,9 +12,6 @@ from outrider import Generation, Session
 from outrider.runtime.options.options import Options
 from outrider.tools.parting import Parting, find_parting
 
-EXACT = frozenset({"onnxruntime-cpu"})
-"""Backends on which a draft's tokens have the very logits of plain decoding."""
-
 
 @dataclass
 class DrafterCheck:
@@ -49,8 +46,8 @@ def compare_drafters(
 ) -> dict[str, DrafterCheck]:
     """Run every prompt (token ids) plainly and with each drafter, to the limit of `options`.
 
-    A `Parting` is a near tie where its `margin` is within `tolerance` (logits), and none where the target is `exact`
-    (EXACT). Drafters by rejection have nothing to agree with at a temperature.
+    A `Parting` is a near tie where its `margin` is within `tolerance` (logits), and none where the backend promises
+    `exact` results. Drafters by rejection have nothing to agree with at a temperature.
     `progress` gets the number of prompts done.
     """
     checks = {name: DrafterCheck() for name in drafters}

@@ -17,13 +17,14 @@ from outrider.compiler.held_out import read_prompts
 from outrider.compiler.identity import plan_identity
 from outrider.compiler.opening import stores_integers
 from outrider.compiler.recipe import Recipe, check_same_recipe
+from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import PlanError, RecipeError, RequestError
 from outrider.plans.manifest import Manifest, rejects
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
 from outrider.tools.parting import Parting
-from outrider.tools.verify.agreement import EXACT, DrafterCheck, compare_drafters
+from outrider.tools.verify.agreement import DrafterCheck, compare_drafters
 from outrider.tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
 from outrider.tools.verify.oracle import Oracle, OracleChoice, load_oracle
 from outrider.tools.verify.partial_check import PartialCheck, check_partial
@@ -125,7 +126,7 @@ def verify_plan(
     opened = open_plan(plan)
     check_same_source(recipe, plan, opened.manifest)
     backend = choose_backend(opened.manifest.backends, None).backend
-    exactness = check_ops(opened, backend) if backend in EXACT else None
+    exactness = check_ops(opened, backend) if BACKENDS[backend].exact else None
     refused = exactness is not None and not exactness.passed
     runtime = Runtime.load(plan, verify=False, exactness="unchecked" if refused else "probed")
     weights = plan_weights(recipe)
@@ -176,7 +177,7 @@ def verify_plan(
             names,
             options | limit,
             result.tolerance,
-            exact=runtime.backend in EXACT,
+            exact=BACKENDS[runtime.backend].exact,
             progress=report,
         )
 

@@ -1,23 +1,17 @@
 // BimMask on the CPU. A token's line of the bias is its parent's line and one more visible key: most lines are copies.
 #include "../bim_mask.h"
 
-#include <nanobind/nanobind.h>
-
 #include <algorithm>
 
-#include "binder.h"
 #include "clones.h"
 #include "gil.h"
-#include "ops.h"
+#include "op.h"
 #include "refuse.h"
 
 namespace outrider {
 
-namespace nb = nanobind;
-
 namespace {
 
-constexpr const char* kOp = "BimMask";
 constexpr i64 kLeastBranch = -1;  // rows of the shared prefix itself; -2 marks empty slots and is nobody's branch
 
 OUTRIDER_CLONES void committed_part(const i64* bim, i64 past, i64 branch, float* line) {
@@ -37,28 +31,18 @@ struct Row {
 
 class BimMask {
  public:
-  BimMask(nb::object bim, nb::object past_length, nb::object row_splits, nb::object branch, nb::object parent,
-          nb::object attn_bias) {
-    Binder binder(kOp);
-    bim_ = binder.input<i64>("bim", bim, {"R", "capacity"});
-    past_length_ = binder.input<i64>("past_length", past_length, {"R"});
-    row_splits_ = binder.row_splits(row_splits);
-    branch_ = binder.input<i64>("branch", branch, {"N"});
-    parent_ = binder.input<i64>("parent", parent, {"N"});
-    attn_bias_ = binder.output<float>("attn_bias", attn_bias, {"R", 1, "S", "T"});
-    capacity_ = binder.size_of("capacity");
-    most_new_ = binder.size_of("N");
-    most_view_ = binder.size_of("T");
-    most_rows_ = binder.size_of("R");
-    most_places_ = binder.size_of("S");
-    arrays_ = binder.take_arrays();
-  }
+  static constexpr const char* kOp = "BimMask";
 
-  void call(i64 new_tokens, i64 view, i64 rows, i64 places) const {
-    check_extent(kOp, "N", new_tokens, most_new_);
-    check_extent(kOp, "T", view, most_view_);
-    check_extent(kOp, "R", rows, most_rows_);
-    check_extent(kOp, "S", places, most_places_);
+  explicit BimMask(const Binding& bound)
+      : bim_(bound.input<i64>("bim")),
+        past_length_(bound.input<i64>("past_length")),
+        row_splits_(bound.input<i64>("row_splits")),
+        branch_(bound.input<i64>("branch")),
+        parent_(bound.input<i64>("parent")),
+        attn_bias_(bound.output<float>("attn_bias")),
+        capacity_(bound.size("capacity")) {}
+
+  void call(i64 new_tokens, i64 view, i64 rows, i64 places) {
     check_row_splits(kOp, row_splits_, rows, new_tokens);
     if (row_splits_[rows] != new_tokens) {
       refuse(kOp, "row_splits[" + std::to_string(rows) + "] is " + std::to_string(row_splits_[rows]) +
@@ -136,20 +120,10 @@ class BimMask {
   const i64* parent_;
   float* attn_bias_;
   i64 capacity_;
-  i64 most_new_;
-  i64 most_view_;
-  i64 most_rows_;
-  i64 most_places_;
-  std::vector<nb::object> arrays_;
 };
 
-}  // namespace
+const Registration registered(define_op<BimMask>);
 
-void register_bim_mask(nb::module_& module) {
-  nb::class_<BimMask>(module, "BimMask")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::arg("bim"),
-           nb::arg("past_length"), nb::arg("row_splits"), nb::arg("branch"), nb::arg("parent"), nb::arg("attn_bias"))
-      .def("__call__", &BimMask::call);
-}
+}  // namespace
 
 }  // namespace outrider

@@ -1,27 +1,21 @@
 // BlockSelect on the CPU. Scores are summed over a head's elements in order, many blocks side by side: the same bits at
 // any vector width.
-#include <nanobind/nanobind.h>
-
 #include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "../rank_key.h"
-#include "binder.h"
 #include "clones.h"
 #include "gil.h"
-#include "ops.h"
+#include "op.h"
 #include "partial_layout.h"
 #include "refuse.h"
 
 namespace outrider {
 
-namespace nb = nanobind;
-
 namespace {
 
-constexpr const char* kOp = "BlockSelect";
 constexpr i64 kStrip = 64;  // blocks whose scores by one query are in registers together
 
 // The scores of a strip's blocks by one query, by summaries `[head_dim, kStrip]`.
@@ -41,37 +35,35 @@ OUTRIDER_CLONES void score_strip(const float* query, const float* key_max, const
 
 class BlockSelect {
  public:
-  BlockSelect(nb::object queries, nb::object kept_indices, nb::object kept_count, nb::object key_max, nb::object key_min,
-              nb::object layer_windows, nb::object row, nb::object covered, nb::object budget, nb::object selected,
-              i64 block_size, i64 sink_blocks, i64 window_blocks, i64 reduction, i64 most_queries)
-      : layout_{block_size, sink_blocks, window_blocks}, reduction_(reduction), most_(reduction == kLast ? 1 : most_queries) {
-    check_layout(kOp, layout_);
-    check_value(kOp, "reduction", 0, reduction, kMax, kLast);
-    check_value(kOp, "most_queries", 0, most_queries, 1, 1 << 20);
-    Binder binder(kOp);
-    queries_ = binder.input<float>("queries", queries, {"layers", "N", "num_heads * head_dim"});
-    kept_indices_ = binder.input<i64>("kept_indices", kept_indices, {"N"});
-    kept_count_ = binder.input<i64>("kept_count", kept_count, {1});
-    const std::initializer_list<Dim> summary = {"R", "layers", "heads", "head_dim", "blocks"};
-    key_max_ = binder.input<float>("key_max", key_max, summary);
-    key_min_ = binder.input<float>("key_min", key_min, summary);
-    layer_windows_ = binder.input<i64>("layer_windows", layer_windows, {"layers"});
-    covered_ = binder.input<i64>("covered", covered, {1});
-    budget_ = binder.input<i64>("budget", budget, {1});
-    row_ = binder.input<i64>("row", row, {1});
-    rows_ = binder.size_of("R");
-    selected_ = binder.output<i64>("selected", selected, {"layers", "heads", "retrieval"});
-    layers_ = binder.size_of("layers");
-    heads_ = binder.size_of("heads");
-    head_dim_ = binder.size_of("head_dim");
-    blocks_ = binder.size_of("blocks");
-    retrieval_ = binder.size_of("retrieval");
-    new_ = binder.size_of("N");
-    width_ = binder.size_of("num_heads * head_dim");
+  static constexpr const char* kOp = "BlockSelect";
+
+  explicit BlockSelect(const Binding& bound)
+      : layout_(bound_layout(bound)),
+        reduction_(bound.size("reduction")),
+        most_(reduction_ == kLast ? 1 : bound.size("most_queries")),
+        queries_(bound.input<float>("queries")),
+        key_max_(bound.input<float>("key_max")),
+        key_min_(bound.input<float>("key_min")),
+        kept_indices_(bound.input<i64>("kept_indices")),
+        kept_count_(bound.input<i64>("kept_count")),
+        layer_windows_(bound.input<i64>("layer_windows")),
+        row_(bound.input<i64>("row")),
+        covered_(bound.input<i64>("covered")),
+        budget_(bound.input<i64>("budget")),
+        selected_(bound.output<i64>("selected")),
+        rows_(bound.size("R")),
+        layers_(bound.size("layers")),
+        heads_(bound.size("heads")),
+        head_dim_(bound.size("head_dim")),
+        blocks_(bound.size("blocks")),
+        retrieval_(bound.size("retrieval")),
+        new_(bound.size("N")),
+        width_(bound.size("num_heads * head_dim")) {
+    check_value(kOp, "reduction", 0, reduction_, kMax, kLast);
+    check_value(kOp, "most_queries", 0, bound.size("most_queries"), 1, 1 << 20);
     group_ = width_ / (heads_ * head_dim_);
     if (group_ < 1 || group_ * heads_ * head_dim_ != width_)
       refuse(kOp, "queries are " + std::to_string(width_) + " wide, no multiple of the key heads' width.");
-    arrays_ = binder.take_arrays();
     score_.resize(static_cast<size_t>(blocks_));
     ranks_.resize(static_cast<size_t>(blocks_));
     strips_.resize(static_cast<size_t>(2 * head_dim_ * kStrip));
@@ -161,19 +153,10 @@ class BlockSelect {
   std::vector<float> score_;
   std::vector<u64> ranks_;
   std::vector<float> strips_;  // summaries of a strip's blocks, the largest keys and the least
-  std::vector<nb::object> arrays_;
 };
 
-}  // namespace
+const Registration registered(define_op<BlockSelect>);
 
-void register_block_select(nb::module_& module) {
-  nb::class_<BlockSelect>(module, "BlockSelect")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, i64, i64, i64, i64, i64>(),
-           nb::arg("queries"), nb::arg("kept_indices"), nb::arg("kept_count"), nb::arg("key_max"), nb::arg("key_min"),
-           nb::arg("layer_windows"), nb::arg("row"), nb::arg("covered"), nb::arg("budget"), nb::arg("selected"),
-           nb::arg("block_size"), nb::arg("sink_blocks"), nb::arg("window_blocks"), nb::arg("reduction") = 0, nb::arg("most_queries") = 8)
-      .def("__call__", &BlockSelect::call);
-}
+}  // namespace
 
 }  // namespace outrider

@@ -2,18 +2,15 @@
 // are all looked at before the walk: nothing may be written when one of them cannot be used.
 #include "../chain_accept.h"
 
-#include <nanobind/nanobind.h>
-
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "binder.h"
 #include "clones.h"
 #include "gil.h"
-#include "ops.h"
+#include "op.h"
 #include "race.h"
-#include "refuse.h"
+#include "row_arrays.h"
 #include "row_choices.h"
 #include "tree_walk.h"
 
@@ -22,8 +19,6 @@ namespace outrider {
 namespace nb = nanobind;
 
 namespace {
-
-constexpr const char* kOp = "ChainAccept";
 
 OUTRIDER_CLONES u32 largest_fault_key(const float* q, i64 size) {
   u32 largest = 0;
@@ -61,19 +56,17 @@ OUTRIDER_CLONES void take_away(const float* q, Survivors& p) {
 
 class ChainAccept {
  public:
-  ChainAccept(nb::object logits, nb::object logit_indices, nb::object positions, nb::object branch,
-              nb::object sampling, nb::object seed, nb::object stream, nb::object token_ids, nb::object parent,
-              nb::object draft_probs, nb::object skip_sample_adjustment, nb::object by_rejection, nb::object committed,
-              nb::object accepted_count, nb::object kept_indices, nb::object kept_count, nb::object trials)
-      : binder_(kOp),
-        choices_(kOp, binder_, logits, logit_indices, positions, branch, sampling, seed, stream, kForTarget),
-        walk_(kOp, binder_, token_ids, parent, committed, accepted_count, kept_indices, kept_count),
-        draft_probs_(binder_.input<float>("draft_probs", draft_probs, {"M", "V"})),
-        skip_sample_adjustment_(binder_.input<i64>("skip_sample_adjustment", skip_sample_adjustment, {"B"})),
-        by_rejection_(binder_.input<i64>("by_rejection", by_rejection, {"B"})),
-        trials_(binder_.output<double>("trials", trials, {"M", 2})) {}
+  static constexpr const char* kOp = "ChainAccept";
 
-  void call(i64 new_tokens, i64 count) const {
+  explicit ChainAccept(const Binding& bound)
+      : choices_(bound, kForTarget),
+        walk_(bound),
+        draft_probs_(bound.input<float>("draft_probs")),
+        skip_sample_adjustment_(bound.input<i64>("skip_sample_adjustment")),
+        by_rejection_(bound.input<i64>("by_rejection")),
+        trials_(bound.output<double>("trials")) {}
+
+  void call(i64 new_tokens, i64 count) {
     choices_.check(new_tokens, count);
     const Trees trees = walk_.trees(choices_.logit_indices(), count, new_tokens);
     const GilReleasedIfLong released(2 * choices_.bytes(count));
@@ -130,7 +123,6 @@ class ChainAccept {
 
   const float* draft_probs(i64 place) const { return draft_probs_ + place * choices_.vocabulary(); }
 
-  Binder binder_;  // keeps the arrays alive
   RowChoices choices_;
   TreeWalk walk_;
   const float* draft_probs_;
@@ -140,12 +132,14 @@ class ChainAccept {
 };
 
 // The rule's parts by themselves, for tests.
-void residual_weights(nb::object weights, nb::object draft_probs, nb::object out) {
-  Binder binder("residual");
-  const u64* from = binder.input<u64>("weights", weights, {"V"});
-  const float* q = binder.input<float>("draft_probs", draft_probs, {"V"});
-  u64* to = binder.output<u64>("out", out, {"V"});
-  const i64 vocabulary = binder.size_of("V");
+void residual_weights(InputRow<u64> weights, InputRow<float> draft_probs, OutputRow<u64> out) {
+  const i64 vocabulary = static_cast<i64>(weights.size());
+  if (draft_probs.size() != weights.size() || out.size() != weights.size()) {
+    refuse("residual", "the rows differ in length.");
+  }
+  const u64* from = weights.data();
+  const float* q = draft_probs.data();
+  u64* to = out.data();
   std::vector<u64> block_sum(static_cast<size_t>(vocabulary / kBlock + 1));
   u64 total = 0;
   for (i64 i = 0; i < vocabulary; ++i) {
@@ -157,20 +151,14 @@ void residual_weights(nb::object weights, nb::object draft_probs, nb::object out
   take_away(q, p);
 }
 
-}  // namespace
-
-void register_chain_accept(nb::module_& module) {
-  nb::class_<ChainAccept>(module, "ChainAccept")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object>(),
-           nb::arg("logits"), nb::arg("logit_indices"), nb::arg("positions"), nb::arg("branch"), nb::arg("sampling"),
-           nb::arg("seed"), nb::arg("stream"), nb::arg("token_ids"), nb::arg("parent"), nb::arg("draft_probs"),
-           nb::arg("skip_sample_adjustment"), nb::arg("by_rejection"), nb::arg("committed"), nb::arg("accepted_count"),
-           nb::arg("kept_indices"), nb::arg("kept_count"), nb::arg("trials"))
-      .def("__call__", &ChainAccept::call);
-  module.def("residual", &residual_weights, nb::arg("weights"), nb::arg("draft_probs"), nb::arg("out"));
+void define_rule_parts(nb::module_& module) {
+  module.def("residual", &residual_weights, nb::arg("weights").noconvert(), nb::arg("draft_probs").noconvert(),
+             nb::arg("out").noconvert());
   module.def("accepts", &accepts, nb::arg("r"), nb::arg("p"), nb::arg("q"));
 }
+
+const Registration registered(define_op<ChainAccept>), registered_parts(define_rule_parts);
+
+}  // namespace
 
 }  // namespace outrider

@@ -1,18 +1,15 @@
 // The parts of a choice by themselves, for tests and for reports on near ties; and the likeliest tokens of a row.
-#include <nanobind/nanobind.h>
-
 #include <cmath>
 #include <vector>
 
 #include "../exp.h"
 #include "../log.h"
 #include "../philox.h"
-#include "binder.h"
 #include "choose.h"
 #include "clones.h"
-#include "ops.h"
+#include "op.h"
 #include "race.h"
-#include "refuse.h"
+#include "row_arrays.h"
 
 namespace outrider {
 
@@ -20,23 +17,19 @@ namespace nb = nanobind;
 
 namespace {
 
-void weights(nb::object logits, double temperature, nb::object out) {
-  Binder binder("weights");
-  const float* from = binder.input<float>("logits", logits, {"V"});
-  u64* to = binder.output<u64>("out", out, {"V"});
+void weights(InputRow<float> logits, double temperature, OutputRow<u64> out) {
+  if (logits.size() != out.size()) refuse("weights", "logits and out differ in length.");
   if (!(temperature > 0.0 && std::isfinite(temperature))) {
     refuse("weights", "temperature must be finite and more than 0.");
   }
-  if (binder.size_of("V") < 1 || !row_weights(from, binder.size_of("V"), temperature, to)) {
+  if (out.size() < 1 || !row_weights(logits.data(), static_cast<i64>(out.size()), temperature, out.data())) {
     refuse("weights", "the logits are empty, hold NaN or are all -inf.");
   }
 }
 
-i64 winner(nb::object weights, u64 seed, i64 stream, i64 position, u32 purpose) {
-  Binder binder("race");
-  const u64* from = binder.input<u64>("weights", weights, {"V"});
-  const i64 size = binder.size_of("V");
-  std::vector<u64> own(from, from + size), block_sum((size + kBlock - 1) / kBlock);
+i64 winner(InputRow<u64> weights, u64 seed, i64 stream, i64 position, u32 purpose) {
+  const i64 size = static_cast<i64>(weights.size());
+  std::vector<u64> own(weights.data(), weights.data() + size), block_sum((size + kBlock - 1) / kBlock);
   u64 total = 0;
   for (i64 i = 0; i < size; ++i) {
     if (own[i] > u64{1} << 50) refuse("race", "a weight is more than 2^50.");
@@ -55,11 +48,10 @@ float noise(u64 seed, i64 stream, i64 position, u32 purpose, i64 id) {
 
 // The ids of the highest values in `out`, the lower one first among equals: an insertion for each that comes in, of which
 // there are few after the first ones.
-void likeliest(nb::object row, nb::object out) {
-  Binder binder("likeliest");
-  const float* values = binder.input<float>("row", row, {"V"});
-  i64* ids = binder.output<i64>("out", out, {"K"});
-  const i64 size = binder.size_of("V"), most = binder.size_of("K");
+void likeliest(InputRow<float> row, OutputRow<i64> out) {
+  const float* values = row.data();
+  i64* ids = out.data();
+  const i64 size = static_cast<i64>(row.size()), most = static_cast<i64>(out.size());
   if (most > size) refuse("likeliest", "out is longer than the row.");
   i64 found = 0;
   for (i64 id = 0; id < size; ++id) {
@@ -92,10 +84,9 @@ OUTRIDER_CLONES double sum_of_exps(const float* values, i64 size, double highest
   return sum;
 }
 
-double log_sum_exp(nb::object row) {
-  Binder binder("log_sum_exp");
-  const float* values = binder.input<float>("row", row, {"V"});
-  const i64 size = binder.size_of("V");
+double log_sum_exp(InputRow<float> row) {
+  const float* values = row.data();
+  const i64 size = static_cast<i64>(row.size());
   float highest = -INFINITY;
   bool whole = true;
   for (i64 i = 0; i < size; ++i) {
@@ -106,21 +97,24 @@ double log_sum_exp(nb::object row) {
   return shared_log(sum_of_exps(values, size, highest));
 }
 
-}  // namespace
-
-void register_choice_parts(nb::module_& module) {
+void define_parts(nb::module_& module) {
   nb::list columns;
   for (const char* column : kSamplingColumns) columns.append(column);
   module.attr("SAMPLING_COLUMNS") = nb::tuple(columns);
-  module.def("weights", &weights, nb::arg("logits"), nb::arg("temperature"), nb::arg("out"));
-  module.def("log_sum_exp", &log_sum_exp, nb::arg("row"));
-  module.def("likeliest", &likeliest, nb::arg("row"), nb::arg("out"));
-  module.def("race", &winner, nb::arg("weights"), nb::arg("seed"), nb::arg("stream"), nb::arg("position"),
+  module.def("weights", &weights, nb::arg("logits").noconvert(), nb::arg("temperature"),
+             nb::arg("out").noconvert());
+  module.def("log_sum_exp", &log_sum_exp, nb::arg("row").noconvert());
+  module.def("likeliest", &likeliest, nb::arg("row").noconvert(), nb::arg("out").noconvert());
+  module.def("race", &winner, nb::arg("weights").noconvert(), nb::arg("seed"), nb::arg("stream"), nb::arg("position"),
              nb::arg("purpose"));
   module.def("noise", &noise, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"),
              nb::arg("id"));
   module.def("exponential", &exponential, nb::arg("word"));
   module.def("uniform", &uniform53, nb::arg("seed"), nb::arg("stream"), nb::arg("position"), nb::arg("purpose"));
 }
+
+const Registration registered(define_parts);
+
+}  // namespace
 
 }  // namespace outrider

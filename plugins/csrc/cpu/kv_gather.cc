@@ -1,23 +1,17 @@
 // KvGather on the CPU. Moves are found once and merged into runs; then every plane and head does its row's runs.
 #include "../kv_gather.h"
 
-#include <nanobind/nanobind.h>
-
 #include <cstring>
+#include <vector>
 
 #include "../rows.h"
-#include "binder.h"
 #include "gil.h"
-#include "ops.h"
+#include "op.h"
 #include "refuse.h"
 
 namespace outrider {
 
-namespace nb = nanobind;
-
 namespace {
-
-constexpr const char* kOp = "KvGather";
 
 // Neighbouring slots of a row that move by the same distance.
 struct Run {
@@ -29,28 +23,26 @@ struct Run {
 
 class KvGather {
  public:
-  KvGather(nb::object kv, nb::object source, nb::object source_count, nb::object row_splits, nb::object source_base,
-           nb::object destination) {
-    Binder binder(kOp);
-    kv_ = static_cast<char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "slot_size"}));
-    slot_bytes_ = binder.size_of("slot_size") * binder.item_size();
-    planes_ = binder.size_of("planes");
-    most_rows_ = binder.size_of("R");
-    heads_ = binder.size_of("heads");
-    capacity_ = binder.size_of("capacity");
-    source_ = binder.input<i64>("source", source, {"N"});
-    source_count_ = binder.input<i64>("source_count", source_count, {1});
-    row_splits_ = binder.row_splits(row_splits);
-    source_base_ = binder.input<i64>("source_base", source_base, {"R"});
-    destination_ = binder.input<i64>("destination", destination, {"R"});
-    most_new_ = binder.size_of("N");
-    arrays_ = binder.take_arrays();
-    placed_.resize(static_cast<size_t>(most_rows_));
+  static constexpr const char* kOp = "KvGather";
+
+  explicit KvGather(const Binding& bound)
+      : kv_(bound.output<char>("kv")),
+        source_(bound.input<i64>("source")),
+        source_count_(bound.input<i64>("source_count")),
+        row_splits_(bound.input<i64>("row_splits")),
+        source_base_(bound.input<i64>("source_base")),
+        destination_(bound.input<i64>("destination")),
+        slot_bytes_(bound.size("slot_size") * bound.item_size("kv")),
+        planes_(bound.size("planes")),
+        most_rows_(bound.size("R")),
+        heads_(bound.size("heads")),
+        capacity_(bound.size("capacity")),
+        most_new_(bound.size("N")),
+        placed_(static_cast<size_t>(most_rows_)) {
     runs_.reserve(static_cast<size_t>(most_new_));
   }
 
   void call(i64 rows) {
-    check_extent(kOp, "R", rows, most_rows_);
     const i64 count = source_count_[0];
     check_value(kOp, "source_count", 0, count, 0, most_new_);
     check_row_splits(kOp, row_splits_, rows, most_new_);
@@ -125,17 +117,10 @@ class KvGather {
   i64 most_new_;
   std::vector<i64> placed_;  // by row: how many of its entries were seen
   std::vector<Run> runs_;
-  std::vector<nb::object> arrays_;
 };
 
-}  // namespace
+const Registration registered(define_op<KvGather>);
 
-void register_kv_gather(nb::module_& module) {
-  nb::class_<KvGather>(module, "KvGather")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object>(), nb::arg("kv"),
-           nb::arg("source"), nb::arg("source_count"), nb::arg("row_splits"), nb::arg("source_base"),
-           nb::arg("destination"))
-      .def("__call__", &KvGather::call);
-}
+}  // namespace
 
 }  // namespace outrider

@@ -1,7 +1,4 @@
 // NgramCounts and NgramMemory for Python.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -12,8 +9,8 @@
 
 #include "ngram_counts.h"
 #include "ngram_memory.h"
-#include "ops.h"
-#include "refuse.h"
+#include "op.h"
+#include "row_arrays.h"
 
 namespace outrider {
 
@@ -91,12 +88,8 @@ class Ngrams {
     return static_cast<i64>(counts_.foresee(limit, {seed, stream, position, temperature}).size());
   }
 
-  using Array = nb::ndarray<i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-  using Scores = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-  i64 draft(i64 limit, Array token_ids, Array parent, Scores score, i64 root, u64 seed, i64 stream, i64 position,
-            double temperature) {
+  i64 draft(i64 limit, OutputRow<i64> token_ids, OutputRow<i64> parent, OutputRow<float> score, i64 root,
+            u64 seed, i64 stream, i64 position, double temperature) {
     const std::vector<Foreseen>& foreseen = counts_.foresee(limit, {seed, stream, position, temperature});
     const i64 count = static_cast<i64>(foreseen.size());
     const i64 room = static_cast<i64>(std::min({token_ids.size(), parent.size(), score.size()})) - 1 - root;
@@ -116,9 +109,7 @@ class Ngrams {
   std::vector<u32> likely_;
 };
 
-}  // namespace
-
-void register_ngrams(nb::module_& module) {
+void define_ngrams(nb::module_& module) {
   nb::class_<Memory>(module, kMemoryName)
       .def(nb::init<i64, i64>(), nb::arg("tokens"), nb::arg("longest"))
       .def("add", &Memory::add, nb::arg("lead"), nb::arg("output"))
@@ -137,5 +128,9 @@ void register_ngrams(nb::module_& module) {
            nb::arg("parent").noconvert(), nb::arg("score").noconvert(), nb::arg("root"), nb::arg("seed") = 0, nb::arg("stream") = 0,
            nb::arg("position") = 0, nb::arg("temperature") = 0.0);
 }
+
+const Registration registered(define_ngrams);
+
+}  // namespace
 
 }  // namespace outrider

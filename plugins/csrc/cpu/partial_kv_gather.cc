@@ -1,50 +1,37 @@
 // PartialKvGather on the CPU: a copy for each block of each head that is not there already.
-#include <nanobind/nanobind.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 
-#include "binder.h"
 #include "gil.h"
-#include "ops.h"
+#include "op.h"
 #include "partial_layout.h"
 #include "refuse.h"
 
 namespace outrider {
 
-namespace nb = nanobind;
-
 namespace {
-
-constexpr const char* kOp = "PartialKvGather";
 
 class PartialKvGather {
  public:
-  PartialKvGather(nb::object kv, nb::object row, nb::object covered, nb::object selected, nb::object partial_kv, nb::object resident,
-                  i64 block_size, i64 sink_blocks, i64 window_blocks)
-      : layout_{block_size, sink_blocks, window_blocks} {
-    check_layout(kOp, layout_);
-    Binder binder(kOp);
-    kv_ = static_cast<const char*>(binder.movable("kv", kv, {"planes", "R", "heads", "capacity", "slot_size"}));
-    const std::string dtype = binder.dtype();
-    partial_ = static_cast<char*>(
-        binder.movable("partial_kv", partial_kv, {"planes", "R", "heads", "partial_capacity", "slot_size"}));
-    if (binder.dtype() != dtype) throw nb::type_error("PartialKvGather: kv and partial_kv differ in dtype.");
-    slot_bytes_ = binder.size_of("slot_size") * binder.item_size();
-    const std::initializer_list<Dim> places = {"layers", "heads", "retrieval"};
-    selected_ = binder.input<i64>("selected", selected, places);
-    resident_ = binder.output<i64>("resident", resident, {"R", "layers", "heads", "retrieval"});
-    row_ = binder.input<i64>("row", row, {1});
-    covered_ = binder.input<i64>("covered", covered, {1});
-    layers_ = binder.size_of("layers");
-    if (binder.size_of("planes") != 2 * layers_) refuse(kOp, "kv must have two planes for each layer.");
-    rows_ = binder.size_of("R");
-    heads_ = binder.size_of("heads");
-    capacity_ = binder.size_of("capacity");
-    room_ = binder.size_of("partial_capacity");
-    retrieval_ = binder.size_of("retrieval");
-    arrays_ = binder.take_arrays();
+  static constexpr const char* kOp = "PartialKvGather";
+
+  explicit PartialKvGather(const Binding& bound)
+      : layout_(bound_layout(bound)),
+        kv_(bound.input<char>("kv")),
+        partial_(bound.output<char>("partial_kv")),
+        row_(bound.input<i64>("row")),
+        selected_(bound.input<i64>("selected")),
+        covered_(bound.input<i64>("covered")),
+        resident_(bound.output<i64>("resident")),
+        slot_bytes_(bound.size("slot_size") * bound.item_size("kv")),
+        rows_(bound.size("R")),
+        layers_(bound.size("layers")),
+        heads_(bound.size("heads")),
+        capacity_(bound.size("capacity")),
+        room_(bound.size("partial_capacity")),
+        retrieval_(bound.size("retrieval")) {
+    if (bound.size("planes") != 2 * layers_) refuse(kOp, "kv must have two planes for each layer.");
   }
 
   void call() {
@@ -89,17 +76,10 @@ class PartialKvGather {
   const i64 *row_, *selected_, *covered_;
   i64* resident_;
   i64 slot_bytes_, rows_, layers_, heads_, capacity_, room_, retrieval_;
-  std::vector<nb::object> arrays_;
 };
 
-}  // namespace
+const Registration registered(define_op<PartialKvGather>);
 
-void register_partial_kv_gather(nb::module_& module) {
-  nb::class_<PartialKvGather>(module, "PartialKvGather")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64, i64, i64>(),
-           nb::arg("kv"), nb::arg("row"), nb::arg("covered"), nb::arg("selected"), nb::arg("partial_kv"), nb::arg("resident"), nb::arg("block_size"),
-           nb::arg("sink_blocks"), nb::arg("window_blocks"))
-      .def("__call__", &PartialKvGather::call);
-}
+}  // namespace
 
 }  // namespace outrider

@@ -1,39 +1,32 @@
 // RaceNoise on the CPU: the noise of the positions after each branch's tip, and the settings in float32.
-#include <nanobind/nanobind.h>
-
-#include "binder.h"
 #include "gil.h"
-#include "ops.h"
+#include "op.h"
 #include "race.h"
 #include "refuse.h"
 
 namespace outrider {
 
-namespace nb = nanobind;
-
 namespace {
-
-constexpr const char* kOp = "RaceNoise";
 
 class RaceNoise {
  public:
-  RaceNoise(nb::object tip_position, nb::object sampling, nb::object seed, nb::object stream, nb::object noise,
-            nb::object draft_sampling, i64 purpose)
-      : binder_(kOp),
-        tip_position_(binder_.input<i64>("tip_position", tip_position, {"B"})),
-        sampling_(binder_.input<double>("sampling", sampling, {"B", kSettings})),
-        seed_(binder_.input<u64>("seed", seed, {"B"})),
-        stream_(binder_.input<i64>("stream", stream, {"B"})),
-        noise_(binder_.output<float>("noise", noise, {"B", "depths", "V"})),
-        draft_sampling_(binder_.output<float>("draft_sampling", draft_sampling, {"B", kSettings})),
-        branches_(binder_.size_of("B")),
-        depths_(binder_.size_of("depths")),
-        vocabulary_(binder_.size_of("V")),
-        purpose_(static_cast<u32>(purpose)) {
-    check_value(kOp, "purpose", 0, purpose, kForTarget, kForRejection);
+  static constexpr const char* kOp = "RaceNoise";
+
+  explicit RaceNoise(const Binding& bound)
+      : tip_position_(bound.input<i64>("tip_position")),
+        sampling_(bound.input<double>("sampling")),
+        seed_(bound.input<u64>("seed")),
+        stream_(bound.input<i64>("stream")),
+        noise_(bound.output<float>("noise")),
+        draft_sampling_(bound.output<float>("draft_sampling")),
+        branches_(bound.size("B")),
+        depths_(bound.size("depths")),
+        vocabulary_(bound.size("V")),
+        purpose_(static_cast<u32>(bound.size("purpose"))) {
+    check_value(kOp, "purpose", 0, bound.size("purpose"), kForTarget, kForRejection);
   }
 
-  void call() const {
+  void call() {
     i64 sampled = 0;
     for (i64 b = 0; b < branches_; ++b) sampled += samples(b) ? 1 : 0;
     const GilReleasedIfLong released(sampled * depths_ * vocabulary_ * static_cast<i64>(sizeof(float)));
@@ -50,7 +43,6 @@ class RaceNoise {
  private:
   bool samples(i64 branch) const { return sampling_of(sampling_, branch).temperature > 0.0; }
 
-  Binder binder_;  // keeps the arrays alive
   const i64* tip_position_;
   const double* sampling_;
   const u64* seed_;
@@ -63,14 +55,8 @@ class RaceNoise {
   u32 purpose_;
 };
 
-}  // namespace
+const Registration registered(define_op<RaceNoise>);
 
-void register_race_noise(nb::module_& module) {
-  nb::class_<RaceNoise>(module, "RaceNoise")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object, i64>(),
-           nb::arg("tip_position"), nb::arg("sampling"), nb::arg("seed"), nb::arg("stream"), nb::arg("noise"),
-           nb::arg("draft_sampling"), nb::arg("purpose") = 0)
-      .def("__call__", &RaceNoise::call);
-}
+}  // namespace
 
 }  // namespace outrider

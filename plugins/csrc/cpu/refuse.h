@@ -12,13 +12,6 @@ namespace outrider {
   throw std::invalid_argument(std::string(op) + ": " + sentence);
 }
 
-inline void check_extent(const char* op, const char* name, i64 extent, i64 capacity) {
-  if (extent < 0 || extent > capacity) {
-    refuse(op, "extent " + std::string(name) + " is " + std::to_string(extent) + ", but the bound buffers hold 0 to " +
-                   std::to_string(capacity) + ".");
-  }
-}
-
 // "branch[3] is 9; it must be in 0..7."
 [[noreturn]] inline void refuse_value(const char* op, const char* tensor, i64 index, i64 value, i64 least, i64 most) {
   refuse(op, std::string(tensor) + "[" + std::to_string(index) + "] is " + std::to_string(value) + "; it must be in " +

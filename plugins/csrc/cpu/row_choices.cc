@@ -1,39 +1,28 @@
 #include "row_choices.h"
 
-#include "refuse.h"
-
 namespace outrider {
 
-namespace nb = nanobind;
-
-RowChoices::RowChoices(const char* op, Binder& binder, nb::handle logits, nb::handle logit_indices, nb::handle positions,
-                       nb::handle branch, nb::handle sampling, nb::handle seed, nb::handle stream, i64 purpose)
-    : op_(op) {
-  logits_ = binder.input<float>("logits", logits, {"M", "V"});
-  logit_indices_ = binder.input<i64>("logit_indices", logit_indices, {"M"});
-  positions_ = binder.input<i64>("positions", positions, {"N"});
-  branch_ = binder.input<i64>("branch", branch, {"N"});
-  slots_.sampling = binder.input<double>("sampling", sampling, {"B", kSettings});
-  slots_.seed = binder.input<u64>("seed", seed, {"B"});
-  slots_.stream = binder.input<i64>("stream", stream, {"B"});
-  most_new_ = binder.size_of("N");
-  most_logits_ = binder.size_of("M");
-  vocabulary_ = binder.size_of("V");
-  branches_ = binder.size_of("B");
+RowChoices::RowChoices(const Binding& bound, i64 purpose)
+    : op_(bound.op()),
+      logits_(bound.input<float>("logits")),
+      logit_indices_(bound.input<i64>("logit_indices")),
+      positions_(bound.input<i64>("positions")),
+      branch_(bound.input<i64>("branch")),
+      slots_{bound.input<double>("sampling"), bound.input<u64>("seed"), bound.input<i64>("stream")},
+      purpose_(static_cast<u32>(purpose)),
+      vocabulary_(bound.size("V")),
+      branches_(bound.size("B")) {
   if (vocabulary_ < 1 || vocabulary_ > kMostVocabulary) {
-    refuse(op, "the vocabulary (last size of tensor 'logits') is " + std::to_string(vocabulary_) + "; it must be in 1.." +
-                   std::to_string(kMostVocabulary) + ".");
+    refuse(op_, "the vocabulary (last size of tensor 'logits') is " + std::to_string(vocabulary_) +
+                    "; it must be in 1.." + std::to_string(kMostVocabulary) + ".");
   }
   if (purpose < kForTarget || purpose > kForRejection) {
-    refuse(op, "attribute purpose is " + std::to_string(purpose) +
-                   "; it must be 0 (target), 1 (draft) or 2 (rejection), see plugins.schemas.Purpose.");
+    refuse(op_, "attribute purpose is " + std::to_string(purpose) +
+                   "; it must be 0 (target), 1 (draft) or 2 (rejection), see plugins.schema.Purpose.");
   }
-  purpose_ = static_cast<u32>(purpose);
 }
 
 void RowChoices::check(i64 new_tokens, i64 count) const {
-  check_extent(op_, "N", new_tokens, most_new_);
-  check_extent(op_, "M", count, most_logits_);
   for (i64 place = 0; place < count; ++place) {
     const i64 row = logit_indices_[place];
     check_value(op_, "logit_indices", place, row, 0, new_tokens - 1);

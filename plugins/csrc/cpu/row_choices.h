@@ -2,21 +2,17 @@
 // branch.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
 #include "../sample.h"
-#include "binder.h"
 #include "choose.h"
+#include "op.h"
 
 namespace outrider {
 
 class RowChoices {
  public:
-  RowChoices(const char* op, Binder& binder, nanobind::handle logits, nanobind::handle logit_indices,
-             nanobind::handle positions, nanobind::handle branch, nanobind::handle sampling, nanobind::handle seed,
-             nanobind::handle stream, i64 purpose);
+  RowChoices(const Binding& bound, i64 purpose);
 
-  // Refuses extents beyond the buffers, and indices and settings that cannot be used.
+  // Refuses indices and settings that cannot be used.
   void check(i64 new_tokens, i64 count) const;
   // The token chosen at a place below the checked `count`.
   i64 at(i64 place) const;
@@ -42,8 +38,6 @@ class RowChoices {
   const i64* branch_;
   SamplingSlots slots_;
   u32 purpose_;
-  i64 most_new_;
-  i64 most_logits_;
   i64 vocabulary_;
   i64 branches_;
 };

@@ -1,21 +1,16 @@
 #include "tree_walk.h"
 
-#include "refuse.h"
-
 namespace outrider {
 
-namespace nb = nanobind;
-
-TreeWalk::TreeWalk(const char* op, Binder& binder, nb::handle token_ids, nb::handle parent, nb::handle committed,
-                   nb::handle accepted_count, nb::handle kept_indices, nb::handle kept_count)
-    : op_(op),
-      token_ids_(binder.input<i64>("token_ids", token_ids, {"N"})),
-      parent_(binder.input<i64>("parent", parent, {"N"})),
-      committed_(binder.output<i64>("committed", committed, {"M"})),
-      accepted_count_(binder.output<i64>("accepted_count", accepted_count, {"trees"})),
-      kept_indices_(binder.output<i64>("kept_indices", kept_indices, {"N"})),
-      kept_count_(binder.output<i64>("kept_count", kept_count, {1})),
-      most_trees_(binder.size_of("trees")) {}
+TreeWalk::TreeWalk(const Binding& bound)
+    : op_(bound.op()),
+      token_ids_(bound.input<i64>("token_ids")),
+      parent_(bound.input<i64>("parent")),
+      committed_(bound.output<i64>("committed")),
+      accepted_count_(bound.output<i64>("accepted_count")),
+      kept_indices_(bound.output<i64>("kept_indices")),
+      kept_count_(bound.output<i64>("kept_count")),
+      most_trees_(bound.size("trees")) {}
 
 Trees TreeWalk::trees(const i64* logit_indices, i64 count, i64 new_tokens) const {
   check_parents(op_, parent_, new_tokens);

@@ -2,12 +2,10 @@
 // tokens and kept rows.
 #pragma once
 
-#include <nanobind/nanobind.h>
-
 #include <algorithm>
 
 #include "../tree_accept.h"
-#include "binder.h"
+#include "op.h"
 
 namespace outrider {
 
@@ -55,9 +53,7 @@ class KeptRows {
 
 class TreeWalk {
  public:
-  TreeWalk(const char* op, Binder& binder, nanobind::handle token_ids, nanobind::handle parent,
-           nanobind::handle committed, nanobind::handle accepted_count, nanobind::handle kept_indices,
-           nanobind::handle kept_count);
+  explicit TreeWalk(const Binding& bound);
 
   // The trees of rows that were checked (RowChoices). Refuses what makes no trees, or too many.
   Trees trees(const i64* logit_indices, i64 count, i64 new_tokens) const;

@@ -6,14 +6,14 @@
 
 namespace outrider {
 
-constexpr i64 kMostCandidates = 16384;  // MOST_CANDIDATES in cuda/launches.py
+constexpr i64 kMostCandidates = 16384;  // MOST_CANDIDATES in ops/row_choices.py
 
 struct Candidate {
   u64 weight;
   i32 token;
   float logit;
 };
-static_assert(sizeof(Candidate) == 16, "CANDIDATE_BYTES in cuda/launches.py");
+static_assert(sizeof(Candidate) == 16, "CANDIDATE_BYTES in ops/row_choices.py");
 
 constexpr i32 kMinusInfinityKey = ~kInfinityKey;
 constexpr i32 kLeastFinite = kMinusInfinityKey + 1;

@@ -12,7 +12,7 @@
 
 namespace outrider {
 
-constexpr i64 kShare = 1024;  // logits; SHARE in cuda/launches.py
+constexpr i64 kShare = 1024;  // logits; SHARE in ops/row_choices.py
 constexpr i64 kGroup = 32;    // logits whose largest is told
 constexpr i64 kGroups = kShare / kGroup;
 
@@ -26,7 +26,7 @@ struct Share {
   u64 mass;                // the sum of weights, where the share's largest logit weighs 2^40
   i64 astray;              // whether the drafter's probabilities hold what is none
 };
-static_assert(sizeof(Share) == 152, "SHARE_BYTES in cuda/launches.py");
+static_assert(sizeof(Share) == 152, "SHARE_BYTES in ops/row_choices.py");
 
 OUTRIDER_DEVICE i64 shares_of(i64 size) { return (size + kShare - 1) / kShare; }
 

@@ -1,4 +1,4 @@
-// TreeExpand and TreeRerank as ONNX Runtime calls them: plugins.schemas has their inputs.
+// TreeExpand and TreeRerank as ONNX Runtime calls them: plugins.ops has their inputs.
 #pragma once
 
 #include "choice.h"

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.plugins.cuda import LAUNCHES, DeviceOp
 from outrider.plugins.cuda.compile import SOURCES
+from outrider.plugins.cuda.device_op import DeviceOp
 from outrider.plugins.cuda.launches import STATUS
+from outrider.plugins.ops import OPS
 from outrider.plugins.tensorrt.source import PARTS
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 KERNELS, ENGINES, OF_ENGINES = (f'#include "{name}.cu"\n' for name in ("kernels", "engine", "engine/kernels"))
 """Our ops' kernels; these and the ones that engines of the backend `cuda` are made of; the latter alone."""
 
-ANY_THREADS = {launch.kernel for launch in LAUNCHES.values()} | {
+ANY_THREADS = {op.launch.kernel for op in OPS.values() if op.launch} | {
     "outrider_set_numbers", "outrider_take_tokens", "outrider_keep_tokens",
 }  # fmt: skip
 """Kernels that give the same with any number of threads. As fibers are slow, they are run with few."""

@@ -40,7 +40,7 @@ static outrider_result *generate(outrider_session *session, const outrider_param
 }
 
 static void results(outrider_runtime *runtime) {
-  static struct seen seen, stopped, cancelled;
+  static struct seen seen, stopped, cancelled, same;
   OWN(session) session = create_session(runtime);
   OWN(params) params = params_of(20);
   OWN(result) whole = generate(session, params, &seen);
@@ -69,6 +69,14 @@ static void results(outrider_runtime *runtime) {
   EXPECT_OK(outrider_generate(session, "import", 6, params, NULL, NULL, &last));
   EXPECT_OK(outrider_result_text(last, &text, &length));
   EXPECT(strchr(text, '\n') == NULL && strchr(text, 'e') == NULL);
+
+  OWN(params) allowed = params_of(5);
+  EXPECT_OK(outrider_params_add_int(allowed, "allowed_token_ids", 17, 40));
+  EXPECT_OK(outrider_params_add_int(allowed, "allowed_token_ids", 17, 41));
+  EXPECT_OK(outrider_params_set_text(allowed, "logit_bias", 10, "{\"40\": 100}", 11));
+  OWN(result) biased = generate(session, allowed, &same);
+  EXPECT(reason_of(biased) == OUTRIDER_LENGTH && same.count == 5);
+  for (int i = 0; i < 5; ++i) EXPECT(same.tokens[i] == 40);
 }
 
 static void inspected(const char *plan) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def test_the_header_says_what_each_option_is() -> None:
     assert describe_options() in HEADER
     for key in (*OPEN_OPTIONS, *(each.name for kind in (PrefixCacheConfig, SchedulerConfig) for each in fields(kind))):
         assert f'"{key}"' in HEADER, key
+
+
+def test_the_defaults_that_the_header_tells_are_those() -> None:
+    for kind in (PrefixCacheConfig, SchedulerConfig):
+        for each in fields(kind):
+            told = re.search(rf'"{each.name}" \(([\w.*]+)', HEADER.replace("\n * ", " "))
+            if told and told[1] not in ("at", "of"):
+                assert eval(told[1], {"true": True}) == each.default, each.name  # a number, a product, or a truth
 
 
 def test_settings_of_cache_and_scheduler_are_pythons() -> None:

@@ -26,7 +26,7 @@ def check_plan(plan: Path, checkpoint: Path) -> Precision:
     """Return the precision of the plan's weights. Raise `PlanError` unless it was built from the checkpoint as it is
     now, with float32 engines for the CPU, and its draft models have weights of the same precision."""
     recipe = source_recipe(plan, option="no --plan, and one is built from the checkpoint")
-    found = next((backend for backend in recipe.backends if backend.kind == BACKEND), None)
+    found = {backend.kind: backend for backend in recipe.backends}.get(BACKEND)
     if found is None or recipe.dtype(found) != "float32":
         raise PlanError(f"{plan} holds no float32 engines for {BACKEND}; leave out --plan, and one is built")
     source = recipe.checkpoint_path

@@ -1,6 +1,5 @@
 // Every kernel that engines of the backend `cuda` are made of.
 #include "attention.cu.h"
-#include "entropy.cu.h"
 #include "evaluate.cu.h"
 #include "half_product.cu.h"
 #include "product.cu.h"

@@ -1,4 +1,4 @@
-"""Classical speculative sampling on chains: a drafted token is accepted by p / q, or corrected from the residual."""
+"""ChainAccept: accept each drafted token of a chain by p / q, or correct it from the residual."""
 
 from __future__ import annotations
 
@@ -7,12 +7,79 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.plans import names
+from outrider.plugins.cuda.launches import COUNTER, Scratch, make_launch
+from outrider.plugins.ops import row_choices as rows
+from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.row_choices import SamplingSlots
+from outrider.plugins.ops.tree_accept import Accepted, walk_trees
 from outrider.plugins.reference.choice import filtered_weights, sampling_of
 from outrider.plugins.reference.philox import uniform
 from outrider.plugins.reference.race import race
-from outrider.plugins.reference.sample import SamplingSlots
-from outrider.plugins.reference.tree_accept import Accepted, walk_trees
-from outrider.plugins.schema import Purpose
+from outrider.plugins.schema import INTEGER, OpSchema, Purpose, TensorSpec
+
+SCHEMA = OpSchema(
+    name="ChainAccept",
+    version=5,
+    doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
+
+    Tokens stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
+    logit_indices a drafted node stands right after its parent. Trees of the others are walked as TreeAccept does.
+    The token x of the node at place i was drawn from q = draft_probs[i] (a root's is not read), q summing to
+    about 1; p is what Sample draws from at the parent, filters included (greedy: all of it at the argmax). Draws are
+    those of the token after the parent, at positions[parent] + 1. With r = uniform(.., Purpose.REJECTION):
+    x is accepted iff p(x) > 0 and r q(x) <= p(x), and the walk continues at its node.
+    Otherwise a token that wins a race of weights max(0, p - q), with the noise that Sample takes, is committed, and the
+    walk stops. It is drawn from p where nothing is left of p - q, or where skip_sample_adjustment[b] is 1 (debugging:
+    the output no longer has the target's distribution). After the last node, if accepted: one more token, as Sample
+    draws it.
+    p and q are compared in integer units of 2^-50; q above 1 counts as 1. A q that sums to 1 + e moves the output's
+    distribution by no more than about e.
+
+    Outputs as of TreeAccept, and trials[i] = (r, p(x) / q(x)) of each drafted node at place i that the walk visited,
+    NaN elsewhere; p and q in their integer units, so that x is accepted iff r <= p / q but for the last bits of the
+    quotient: 0 where p(x) is, else infinite where q(x) is 0.
+    Errors: as TreeAccept, and ValueError for such trees that are no chains, drafted tokens outside the vocabulary,
+    draft_probs that are negative, NaN or infinite, and skip_sample_adjustment and by_rejection other than 0 and 1.
+    Source: arXiv 2211.17192 (algorithm 1); arXiv 2302.01318.""",
+    inputs=(
+        *rows.CHOICE_INPUTS,
+        *rows.TREE_INPUTS,
+        TensorSpec(names.DRAFT_PROBS, "float32", (names.LOGITS, rows.VOCABULARY)),
+        TensorSpec(names.SKIP_SAMPLE_ADJUSTMENT, INTEGER, (rows.SLOTS,)),
+        TensorSpec(names.BY_REJECTION, INTEGER, (rows.SLOTS,)),
+    ),
+    outputs=(*rows.ACCEPT_OUTPUTS, TensorSpec(names.TRIALS, "float64", (names.LOGITS, 2))),
+    extents=(names.NEW, names.LOGITS),
+)
+
+_LAUNCH = make_launch(
+    SCHEMA,
+    kernel="outrider_chain_accept",
+    numbers=("V", "B", "trees", names.NEW),
+    blocks=rows.share_blocks,
+    scratch={
+        **rows.SHARED_OUT,
+        **rows.NODES,
+        "weighed": Scratch(lambda s: 16 * s[names.LOGITS]),
+        **rows.ARRIVED,
+        **COUNTER,
+    },
+)
+_FOUND = (rows.CHOSEN, rows.NEXT, TensorSpec("weighed", "float64", (names.LOGITS, 2)))
+_PLUGINS = (
+    rows.share_plugin(
+        SCHEMA,
+        "ChainShares",
+        "outrider_chain_shares",
+        (names.PARENT, names.DRAFT_PROBS, names.BY_REJECTION),
+        rows.ROWS_FIT,
+    ),
+    rows.choice_plugin(SCHEMA, "ChainChoices", "outrider_chain_choices", _FOUND, rows.ROWS_FIT),
+    rows.walk_plugin(SCHEMA, "ChainWalk", "outrider_chain_walk", _FOUND),
+)
+OP = Op(SCHEMA, _PLUGINS, _LAUNCH)
+
 
 # p and q are integers in units of 2**-50, rounded down, so that a residual, and its sum in any order, is exact.
 # Rounding moves less than V * 2**-50 of p; q comes in as float32, whose own rounding is 2**-25 of it.

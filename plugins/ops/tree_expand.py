@@ -1,4 +1,4 @@
-"""Children of a draft tree's frontier, and the next frontier among them."""
+"""TreeExpand: children of a draft tree's frontier, and the next frontier among them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,87 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.plans.sampling import Sampling
+from outrider.plans import names
+from outrider.plans.sampling import SETTINGS, Sampling
+from outrider.plugins.cuda.launches import COUNTER, ROW_THREADS, Launch, make_launch
+from outrider.plugins.ops.op import Op
 from outrider.plugins.reference.choice import sampling_of
+from outrider.plugins.schema import INTEGER, AttributeSpec, OpSchema, TensorSpec
+from outrider.plugins.tensorrt.plugin import Plugin
+
+_FRONTIER = ("trees", "frontier")
+CANDIDATES = ("trees", "candidates")
+DRAFT_SETTINGS = (
+    TensorSpec(names.NOISE, "float32", ("trees", "V")),
+    TensorSpec(names.DRAFT_SAMPLING, "float32", ("trees", SETTINGS)),
+)
+
+SCHEMA = OpSchema(
+    name="TreeExpand",
+    version=5,
+    doc="""Children of a draft tree's frontier nodes, and which of them are expanded next.
+
+    A node's children are its top_k likeliest tokens, scored by the node's score plus their log-probability. Where a
+    branch samples, its temperature above 0, the target will run a race with noise[b]: what is likely depends on that.
+    With q the drafter's distribution at the branch's temperature, and k the same under top-k, top-p (their cuts looked
+    for among the 64 likeliest tokens) and min-p, token x counts as the target's choice with probability
+
+        (1 - doubt) * r(x) / sum of r + doubt * q(x), where r(x) = k(x) / noise(x)
+
+    The race's winner under the drafter has the largest r; the target's distribution differs, and so may its winner.
+    A probability counts as 1e-30 at least.
+    Candidates are node-major, a node's best first; frontier holds the top_k best of them, best first. Of equals, the
+    lower index comes first. Stands in graphs only: a function body of standard ops, or the CUDA kernel.
+    Source: EAGLE-2 (arXiv 2406.16858) for the tree.""",
+    inputs=(
+        TensorSpec("logits", "float32", (*_FRONTIER, "V")),
+        TensorSpec("score", "float32", _FRONTIER),
+        *DRAFT_SETTINGS,
+    ),
+    outputs=(
+        TensorSpec("token", INTEGER, CANDIDATES),
+        TensorSpec("candidate_score", "float32", CANDIDATES),
+        TensorSpec("frontier", INTEGER, ("trees", "top_k")),
+    ),
+    attributes=(AttributeSpec("top_k", int), AttributeSpec("doubt", float)),
+)
+
+_LAUNCH = make_launch(
+    SCHEMA,
+    kernel="outrider_tree_expand",
+    numbers=("frontier", "V", "top_k", "doubt"),
+    blocks=lambda s: s["trees"] * s["frontier"],
+    threads=lambda s: ROW_THREADS,
+    scratch=COUNTER,
+)
+_TOKEN, _SCORE, _NEXT_FRONTIER = SCHEMA.outputs
+_PLUGINS = (
+    Plugin(
+        name="TreeChildren",
+        launch=_LAUNCH,
+        inputs=SCHEMA.inputs,
+        outputs=(_TOKEN, _SCORE),
+        attributes=("top_k", "doubt"),
+        floats=("doubt",),
+        derived={"candidates": lambda s: s["frontier"] * s["top_k"]},
+        guard="0 < top_k && top_k <= kMostBest && top_k <= V",
+        stand_ins={"counter": "never_full()", "frontier": "nullptr"},
+    ),
+    Plugin(
+        name="TreeFrontier",
+        launch=Launch(
+            kernel="outrider_tree_frontier",
+            pointers=("candidate_score", "frontier"),
+            numbers=("candidates", "top_k"),
+            blocks=lambda s: s["trees"],
+        ),
+        inputs=(_SCORE,),
+        outputs=(_NEXT_FRONTIER,),
+        attributes=("top_k",),
+        guard="0 < top_k && top_k <= kMostBest && top_k <= candidates",
+    ),
+)
+OP = Op(SCHEMA, _PLUGINS, _LAUNCH)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Walk each draft tree along the target's own choices."""
+"""TreeAccept: walk each draft tree along the target's own choices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,50 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.plugins.reference.sample import SamplingSlots
-from outrider.plugins.schema import Purpose
+from outrider.plans import names
+from outrider.plugins.cuda.launches import COUNTER, make_launch
+from outrider.plugins.ops import row_choices as rows
+from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.row_choices import SamplingSlots
+from outrider.plugins.ops.sample import ROW_SHARES
+from outrider.plugins.schema import OpSchema, Purpose
+
+SCHEMA = OpSchema(
+    name="TreeAccept",
+    version=3,
+    doc="""Walk each draft tree along the target's own choices.
+
+    logit_indices ascends. A token in it whose parent is not in it is the root of a tree (its tip), the others are
+    drafted nodes of that tree and stand next to each other. Tokens outside it are pending: committed, KV not yet
+    computed.
+    From the root: x = choice(node), as Sample does; if a child of the node holds x, commit x and continue at it; else
+    commit x and stop. One draw a visited node.
+
+    committed[m + j] is token j of the tree whose root has place m; accepted_count[t] counts the tokens of tree t, the
+    extra one included, and is 0 after the last tree; kept_indices[:kept_count] are the pending tokens and the visited
+    nodes, ascending. Entries of committed[:M] and kept_indices[:N] that say nothing are -1.
+    Errors: as Sample, and ValueError for parents out of range, indices not ascending, trees not contiguous or too many.
+    An error found before the walk leaves the outputs as they were.
+    Source: arXiv 2408.07978 for the invariance.""",
+    inputs=(*rows.CHOICE_INPUTS, *rows.TREE_INPUTS),
+    outputs=rows.ACCEPT_OUTPUTS,
+    attributes=(rows.PURPOSE,),
+    extents=(names.NEW, names.LOGITS),
+)
+
+_LAUNCH = make_launch(
+    SCHEMA,
+    kernel="outrider_tree_accept",
+    numbers=("V", "B", "trees", names.NEW, "purpose"),
+    blocks=rows.share_blocks,
+    scratch={**rows.SHARED_OUT, **rows.NODES, **rows.ARRIVED, **COUNTER},
+)
+_PLUGINS = (
+    ROW_SHARES,
+    rows.choice_plugin(SCHEMA, "TreeChoices", "outrider_tree_choices", (rows.CHOSEN, rows.NEXT), rows.ROWS_FIT),
+    rows.walk_plugin(SCHEMA, "TreeWalk", "outrider_tree_walk", (rows.CHOSEN, rows.NEXT)),
+)
+OP = Op(SCHEMA, _PLUGINS, _LAUNCH)
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,40 @@
-"""A layer's experts, to the last bit: each token is computed by those that it chose, and their results are summed."""
+"""Route: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
+from outrider.plans import names
+from outrider.plugins.ops.op import Op
 from outrider.plugins.reference.lanes import lanes_exp, ordered_matmul
 from outrider.plugins.reference.quantize import Float32
+from outrider.plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, TensorSpec
+from outrider.plugins.tensorrt.plugin import Declined
 
-Product = Callable[[Float32], Float32]
-"""Rows `[M, K]` to rows `[M, N]`: a product with weights, and the bias after it if there is one."""
+TOKENS = TensorSpec("x", ANY_FLOAT, (1, names.NEW, "hidden"))
+WEIGHTS = TensorSpec("weights", "float32", (1, names.NEW, "experts"))
+
+SCHEMA = OpSchema(
+    name="Route",
+    version=1,
+    doc="""The experts of each token, and their weights.
+
+    A token chooses the top_k experts with the largest logits x @ router, of equal ones those with the lower id, and
+    gives them weights that are softmax over the chosen where normalise is 1, else over all experts: in float32 at
+    any precision of the model. All others have weight 0. Softmax over all, then top-k, then division by the sum is
+    the same as softmax over the top-k: normalise 1 is both.
+    BiasedRoute has a third input, bias [experts], that is added to the logits.
+    Source: Qwen3-MoE (arXiv 2505.09388); Mixtral (arXiv 2401.04088).""",
+    inputs=(TOKENS, TensorSpec("router", ANY_FLOAT, ("hidden", "experts"))),
+    outputs=(WEIGHTS,),
+    attributes=(AttributeSpec("top_k", int), AttributeSpec("normalise", int)),
+)
 
 
-@dataclass(frozen=True)
-class Expert:
-    """The three products of a gated feed-forward part."""
-
-    gate: Product
-    up: Product
-    down: Product
-
-
-def mixture_of_experts(
-    x: Float32, weights: Float32, experts: Sequence[Expert], unit: Callable[[Float32, Float32], Float32]
-) -> Float32:
-    """Return for tokens x `[N, H]` the sum over experts e of `weights[n, e] * down(unit(gate(x), up(x)))`.
-
-    Experts of weight 0 are left out. The others are added in ascending order, one product and one sum at a time, in
-    float32.
-    """
-    out = np.zeros_like(x)
-    with np.errstate(invalid="ignore", over="ignore"):
-        for e, expert in enumerate(experts):
-            (chosen,) = np.nonzero(weights[:, e])
-            if len(chosen):
-                rows = x[chosen]
-                out[chosen] += weights[chosen, e, None] * expert.down(unit(expert.gate(rows), expert.up(rows)))
-    return out
+EXPERTS_DECLINED = Declined(
+    "standard ops compute every expert; no kernel of ours for GPUs computes the chosen ones alone"
+)
+OP = Op(SCHEMA, EXPERTS_DECLINED)
 
 
 def route(x: Float32, router: Float32, bias: Float32 | None = None, *, top_k: int, normalise: bool) -> Float32:
