@@ -16,9 +16,8 @@ class OnnxRuntimeCpuBackend(Backend):
     @classmethod
     def rules(cls) -> tuple[Rule, ...]:
         from outrider.compiler.lowering import OUR_ARITHMETIC
-        from outrider.compiler.lowering.own_ops import CpuDraftOps
 
-        return (*OUR_ARITHMETIC, CpuDraftOps(), *super().rules())
+        return (*OUR_ARITHMETIC, *super().rules())
 
 
 BACKEND = OnnxRuntimeCpuBackend

@@ -21,9 +21,9 @@ class OnnxRuntimeCudaBackend(GpuBackend):
 
     @classmethod
     def rules(cls) -> tuple[Rule, ...]:
+        from outrider.compiler.lowering.attention import AroundAttention
         from outrider.compiler.lowering.functions import CopiedSizes, UnbranchedBody
         from outrider.compiler.lowering.group_query_attention import GroupQueryAttention
-        from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
         from outrider.compiler.lowering.own_ops import FuseSkipNormsCuda
         from outrider.compiler.lowering.products import FuseProjections
         from outrider.compiler.lowering.quantized import BlockQuantized
@@ -34,9 +34,7 @@ class OnnxRuntimeCudaBackend(GpuBackend):
             BlockQuantized(),
             FuseSkipNormsCuda(),
             GroupQueryAttention(),
-            RotateInside(),
-            NormInside(),
-            PackedInside(),
+            AroundAttention(),
             ScatterAttention(),
             UnbranchedBody(),
             CopiedSizes(),

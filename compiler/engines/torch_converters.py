@@ -18,14 +18,15 @@ import outrider.compiler.export.ops  # noqa: F401  registers ours
 from outrider.compiler.lowering.builder import LOWEST
 
 BRANCH_ATTENTION = torch.ops.outrider.branch_attention.default
-_CAPS_AND_SINKS = 13  # the arguments of branch_attention after those that every call has
+ATTENTION = torch.ops.outrider.attention.default
+_SINKS, _SOFTCAP, _WINDOW = 8, 19, 20  # arguments of attention
 _LOWEST = {"HALF": LOWEST[ir.DataType.FLOAT16], "BF16": LOWEST[ir.DataType.BFLOAT16]}
 
 
 def is_plain(attention: torch.fx.Node) -> bool:
-    """Return whether a call of branch_attention caps no scores and has no sinks."""
-    others = (*attention.args[_CAPS_AND_SINKS:], *attention.kwargs.values())
-    return all(value is None or value == 0.0 for value in others)
+    """Return whether a call of attention has no sinks, caps no scores and has no window."""
+    sinks, softcap, window = (attention.args[place] for place in (_SINKS, _SOFTCAP, _WINDOW))
+    return sinks is None and (softcap, window) == (0, 0)
 
 
 class OneRowConverters:

@@ -17,9 +17,10 @@ from torch import fx
 
 from outrider.compiler.engines.onnx_file import DTYPES
 from outrider.compiler.engines.tensorrt_network import TYPES
-from outrider.compiler.engines.torch_converters import BRANCH_ATTENTION, OneRowConverters, is_plain
+from outrider.compiler.engines.torch_converters import ATTENTION, OneRowConverters, is_plain
 from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
 from outrider.compiler.export.tracing import TracedProgram, traced_of
+from outrider.compiler.models.ops import COMPOSITES
 from outrider.plans.errors import PlanError
 from outrider.plugins.schema import QUANT_OPS
 
@@ -39,12 +40,12 @@ class TorchFront:
         if any(node.op_type in QUANT_OPS for node in model.graph):
             return f"{self.name} reads the program before its weights are quantised"
         nodes = [node for node in traced_of(model).program.graph.nodes if node.op == "call_function"]
-        if any(not is_plain(node) for node in nodes if node.target is BRANCH_ATTENTION):
-            return f"{self.name} has no converter of attention with capped scores or with sinks"
+        if any(not is_plain(node) for node in nodes if node.target is ATTENTION):
+            return f"{self.name} has no converter of attention with capped scores, sinks or windows"
         targets = {node.target for node in nodes}
         lacking = sorted(
             str(target).split(".")[1]
-            for target in targets - OneRowConverters.OPS
+            for target in targets - OneRowConverters.OPS - COMPOSITES.keys()
             if str(target).startswith(f"{_OURS}.")
         )
         return f"{self.name} has no converter of {', '.join(lacking)}" if lacking else None
@@ -74,8 +75,8 @@ class TorchFront:
             disable_tf32=True,
             immutable_weights=True,
         )
-        traced = traced_of(model)
-        program = pre_export_lowering(traced.materialised(), settings).run_decompositions(get_decompositions())
+        traced, decompositions = traced_of(model), get_decompositions() | COMPOSITES
+        program = pre_export_lowering(traced.materialised(), settings).run_decompositions(decompositions)
         context = ConversionContext(network, settings)
         walk = _Walk(post_lowering(program.module(), settings), context, self._trt, model, traced)
         walk.run(enable_io_processing=False)

@@ -55,7 +55,10 @@ class BlockGraph(DraftGraph):
         """Append keys and values; return a number of every layer, `[1, N, layers]`."""
         assert fused is not None, "block heads read features"
         head = self.block.head
-        appended = [execution.append(layer, *head.context_kv(fused, layer)) for layer in range(head.config.num_layers)]
+        appended = [
+            execution.append(index, *head.context_kv(fused, index), layer.k_norm)  # type: ignore[arg-type]
+            for index, layer in enumerate(head.layers)
+        ]
         return torch.cat(appended, -1)
 
     def _growth(self, tips: Tips) -> Growth:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.ops import branch_attention, window_bias
+from outrider.compiler.export.ops import attention
 from outrider.compiler.models.attention import Attention
+from outrider.compiler.models.decoder import HeadNorms, RmsNorm
 from outrider.compiler.models.rope import Rope
 from outrider.plans import names
 
@@ -66,57 +67,40 @@ class GraphExecution:
         self._later = later
         self._attention, self._tables, self._caches = attention, tables, caches
         self._positions, self._past, self._splits = positions, past, splits
-        self._biases: dict[int | None, Tensor] = {None: bias}  # by window
-        self.queries: list[Tensor] = []  # each layer's, `[1, n, heads * head_dim]`
+        self._bias = bias
+        self.queries: list[Tensor] = []  # each layer's, `[n, heads * head_dim]`, as they are compared with keys
 
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
-        rope = self._attention.kinds[layer].rope
-        if rope is None:
-            return x
-        cos, sin = self._tables.cos_and_sin(rope)
-        part = 0 if rope.size == self._attention.head_dim else rope.size
-        rotated: Tensor = torch.onnx.ops.rotary_embedding(
-            x, cos, sin, self._positions, num_heads=heads, rotary_embedding_dim=part
-        )
-        return rotated
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
+    ) -> Tensor:
+        return self._attend(layer, q, k, v, norms, sinks, self._attention.num_heads)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        a, caches = self._attention, self._caches
-        self.queries.append(q)
-        out, k_out, v_out = branch_attention(
-            q, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias(layer), self._past, self._splits,
-            a.num_heads, a.num_kv_heads, a.attention_scale, int(self._later), 1, a.attention_softcap or 0.0, sinks,
-        )  # fmt: skip
-        caches.presents += (k_out, v_out)
-        attended: Tensor = out
-        return attended
-
-    def _bias(self, layer: int) -> Tensor:
-        """Return the bias of a layer: of the keys that the pass may see, those in the layer's window.
-
-        A window as wide as the KV cache hides nothing.
-        """
-        window = self._attention.kinds[layer].window
-        if window is not None and window >= self._caches.k_caches[layer].shape[2]:
-            window = None
-        if window not in self._biases:
-            self._biases[window] = window_bias(self._biases[None], window)
-        return self._biases[window]
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> Tensor:
-        """Append the keys, not rotated yet, and values of tokens that ask nothing, `[1, n, kv_heads * head_dim]`.
+    def append(self, layer: int, k: Tensor, v: Tensor, norm: RmsNorm | None) -> Tensor:
+        """Append the keys, neither normed nor rotated, and values of tokens that ask nothing, `[1, n, kv_size]`.
 
         Returns one number of each, `[1, n, 1]`, for what must run after it: the keys stand for queries.
         """
-        a, caches = self._attention, self._caches
-        k = self.rotate(layer, k, a.num_kv_heads)
-        out, k_out, v_out = branch_attention(
-            k, k, v, caches.k_caches[layer], caches.v_caches[layer], self._bias(layer), self._past, self._splits,
-            a.num_kv_heads, a.num_kv_heads, a.attention_scale, 0, 0,
+        return self._attend(layer, k, k, v, (norm, norm), None, self._attention.num_kv_heads, asks=0)[..., :1]
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, sinks: Tensor | None, heads: int,
+        asks: int = 1,
+    ) -> Tensor:  # fmt: skip
+        a, kind, k_cache = self._attention, self._attention.kinds[layer], self._caches.k_caches[layer]
+        window = 0 if kind.window is None or kind.window >= k_cache.shape[2] else kind.window
+        cos, sin = (None, None) if kind.rope is None else self._tables.cos_and_sin(kind.rope)
+        positions = None if kind.rope is None else self._positions
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
+        epsilon = 0.0 if norms[0] is None else norms[0].eps
+        softcap = (a.attention_softcap or 0.0) if asks else 0.0
+        out, k_out, v_out, queries = attention(
+            q, k, v, k_cache, self._caches.v_caches[layer], self._bias, self._past, self._splits, sinks,
+            positions, cos, sin, q_norm, k_norm, heads, a.num_kv_heads, a.attention_scale,
+            int(self._later and asks == 1), asks, softcap, window, epsilon,
         )  # fmt: skip
-        caches.presents += (k_out, v_out)
-        done: Tensor = out[..., :1]
-        return done
+        self.queries.append(queries)
+        self._caches.presents += (k_out, v_out)
+        return out
 
 
 def cache_outputs(layers: int, passes: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Our graph ops as PyTorch custom ops: never run, only traced and translated to the ONNX ops of the same names.
 
-Those of experts stand with their module, and run in PyTorch too.
+Those of experts and of `models.ops` run in PyTorch too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 import outrider.compiler.models.experts  # noqa: F401  registers its ops
+from outrider.compiler.models.ops import composite
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
+from outrider.plugins.ops import OPS
 
 
 @torch.library.custom_op("outrider::branch_attention", mutates_args=())
@@ -52,6 +54,52 @@ def window_bias(attn_bias: Tensor, window: int) -> Tensor:
 @window_bias.register_fake
 def _(attn_bias: Tensor, window: int) -> Tensor:
     return torch.empty_like(attn_bias)
+
+
+@composite
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    attn_bias: Tensor,
+    past_length: Tensor,
+    row_splits: Tensor,
+    sinks: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+    later: int,
+    asks: int,
+    softcap: float,
+    window: int,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shapes: `plugins.ops`, BranchAttention, whose parts beside attending are PyTorch's ops here."""
+    if q_norm is not None and k_norm is not None:
+        q, k = (_norm_heads(x, weight, epsilon) for x, weight in ((q, q_norm), (k, k_norm)))
+    if cos is not None and sin is not None:
+        part = 0 if 2 * cos.shape[1] == k_cache.shape[3] else 2 * cos.shape[1]
+        q, k = (
+            torch.onnx.ops.rotary_embedding(x, cos, sin, positions, num_heads=heads, rotary_embedding_dim=part)
+            for x, heads in ((q, num_heads), (k, kv_num_heads))
+        )
+    out, k_out, v_out = branch_attention(
+        q, k, v, k_cache, v_cache, window_bias(attn_bias, window) if window else attn_bias, past_length, row_splits,
+        num_heads, kv_num_heads, scale, later, asks, softcap, sinks,
+    )  # fmt: skip
+    return out, k_out, v_out, q.squeeze(0)
+
+
+def _norm_heads(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    heads: Tensor = x.unflatten(-1, (-1, len(weight)))  # type: ignore[no-untyped-call]
+    return torch.nn.functional.rms_norm(heads, weight.shape, weight, epsilon).flatten(-2)
 
 
 @torch.library.custom_op("outrider::tree_expand", mutates_args=())
@@ -114,16 +162,6 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
     return translate
 
 
-def _translate_attention(*inputs: Any) -> Any:
-    *tensors, heads, kv_heads, scale, later, asks = inputs[:13]
-    softcap = inputs[13] if len(inputs) > 13 else 0.0
-    sinks = inputs[14:15] if len(inputs) > 14 and inputs[14] is not None else ()
-    return onnxscript.values.Opset(DOMAIN, VERSION).BranchAttention(
-        *tensors, *sinks,
-        num_heads=heads, kv_num_heads=kv_heads, scale=scale, later=later, asks=asks, softcap=softcap,
-    )  # fmt: skip
-
-
 def _translate_cast(x: Any, dtype: int) -> Any:
     return onnxscript.opset23.Cast(x, to=dtype)
 
@@ -140,12 +178,16 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.to.dtype: _translate_cast,
     torch.ops.aten.rsub.Scalar: _translate_subtracted,
     torch.ops.aten.detach_.default: _translate_detach,
-    torch.ops.outrider.branch_attention.default: _translate_attention,
+    torch.ops.outrider.attention.default: _translated(
+        "BranchAttention", tuple(spec.name for spec in OPS["BranchAttention"].schema.attributes)
+    ),
     torch.ops.outrider.route.default: _translated("Route", ("top_k", "normalise")),
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),
     torch.ops.outrider.clamped_mixture_of_experts.default: _translated("ClampedMixtureOfExperts", ("alpha", "limit")),
-    torch.ops.outrider.window_bias.default: _translated("WindowBias", ("window",)),
+    torch.ops.outrider.silu_unit.default: _translated("SiluUnit", ()),
+    torch.ops.outrider.gelu_unit.default: _translated("GeluUnit", ()),
+    torch.ops.outrider.softcap.default: _translated("Softcap", ("cap",)),
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),

@@ -43,7 +43,7 @@ class TargetGraph(nn.Module):
         hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
         picked = torch.index_select(hidden, -2, logit_indices).squeeze(0)  # a product of 2-D tensors becomes one Gemm
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
-        queries = tuple(q.squeeze(0).float() for q in execution.queries) if self.queries else ()
+        queries = tuple(q.float() for q in execution.queries) if self.queries else ()
         return self.decoder.logits(picked).float(), *features, *caches.presents, *queries
 
 

@@ -330,8 +330,8 @@ LAYERS: dict[tuple[str, str], Handler] = {
     (CPU_DOMAIN, "RmsNorm"): rms_norm,
     (CPU_DOMAIN, "BranchAttention"): attention,
     (CPU_DOMAIN, "Softcap"): softcap,
-    (DOMAIN, "TreeExpand"): draft_op,
-    (DOMAIN, "TreeRerank"): draft_op,
+    (CPU_DOMAIN, "TreeExpand"): draft_op,
+    (CPU_DOMAIN, "TreeRerank"): draft_op,
     (DOMAIN, "DraftSample"): draft_op,
 }
 """Handlers by domain and operator."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from outrider.compiler.backends import BACKEND_CLASSES
-from outrider.compiler.lowering.attention import CpuAttention, QueriesFromInside, WindowInside
+from outrider.compiler.lowering.attention import CpuAttention
 from outrider.compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
-from outrider.compiler.lowering.gated_unit import FuseGatedUnit
-from outrider.compiler.lowering.inside import NormInside, PackedInside, RotateInside
-from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, FuseSoftcap
-from outrider.compiler.lowering.products import FuseProjections
+from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, OwnKernels
+from outrider.compiler.lowering.products import FuseProjections, GatedUnitOfProduct
 from outrider.compiler.lowering.quantized import PackQuantized
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
 from outrider.plans import names
@@ -22,19 +21,14 @@ from outrider.plans.manifest import RuleReport
 
 OUR_ARITHMETIC: tuple[Rule, ...] = (
     FuseProjections(),
-    FuseGatedUnit(),
-    FuseSoftcap(),
+    GatedUnitOfProduct(),
+    OwnKernels(),
     PackQuantized(),
     CpuRoute(),
     CpuExperts(),
     PackExperts(),
     FuseSkipNorms(),
     CpuAttention(),
-    WindowInside(),
-    QueriesFromInside(),
-    RotateInside(),
-    NormInside(),
-    PackedInside(),
     CpuNorms(),
 )
 """Rules to the operators that we have kernels of our own for, on the CPU and on a GPU, with the same bits."""
@@ -50,7 +44,7 @@ def lower(
     """
     lowering = Lowering(engine, model, rows)
     reports = apply_rules(lowering, BACKEND_CLASSES[target].rules())
-    _drop_unread(model.graph)
+    RemoveUnusedNodesPass()(model)
     if rows == 1:
         _fix_single_row(model)
     if caches > 1:
@@ -58,13 +52,6 @@ def lower(
     if kv_cache is not None:
         _set_cache_type(model, DType(kv_cache))
     return reports
-
-
-def _drop_unread(graph: ir.Graph) -> None:
-    """Drop constants that no node reads after the rewrites."""
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and value not in graph.outputs:
-            del graph.initializers[name]
 
 
 def _fix_single_row(model: ir.Model) -> None:

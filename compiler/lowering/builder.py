@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from outrider.compiler.graph_edits import given
+from outrider.compiler.graph_edits import given, replace
 from outrider.compiler.lowering.rule import Lowering
+from outrider.plugins.onnx_ops import DOMAIN
 
 SWAP = {"perm": [0, 2, 1, 3]}  # tokens and heads change places
 LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.38e38}
 """Lowest bias of types with less range than float32 (float16), or coarser steps (bfloat16)."""
-_SINKS = 8  # the input of BranchAttention
+_AROUND = 6  # the inputs of BranchAttention that may be left out
 
 
 class Builder:
@@ -22,9 +23,12 @@ class Builder:
 
     def __init__(self, lowering: Lowering) -> None:
         self.lowering, self.nodes = lowering, list[ir.Node]()
+        self.compared: tuple[ir.Value, ir.Value] | None = None
 
-    def emit(self, op: str, inputs: Sequence[ir.Value], attributes: Mapping[str, Any] | None = None) -> ir.Value:
-        node = ir.node(op, inputs, attributes)
+    def emit(
+        self, op: str, inputs: Sequence[ir.Value], attributes: Mapping[str, Any] | None = None, domain: str = ""
+    ) -> ir.Value:
+        node = ir.node(op, inputs, attributes, domain=domain)
         self.nodes.append(node)
         return node.outputs[0]
 
@@ -41,6 +45,51 @@ class Builder:
         """Reshape `[1, S, heads * head_dim]` to `[1, heads, S, head_dim]`."""
         split = self.emit("Reshape", [x, self.numbers(f"heads.{heads}", 0, 0, heads, -1)])
         return self.emit("Transpose", [split], SWAP)
+
+    def queries_and_keys(self, node: ir.Node) -> tuple[ir.Value, ir.Value]:
+        """Emit the norms and the rotation of a BranchAttention, once; return the queries and keys after them."""
+        if self.compared is not None:
+            return self.compared
+        q, k, own = *given(node.inputs[:2]), node.attributes
+        _, positions, cos, sin, q_norm, k_norm = around(node)
+
+        def ready(x: ir.Value, heads: int, norm: ir.Value | None) -> ir.Value:
+            kind = x.type
+            if norm is not None:
+                split = self.emit("Reshape", [x, self.numbers(f"heads.{heads}", 0, 0, heads, -1)])
+                epsilon = own.get_float("epsilon")
+                normed = self.emit("RMSNormalization", [split, norm], {"axis": -1, "epsilon": epsilon})
+                x = self.emit("Reshape", [normed, self.numbers("flat", 0, 0, -1)])
+            if cos is not None and sin is not None and positions is not None:
+                part = {"num_heads": heads, "rotary_embedding_dim": rotated_part(node)}
+                x = self.emit("RotaryEmbedding", [x, cos, sin, positions], part)
+            x.type = kind
+            return x
+
+        keys = ready(k, own.get_int("kv_num_heads"), k_norm)
+        self.compared = keys if q is k else ready(q, own.get_int("num_heads"), q_norm), keys
+        return self.compared
+
+    def windowed(self, node: ir.Node) -> ir.Value:
+        """Return the bias of a BranchAttention under its window, which all layers of a pass share."""
+        (bias,), window = given(node.inputs[5:6]), node.attributes.get_int("window", 0)
+        name, shared = f"{bias.name}.window.{window}", self.lowering.shared
+        if window and name not in shared:
+            shared[name] = self.emit("WindowBias", [bias], {"window": window}, DOMAIN)
+            shared[name].name, shared[name].type = name, bias.type
+        return shared[name] if window else bias
+
+    def put(self, node: ir.Node, new: ir.Node) -> None:
+        """Put what was emitted, and `new`, in the place of a BranchAttention."""
+        outputs = list(new.outputs)
+        self.nodes.append(new)
+        if is_asked_for_queries(node):
+            queries, _ = self.queries_and_keys(node)
+            outputs.append(self.emit("Squeeze", [queries, self.numbers("first", 0)]))
+        node.resize_outputs(len(outputs))
+        self.lowering.graph.insert_before(node, self.nodes)
+        replace(self.lowering.graph, node, outputs)
+        self.lowering.model.opset_imports.setdefault(new.domain, 1)
 
     def first_slots(self, cache: ir.Value, view: ir.Value) -> ir.Value:
         return self.emit("Slice", [cache, self.numbers("first", 0), view, self.numbers("slot_axis", 2)])
@@ -65,9 +114,29 @@ def softcap_of(node: ir.Node) -> float:
     return node.attributes.get_float("softcap", 0.0)
 
 
+def around(node: ir.Node) -> list[ir.Value | None]:
+    """Return the sinks, positions, cosines, sines, and norms of queries and keys of a BranchAttention."""
+    return [*node.inputs[8:], *[None] * _AROUND][:_AROUND]
+
+
 def sinks_of(node: ir.Node) -> ir.Value | None:
     """Return the sinks of a BranchAttention's heads, None where it has none."""
-    return node.inputs[_SINKS] if len(node.inputs) > _SINKS else None
+    return around(node)[0]
+
+
+def is_asked_for_queries(node: ir.Node) -> bool:
+    """Return whether somebody reads the queries that a BranchAttention compares with keys."""
+    return any(each.uses() or each.is_graph_output() for each in node.outputs[3:])
+
+
+def rotated_part(node: ir.Node) -> int:
+    """Return how many numbers of a head a BranchAttention rotates, 0 for all."""
+    cos, k_cache = given((around(node)[2], node.inputs[3]))
+    assert cos.shape is not None
+    assert k_cache.shape is not None
+    half = cos.shape[1]
+    assert isinstance(half, int)
+    return 0 if 2 * half == k_cache.shape[3] else 2 * half
 
 
 def is_plain(node: ir.Node) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from outrider.compiler.graph_edits import given
-from outrider.compiler.lowering.builder import Builder, sinks_of, softcap_of
+from outrider.compiler.lowering.attention import packed
+from outrider.compiler.lowering.builder import Builder, around, rotated_part, sinks_of, softcap_of
 from outrider.compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
 from outrider.plugins.onnx_ops import DOMAIN
 
@@ -22,7 +23,8 @@ class GroupQueryAttention(Rule):
     after a copy of those in view. This op reads the KV cache where it lies. Its bias has a column for each of
     `total_sequence_length` keys, which the op reads on the host: here that is the size of the bias, so that it is fixed
     in a recording, and `seqlens_k`, on the device, says where the new tokens end. The op also hides later slots from
-    earlier ones, which the bias hides already: a parent comes before its children.
+    earlier ones, which the bias hides already: a parent comes before its children. It norms heads that it rotates; what
+    it does not rotate is done before it.
 
     It caps scores before it adds the bias: on CUDA in `unfused_attention.cu`, whose kernel alone takes a bias, and on
     the CPU, as the tests find. Sinks are declined, because that kernel takes no `head_sink`.
@@ -48,18 +50,38 @@ class GroupQueryAttention(Rule):
         return None
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        (q, bias, past), own = given((node.inputs[0], node.inputs[5], node.inputs[6])), node.attributes
-        build = Builder(lowering)
+        (q, k, past), own, build = given((*node.inputs[:2], node.inputs[6])), node.attributes, Builder(lowering)
+        _, positions, cos, sin, *norms = around(node)
+        inside = cos is not None and rotates(node, cos)
+        if not inside:
+            q, k = build.queries_and_keys(node)
+            positions, cos, sin, norms = None, None, None, [None, None]
+        bias = build.windowed(node)
         seen, view = build.view(bias, q.dtype)
-        inputs = [*node.inputs[:5], _last_slot(bias, past, build), _total(bias, view, build), None, None, None, seen]
+        inputs = [*packed([q, k, node.inputs[2]]), *node.inputs[3:5], _last_slot(bias, past, build)]
+        inputs += [_total(bias, view, build), cos, sin, positions, seen]
+        inputs += [] if norms[0] is None else [None, None, None, *norms]
         attributes = {
+            "do_rotary": int(inside),
+            "qk_norm_epsilon": own.get_float("epsilon", 0.0),
             "num_heads": own.get_int("num_heads"),
             "kv_num_heads": own.get_int("kv_num_heads"),
             "scale": own.get_float("scale"),
             "softcap": softcap_of(node),
         }
-        lowering.graph.insert_before(node, build.nodes)
-        lowering.put(node, ir.node("GroupQueryAttention", inputs, attributes, domain=CONTRIBUTED, num_outputs=3))
+        build.put(node, ir.node("GroupQueryAttention", inputs, attributes, domain=CONTRIBUTED, num_outputs=3))
+
+
+def rotates(node: ir.Node, cos: ir.Value) -> bool:
+    """Return whether the kernel can rotate by the table `cos`: whole heads of a multiple of 16 numbers, with angles for
+    every slot's position."""
+    cache = node.inputs[3]
+    if cache is None or cache.shape is None or cos.shape is None:
+        return False
+    (*_, slots, head_dim), (positions, _) = cache.shape, cos.shape
+    if not isinstance(slots, int) or not isinstance(head_dim, int) or not isinstance(positions, int):
+        return False
+    return rotated_part(node) == 0 and head_dim % 16 == 0 and positions >= slots
 
 
 def _last_slot(bias: ir.Value, past: ir.Value, build: Builder) -> ir.Value:

@@ -1,11 +1,11 @@
-"""RMS norms, with the residual sum before them, soft caps and ops of drafts: our own ops on the CPU, with one order of
-sums on any processor; norms as ONNX Runtime's op on CUDA."""
+"""Ops that are kernels of ours as they are; RMS norms, with the residual sum before them, with one order of sums on any
+processor, and as ONNX Runtime's op on CUDA."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from outrider.compiler.graph_edits import attributes_of, given, replace
+from outrider.compiler.graph_edits import attributes_of, replace
 from outrider.compiler.lowering.rule import CONTRIBUTED, Lowering, Rule
 from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.schema import CPU_DOMAIN
@@ -111,68 +111,14 @@ def _reason_against_axis(norm: ir.Node) -> str | None:
     return None if norm.attributes.get_int("axis", -1) == -1 else "the norm is not over the last dimension alone"
 
 
-class FuseSoftcap(Rule):
-    """onnxruntime-cpu: `cap * tanh(x / cap)` becomes one `outrider.cpu.Softcap`.
-
-    One pass over the logits instead of three. The node is ours, and has the same bits on every processor and at any
-    place.
-    """
-
-    def pattern(self, node: ir.Node) -> bool:
-        return _tanh_of(node) is not None
-
-    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
-        tanh = _tanh_of(node)
-        divided = None if tanh is None or tanh.inputs[0] is None else tanh.inputs[0].producer()
-        if tanh is None or divided is None or divided.op_type != "Div":
-            return "what tanh takes is no quotient"
-        cap = _cap(node)
-        if cap is None or cap <= 0 or divided.inputs[1] is None or _number(divided.inputs[1]) != cap:
-            return "it is multiplied with another number than it was divided by"
-        x = divided.inputs[0]
-        if x is None or x.dtype != ir.DataType.FLOAT:
-            return "its kernel computes in float32"
-        if any(
-            len(each.outputs[0].uses()) != 1 or each.outputs[0] in lowering.graph.outputs for each in (tanh, divided)
-        ):
-            return "a part of it is read by others too"
-        return None
-
-    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
-        tanh, cap = _tanh_of(node), _cap(node)
-        assert tanh is not None
-        divided = given(tanh.inputs)[0].producer()
-        assert divided is not None
-        lowering.put(node, ir.node("Softcap", [divided.inputs[0]], {"cap": cap}, domain=CPU_DOMAIN))
-        for each in (tanh, divided):
-            lowering.graph.remove(each, safe=True)
-
-
-def _tanh_of(product: ir.Node) -> ir.Node | None:
-    """Return the Tanh that a product with a constant number multiplies; None where there is none."""
-    if product.op_type != "Mul" or _cap(product) is None:
-        return None
-    made = [value.producer() for value in product.inputs if value is not None]
-    return next((node for node in made if node is not None and node.op_type == "Tanh"), None)
-
-
-def _cap(product: ir.Node) -> float | None:
-    return next((number for value in product.inputs if (number := _number(value)) is not None), None)
-
-
-def _number(value: ir.Value | None) -> float | None:
-    constant = None if value is None else value.const_value
-    return float(constant.numpy().reshape(-1)[0]) if constant is not None and constant.size == 1 else None
-
-
-class CpuDraftOps(Rule):
-    """onnxruntime-cpu: TreeExpand and TreeRerank are one node each instead of twenty.
+class OwnKernels(Rule):
+    """Ops that have kernels of ours of the same name and inputs: on the CPU one node instead of a body's many.
 
     A drafter's engine runs on small tensors, where starting a node costs more than computing it.
     """
 
     def pattern(self, node: ir.Node) -> bool:
-        return node.domain == DOMAIN and node.op_type in ("TreeExpand", "TreeRerank")
+        return node.domain == DOMAIN and node.op_type in ("Softcap", "TreeExpand", "TreeRerank")
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         count, attributes = len(node.outputs), attributes_of(node)

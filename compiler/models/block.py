@@ -82,10 +82,11 @@ class BlockHead(nn.Module):
     def context_kv(self, context: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values `[..., kv_heads * head_dim]` of context tokens in one layer.
 
-        Keys are normed and not yet rotated. A token's key is rotated to the token's position, then kept.
+        Keys are neither normed nor rotated: each head is normed by the layer's `k_norm`, rotated to the token's
+        position, then kept.
         """
         of: DecoderLayer = self.layers[layer]  # type: ignore[assignment]
-        return of.key(context), of.v(context)
+        return of.k(context), of.v(context)
 
     def run(self, embedded: Tensor, execution: Execution) -> Tensor:
         """Map the embeddings of a block `[..., H]` to hidden states `[..., H]` after the final norm.

@@ -19,17 +19,20 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
+from outrider.compiler.models.ops import gelu_unit, silu_unit, softcap
 
 
 class Execution(Protocol):
-    """The parts of a layer that depend on its tokens' sequences. `x` is `[..., heads * head_dim]`.
+    """The part of a layer that depends on its tokens' sequences.
 
-    `sinks` `[heads]` are scores of a key without a value that every query sees beside its own.
+    Queries, keys and values are `[..., heads * head_dim]`. Each head of queries and keys is normed by `norms`, where
+    there are some, and then rotated. `sinks` `[heads]` are scores of a key without a value that every query sees beside
+    its own.
     """
 
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor: ...
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
+    ) -> Tensor: ...
 
 
 LayerConfig = DecoderConfig | BlockConfig
@@ -57,6 +60,10 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.size,), self.weight, self.eps)
+
+
+HeadNorms = tuple[RmsNorm | None, RmsNorm | None]
+"""Norms of each head of queries and of keys."""
 
 
 class DecoderLayer(nn.Module):
@@ -91,19 +98,16 @@ class DecoderLayer(nn.Module):
     def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
         c = self.config
         x = _normed(h, self.attention_norm)
-        q = execution.rotate(index, _per_head(self.q(x), self.q_norm), c.num_heads)
-        k = execution.rotate(index, self.key(x), c.num_kv_heads)
-        h = self._add(h, self.o(execution.attend(index, q, k, self.v(x), self.sinks)), self.attention_out_norm)
+        q, k, norms = self.q(x), self.k(x), (self.q_norm, self.k_norm)
+        if c.qk_norm == "whole":
+            q, k, norms = _normed(q, self.q_norm), _normed(k, self.k_norm), (None, None)
+        attended = execution.attend(index, q, k, self.v(x), norms, self.sinks)
+        h = self._add(h, self.o(attended), self.attention_out_norm)
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
             return self._add(h, self.experts(x), self.mlp_out_norm)
-        gate = self.gate(x)
-        gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self._add(h, self.down(gate * self.up(x)), self.mlp_out_norm)
-
-    def key(self, x: Tensor) -> Tensor:
-        """Return the keys `[..., kv_heads * head_dim]` of normed inputs `[..., hidden]`, normed and not yet rotated."""
-        return _per_head(self.k(x), self.k_norm)
+        unit = silu_unit if c.activation == "silu" else gelu_unit
+        return self._add(h, self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
 
     def _add(self, h: Tensor, out: Tensor, norm: RmsNorm | None) -> Tensor:
         """Return the residual stream `h` with what attention or the MLP adds to it."""
@@ -151,17 +155,17 @@ class Decoder(nn.Module):
         logits: Tensor = F.linear(h, self.embedding) if self.lm_head is None else self.lm_head(h)
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
-        return logits if c.logit_softcap is None else torch.tanh(logits / c.logit_softcap) * c.logit_softcap
+        return logits if c.logit_softcap is None else softcap(logits, c.logit_softcap)
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _per_head(x: Tensor, norm: RmsNorm | None) -> Tensor:
-    """Norm `[..., heads * head_dim]`: each head by itself, or all as one, as the norm's size says."""
-    if norm is None or norm.size == x.shape[-1]:
-        return _normed(x, norm)
+def norm_heads(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    """Norm each head of `[..., heads * head_dim]` by itself."""
+    if norm is None:
+        return x
     heads: Tensor = x.unflatten(-1, (-1, norm.size))  # type: ignore[no-untyped-call]
     normed: Tensor = norm(heads)
     return normed.flatten(-2)

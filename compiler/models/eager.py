@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.compiler.models.attention import Attention
-from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.decoder import Decoder, HeadNorms, norm_heads
 from outrider.compiler.models.rope import Rope
 
 
@@ -22,15 +22,19 @@ class CausalExecution:
             self._tables[rope] = cos, sin
         self._seen: dict[int, Tensor] = {}
 
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+    def _rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
         rope = self._config.kinds[layer].rope
         if rope is None:
             return x
         apart = x.view(self._batch, self._length, heads, -1)
         return rotated(apart, *self._tables[rope]).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
+    ) -> Tensor:
         c = self._config
+        q = self._rotate(layer, norm_heads(q, norms[0]), c.num_heads)
+        k = self._rotate(layer, norm_heads(k, norms[1]), c.num_kv_heads)
 
         def heads(x: Tensor, count: int) -> Tensor:
             return x.view(self._batch, self._length, count, c.head_dim).transpose(1, 2)

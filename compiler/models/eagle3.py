@@ -9,11 +9,11 @@ rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.compiler.models.decoder import Execution, Linear, RmsNorm
 from outrider.compiler.models.eagle3_config import TAPS, Eagle3Config
+from outrider.compiler.models.ops import silu_unit
 
 
 class Eagle3Head(nn.Module):
@@ -68,10 +68,9 @@ class Eagle3Head(nn.Module):
         """
         c = self.config
         x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(h)), dim=-1)
-        q, k = execution.rotate(0, self.q(x), c.num_heads), execution.rotate(0, self.k(x), c.num_kv_heads)
-        h = h + self.o(execution.attend(index, q, k, self.v(x)))
+        h = h + self.o(execution.attend(index, self.q(x), self.k(x), self.v(x)))
         x = self.mlp_norm(h)
-        h = h + self.down(F.silu(self.gate(x)) * self.up(x))
+        h = h + self.down(silu_unit(self.gate(x), self.up(x)))
         return self.norm(h) if c.norm_output else h
 
     def logits(self, h: Tensor) -> Tensor:

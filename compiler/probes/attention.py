@@ -121,7 +121,8 @@ def _attend(
 ) -> Sequence[ir.Value]:
     """Add a node like `node` with other tokens and caches, in the given layout as far as `node` reads one."""
     inputs: list[ir.Value | None] = [*tokens, *[None] * (3 - len(tokens)), *caches]
-    inputs += [layout[index] if node.inputs[index] is not None else None for index in range(_BIAS, _CONSTANTS)]
+    own = node.inputs[_BIAS:_CONSTANTS]
+    inputs += [None if value is None else layout[index] for index, value in enumerate(own, _BIAS)]
     for value in node.inputs[_CONSTANTS:]:
         is_table = value is not None and value.shape is not None and len(value.shape) == 2  # of rotations
         inputs.append(leading(tape, value, [PAST + 1, extent(value, 1)] if is_table else None))

@@ -16,6 +16,7 @@ from outrider.plans import names
 from outrider.plugins.onnx_ops.branch_attention import branch_attention_function
 from outrider.plugins.onnx_ops.domain import DOMAIN, OPSET, VERSION, onnx_schema
 from outrider.plugins.onnx_ops.draft_sample import DRAFT_SAMPLE
+from outrider.plugins.onnx_ops.layers import LAYER_BODIES, LAYER_OPS
 from outrider.plugins.onnx_ops.mixture_of_experts import experts_function, experts_op
 from outrider.plugins.onnx_ops.quant_matmul import quant_function, quant_op
 from outrider.plugins.onnx_ops.route import route_function
@@ -38,6 +39,7 @@ FUNCTIONS: dict[str, Callable[[], onnx.FunctionProto]] = {
             ("TreeExpand", TREE_EXPAND),
             ("TreeRerank", TREE_RERANK),
             ("WindowBias", WINDOW_BIAS),
+            *LAYER_BODIES.items(),
         )
     },
     **{name: partial(quant_function, name) for name in QUANT_OPS},
@@ -52,6 +54,7 @@ _ATTENTION = replace(  # whose bias may be of any precision
         for spec in OPS["BranchAttention"].schema.inputs
     ),
 )
+_OPTIONAL = ("sinks", names.POSITIONS, "cos", "sin", "q_norm", "k_norm", "queries")
 _BIASED_ROUTE = replace(
     OPS["Route"].schema,
     name="BiasedRoute",
@@ -64,6 +67,7 @@ for _schema in (
     *(OPS[name].schema for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias")),
     *map(quant_op, QUANT_OPS),
     *map(experts_op, EXPERT_OPS),
+    *LAYER_OPS,
 ):
     if not defs.has(_schema.name, DOMAIN):
-        defs.register_schema(onnx_schema(_schema, optional="sinks"))
+        defs.register_schema(onnx_schema(_schema, optional=_OPTIONAL))

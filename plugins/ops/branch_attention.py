@@ -14,6 +14,7 @@ from outrider.plugins.schema import (
     ANY_FLOAT,
     ATTN_BIAS,
     CAPACITY,
+    INTEGER,
     ROW_SPLITS,
     AttributeSpec,
     OpSchema,
@@ -28,7 +29,7 @@ _KEY_WIDTH = "kv_num_heads * head_dim"
 
 SCHEMA = OpSchema(
     name="BranchAttention",
-    version=2,
+    version=3,
     doc="""Append each row's new keys and values, then attend over the row's T keys under a bias.
 
     Tokens of all rows lie one after another (row_splits); row r's are appended at past_length[r]. Token s of row r
@@ -37,7 +38,11 @@ SCHEMA = OpSchema(
     to capped scores, so that hidden keys stay hidden. With `sinks`, which may be left out, the softmax of head h has
     exp(sinks[h]) in its sum as well: a key without a value, under no cap. Where `later` is 1, the bias may show a token
     of the step that comes after the query's, else none. Where `asks` is 0, nobody reads `out`: its numbers are any
-    finite ones. Stands in graphs only, and is lowered there: no CPU kernel.
+    finite ones.
+    Before that, where the inputs are there, each head of q and k is normed by its root mean square, with weights q_norm
+    and k_norm, and its first numbers are rotated by halves, to positions; where `window` is not 0, the bias is that of
+    WindowBias. queries are q as they are compared with keys.
+    Stands in graphs only, and is lowered there: no CPU kernel.
     Source: the cap, Gemma 2 (arXiv 2408.00118); sinks, gpt-oss.""",
     inputs=(
         TensorSpec("q", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
@@ -49,11 +54,17 @@ SCHEMA = OpSchema(
         per_row(names.PAST_LENGTH),
         ROW_SPLITS,
         TensorSpec("sinks", ANY_FLOAT, ("num_heads",)),
+        TensorSpec(names.POSITIONS, INTEGER, (1, names.NEW)),
+        TensorSpec("cos", ANY_FLOAT, ("positions", "rotated / 2")),
+        TensorSpec("sin", ANY_FLOAT, ("positions", "rotated / 2")),
+        TensorSpec("q_norm", ANY_FLOAT, ("head_dim",)),
+        TensorSpec("k_norm", ANY_FLOAT, ("head_dim",)),
     ),
     outputs=(
         TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
         TensorSpec(names.cache_output("k_cache"), ANY_FLOAT, _CACHE),
         TensorSpec(names.cache_output("v_cache"), ANY_FLOAT, _CACHE),
+        TensorSpec("queries", ANY_FLOAT, (names.NEW, _QUERY_WIDTH)),
     ),
     attributes=(
         AttributeSpec("num_heads", int),
@@ -62,6 +73,8 @@ SCHEMA = OpSchema(
         AttributeSpec("later", int, 0),
         AttributeSpec("asks", int, 1),
         AttributeSpec("softcap", float, 0.0),
+        AttributeSpec("window", int, 0),
+        AttributeSpec("epsilon", float, 0.0),
     ),
 )
 

@@ -11,13 +11,15 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from outrider.compiler.export.execution import cache_outputs
-from outrider.compiler.export.ops import branch_attention, window_bias
+from outrider.compiler.export.ops import attention
 from outrider.compiler.export.target import trace_target
+from outrider.compiler.models.ops import gelu_unit, softcap
 from outrider.plans import names
-from outrider.plugins import reference
+from outrider.plugins.ops.bim_mask import bim_mask
+from outrider.plugins.ops.branch_attention import branch_attention
+from outrider.plugins.ops.window_bias import window_bias
 from tests.compiler.steps import Arrays, depths, flat
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 2, 16, 97
@@ -77,16 +79,6 @@ class Forms(nn.Module):
             for name, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
                 self.register_buffer(f"{name}_{rotated}", torch.from_numpy(table.astype(np.float32)))
 
-    def rotate(self, x: Tensor, positions: Tensor, heads: int, rotated: int) -> Tensor:
-        if not rotated:
-            return x
-        part = 0 if rotated == HEAD_DIM else rotated
-        turned: Tensor = torch.onnx.ops.rotary_embedding(
-            x, getattr(self, f"cos_{rotated}"), getattr(self, f"sin_{rotated}"), positions,
-            num_heads=heads, rotary_embedding_dim=part,
-        )  # fmt: skip
-        return turned
-
     def forward(
         self,
         token_ids: Tensor,
@@ -99,8 +91,6 @@ class Forms(nn.Module):
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         x = self.embedding(token_ids.unsqueeze(0))
-        biases = {w: window_bias(attn_bias, w) for w in {form.window for form in self.forms} - {0}}
-        biases[0] = attn_bias
         presents: list[Tensor] = []
         queries: list[Tensor] = []
         for index, layer in enumerate(self.layers):
@@ -108,25 +98,22 @@ class Forms(nn.Module):
             form = layer.form
             normed = self.norm(x)
             q, k, v = (getattr(layer, name)(normed) for name in "qkv")
-            if layer.norms is not None:
-                q, k = (
-                    norm(each.unflatten(-1, (-1, HEAD_DIM))).flatten(-2)
-                    for norm, each in zip(layer.norms, (q, k), strict=True)
-                )
-            q = self.rotate(q, positions.unsqueeze(0), HEADS, form.rotated)
-            k = self.rotate(k, positions.unsqueeze(0), KV_HEADS, form.rotated)
-            queries.append(q)
-            out, k_out, v_out = branch_attention(
-                q, k, v, k_caches[index], v_caches[index], biases[form.window], past_length, row_splits,
-                HEADS, KV_HEADS, HEAD_DIM**-0.5, 0, 1, form.softcap, layer.sinks,
+            turned: tuple[Tensor | None, ...] = (None,) * 3
+            if form.rotated:
+                turned = positions.unsqueeze(0), *(getattr(self, f"{name}_{form.rotated}") for name in ("cos", "sin"))
+            norms = (None, None) if layer.norms is None else (norm.weight for norm in layer.norms)
+            out, k_out, v_out, asked = attention(
+                q, k, v, k_caches[index], v_caches[index], attn_bias, past_length, row_splits, layer.sinks, *turned,
+                *norms, HEADS, KV_HEADS, HEAD_DIM**-0.5, 0, 1, form.softcap, form.window, 1e-6,
             )  # fmt: skip
+            queries.append(asked)
             presents += (k_out, v_out)
             x = x + layer.o(out)
             normed = self.norm(x)
-            x = x + layer.down(functional.gelu(layer.gate(normed), approximate="tanh") * layer.up(normed))
+            x = x + layer.down(gelu_unit(layer.gate(normed), layer.up(normed)))
         picked = torch.index_select(x, -2, logit_indices).squeeze(0)
-        logits = torch.tanh(self.head(self.norm(picked)).float() / 4.0) * 4.0
-        return logits, *presents, *(tuple(q.squeeze(0).float() for q in queries) if self.queries else ())
+        logits = softcap(self.head(self.norm(picked)).float(), 4.0)
+        return logits, *presents, *(tuple(q.float() for q in queries) if self.queries else ())
 
     def in_numpy(self, feeds: Arrays) -> Arrays:
         """Give the graph's outputs by the ops' references; the caches as they are after the step."""
@@ -152,9 +139,9 @@ class Forms(nn.Module):
                 ready.append(heads.reshape(len(x), -1))
             bias = feeds["attn_bias"]
             found[names.queries(i)] = ready[0]
-            out, *caches = reference.branch_attention(
+            out, *caches = branch_attention(
                 ready[0], ready[1], v, feeds[names.k_cache(i)], feeds[names.v_cache(i)],
-                reference.window_bias(bias, form.window) if form.window else bias,
+                window_bias(bias, form.window) if form.window else bias,
                 feeds["past_length"], feeds["row_splits"], own.get("sinks"),
                 num_heads=HEADS, kv_num_heads=KV_HEADS, scale=HEAD_DIM**-0.5, softcap=form.softcap,
             )  # fmt: skip
@@ -187,7 +174,7 @@ def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], paren
     splits = np.cumsum([0, *new])
     parent = flat([np.array(row, np.int64) for row in parents])
     bim = random.choice([-2, -1, -1, 0], (rows, capacity))
-    bias = reference.bim_mask(bim, np.array(past), splits, np.zeros(total, np.int64), parent, view, max(new))
+    bias = bim_mask(bim, np.array(past), splits, np.zeros(total, np.int64), parent, view, max(new))
     shape = (rows, KV_HEADS, capacity, HEAD_DIM)
     caches = {
         of(i): random.normal(size=shape).astype(np.float32)

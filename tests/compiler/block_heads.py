@@ -18,7 +18,7 @@ from outrider.compiler.block_checkpoint import open_block
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig, WeightType
-from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.decoder import Decoder, HeadNorms, norm_heads
 from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.rope import rope_tables
 from outrider.plans.errors import CheckpointError
@@ -275,7 +275,7 @@ class KeptRow:
     def length(self) -> int:
         return self.kept[0][0].shape[1]
 
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+    def rotate(self, x: Tensor, heads: int) -> Tensor:
         first, second = x.view(-1, heads, self.config.head_dim).chunk(2, dim=-1)
         cos, sin = self.cos[list(self.positions), None], self.sin[list(self.positions), None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
@@ -284,8 +284,12 @@ class KeptRow:
         keys, values = (torch.cat((kept, self.heads(x)), 1) for kept, x in zip(self.kept[layer], (k, v), strict=True))
         return keys, values
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
+    ) -> Tensor:
         assert sinks is None, "heads have none"
+        q = self.rotate(norm_heads(q, norms[0]), self.config.num_heads)
+        k = self.rotate(norm_heads(k, norms[1]), self.config.num_kv_heads)
         past, size, (keys, values) = self.length, len(self.positions), self.append(layer, k, v)
         seen = torch.ones(size, past + size, dtype=torch.bool)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -319,7 +323,8 @@ class KeptContext(KeptRow):
         appended = []
         for layer in range(len(self.kept)):
             k, v = self.head.context_kv(context, layer)
-            appended.append(self.append(layer, self.rotate(layer, k, self.config.num_kv_heads), v))
+            k = self.rotate(norm_heads(k, self.head.layers[layer].k_norm), self.config.num_kv_heads)  # type: ignore[arg-type]
+            appended.append(self.append(layer, k, v))
         self.kept = appended
 
     def block(self, embedded: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
-from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.compiler.lowering import group_query_attention
-from outrider.compiler.lowering.inside import NormInside
+from outrider.compiler.lowering.builder import around
 
 CUDA = "onnxruntime-cuda"
 _Q_NORM, _K_NORM = 14, 15
@@ -24,9 +23,9 @@ def in_float32(patch: pytest.MonkeyPatch) -> None:
 
 
 def norms_outside(patch: pytest.MonkeyPatch) -> None:
-    """Leave the norms of queries and keys out of the node, in which the CPU provider has none."""
-    rules = tuple(rule for rule in BACKEND_CLASSES[CUDA].rules() if not isinstance(rule, NormInside))
-    patch.setattr(BACKEND_CLASSES[CUDA], "rules", lambda: rules)
+    """Leave norms of queries and keys, and the rotation after them, out of the node: the CPU provider has no norms."""
+    rotates = group_query_attention.rotates
+    patch.setattr(group_query_attention, "rotates", lambda node, cos: around(node)[4] is None and rotates(node, cos))
 
 
 def spell_norms_out(path: Path) -> int:

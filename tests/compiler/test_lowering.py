@@ -16,9 +16,7 @@ from outrider.compiler.engines.onnxruntime import OnnxRuntimeEngines
 from outrider.compiler.export import export_target
 from outrider.compiler.lowering import lower
 from outrider.compiler.lowering.functions import CopiedSizes
-from outrider.compiler.lowering.gated_unit import FuseGatedUnit
-from outrider.compiler.lowering.inside import RotateInside
-from outrider.compiler.lowering.own_ops import FuseSoftcap
+from outrider.compiler.lowering.products import GatedUnitOfProduct
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
 from outrider.compiler.models.decoder import Decoder
 from outrider.plugins.schema import CPU_DOMAIN
@@ -41,87 +39,29 @@ def decoder(toy_recipe: Path) -> Decoder:
 def matched(rule: Rule, text: str) -> tuple[ir.Graph, list[ir.Node], Lowering]:
     """A graph in ONNX's text form, a node after each ";", and its nodes that the rule is for."""
     text = text.replace(";", "\n")
-    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 24, "outrider.cpu" : 1]> g {text}')
+    opsets = '["" : 24, "outrider" : 1, "outrider.cpu" : 1]'
+    proto = onnx.parser.parse_model(f"<ir_version: 10, opset_import: {opsets}> g {text}")
     graph = ir.from_proto(proto).graph
     return graph, [node for node in graph if rule.pattern(node)], Lowering("target", ir.Model(graph, ir_version=10), 1)
 
 
-def assert_declined(rule: Rule, text: str, reason: str | None) -> None:
-    _, (node,), state = matched(rule, text)
-    found = rule.check(node, state)
-    assert found is None if reason is None else found is not None and reason in found
-
-
-def unit(body: str) -> str:
+@pytest.mark.parametrize(
+    ("products", "joined"),
+    [
+        ("gate = MatMul(x, w); up = MatMul(x, u)", True),
+        ("gate = Relu(x); up = MatMul(x, u)", False),
+        ("gate = MatMul(x, w); z = Relu(x); up = MatMul(z, u)", False),
+        ("g = MatMul(x, w); gate = Add(g, b); p = MatMul(x, u); up = Add(p, b)", False),
+    ],
+)
+def test_gate_and_up_become_one_product_or_are_laid_side_by_side(products: str, joined: bool) -> None:
     weights = "float[2, 2] w = {1.0, 2.0, 3.0, 4.0}, float[2, 2] u = {5.0, 6.0, 7.0, 8.0}, float[2] b = {1.0, 2.0}"
-    body = body.replace("SILU", "s = Sigmoid(gate); a = Mul(gate, s)")
-    body = body.replace("GELU", 'a = Gelu<approximate = "tanh">(gate)')
-    return f"(float[1, N, 2] x) => (float[1, N, 2] y) <{weights}> {{ {body} }}"
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("gate = MatMul(x, w); up = MatMul(x, u); SILU; y = Mul(a, up)", None),
-        ("gate = Relu(x); up = MatMul(x, u); SILU; y = Mul(a, up)", "no product with a constant matrix"),
-        ("gate = MatMul(x, w); z = Relu(x); up = MatMul(z, u); SILU; y = Mul(a, up)", None),
-        ("g = MatMul(x, w); gate = Add(g, b); p = MatMul(x, u); up = Add(p, b); SILU; y = Mul(a, up)", None),
-        ("g = MatMul(x, w); gate = Add(g, w); up = MatMul(x, u); SILU; y = Mul(a, up)", "no product with a constant"),
-        ("gate = MatMul(x, w); up = MatMul(x, u); SILU; y0 = Mul(a, up); y = Add(y0, up)", "read by others too"),
-        ("gate = MatMul(x, w); up = MatMul(x, u); SILU; y = Mul(a, up); more = Identity(gate)", "read by others too"),
-        ("gate = MatMul(x, w); up = MatMul(x, u); GELU; y = Mul(up, a)", None),
-        ("gate = MatMul(x, w); up = MatMul(x, u); GELU; y = Mul(a, up); more = Identity(gate)", "read by others too"),
-    ],
-)
-def test_a_gated_unit_is_fused_or_says_why_not(body: str, reason: str | None) -> None:
-    assert_declined(FuseGatedUnit(), unit(body), reason)
-
-
-def test_gelu_by_the_error_function_is_no_unit_of_ours() -> None:
-    text = unit("gate = MatMul(x, w); up = MatMul(x, u); a = Gelu(gate); y = Mul(a, up)")
-    assert matched(FuseGatedUnit(), text)[1] == []
-
-
-@pytest.mark.parametrize(
-    ("rotation", "reason"),
-    [
-        ("rq = RotaryEmbedding(q, cos, sin, p); rk = RotaryEmbedding(k, cos, sin, p)", None),
-        ("rq = RotaryEmbedding(q, cos, sin, p); rk = Identity(k)", "not rotated right before it"),
-        ("rq = RotaryEmbedding(q, cos, sin); rk = RotaryEmbedding(k, cos, sin)", "has no positions"),
-        ("rq = RotaryEmbedding(q, cos, sin, p); rk = RotaryEmbedding(k, cot, sin, p)", "by other angles"),
-        ("rq = RotaryEmbedding<interleaved = 1>(q, cos, sin, p); rk = RotaryEmbedding(k, cos, sin, p)", "interleaved"),
-        ("rq = RotaryEmbedding<PART>(q, cos, sin, p); rk = RotaryEmbedding<PART>(k, cos, sin, p)", None),
-        ("rq = RotaryEmbedding<PART>(q, cos, sin, p); rk = RotaryEmbedding(k, cos, sin, p)", "other parts"),
-    ],
-)
-def test_a_rotation_moves_inside_or_says_why_not(rotation: str, reason: str | None) -> None:
-    body = f"{rotation}; o, kc, vc = outrider.cpu.BranchAttention(rq, rk, k, c, c, b, l)"
-    inputs = "float[9, 2] cos, float[9, 2] sin, float[9, 2] cot, int64[1, N] p, float[1, N, 8] q, float[1, N, 4] k, "
-    inputs += "float[1, 1, 9, 4] c, float[1, 1, N, T] b, int64[1] l"
-    text = f"({inputs}) => (float[1, N, 8] o) {{ {body.replace('PART', 'rotary_embedding_dim = 4')} }}"
-    assert_declined(RotateInside(), text, reason)
-
-
-@pytest.mark.parametrize(
-    ("capped", "reason"),
-    [
-        ("d = Div(x, c); t = Tanh(d); y = Mul(t, c)", None),
-        ("d = Div(x, c); t = Tanh(d); y = Mul(c, t)", None),
-        ("d = Div(x, c); t = Tanh(d); y = Mul(t, e)", "another number than it was divided by"),
-        ("d = Div(c, x); t = Tanh(d); y = Mul(t, c)", "another number than it was divided by"),
-        ("d = Mul(x, c); t = Tanh(d); y = Mul(t, c)", "no quotient"),
-        ("d = Div(x, c); t = Tanh(d); y0 = Mul(t, c); y = Add(y0, t)", "read by others too"),
-    ],
-)
-def test_a_cap_is_fused_or_says_why_not(capped: str, reason: str | None) -> None:
-    text = f"(float[M, 2] x) => (float[M, 2] y) <float c = {{30.0}}, float e = {{29.0}}> {{ {capped} }}"
-    assert_declined(FuseSoftcap(), text, reason)
-    if reason is None:
-        graph, (node,), state = matched(FuseSoftcap(), text)
-        FuseSoftcap().rewrite(node, state)
-        (only,) = graph
-        assert (only.domain, only.op_type, only.attributes["cap"].as_float()) == (CPU_DOMAIN, "Softcap", 30.0)
-        assert only.outputs[0].name == "y"
+    text = f"(float[1, N, 2] x) => (float[1, N, 2] y) <{weights}> {{ {products}; y = outrider.SiluUnit(gate, up) }}"
+    graph, (node,), state = matched(GatedUnitOfProduct(), text)
+    GatedUnitOfProduct().rewrite(node, state)
+    *_, both, unit = graph
+    assert (both.op_type, len(graph)) == ("MatMul", 2) if joined else both.op_type == "Concat"
+    assert (unit.domain, unit.attributes["activation"].as_string()) == (CPU_DOMAIN, "silu")
 
 
 # Writing.

@@ -236,7 +236,7 @@ def test_units_with_biases_are_our_own_as_well(decoder: Decoder, tmp_path: Path)
     for parameter in biased.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     path, reports = engine(biased, tmp_path / "one", WeightForm(8, 8))
-    assert reports["FuseGatedUnit"].applied == 3
+    assert reports["GatedUnitOfProduct"].applied == 3
     graph = ir.load(path).graph
     ours = {op.node.op_type for op in probed_ops({"target": ir.load(path)})}
     assert ours == {"QuantMatMul", "BranchAttention", "RmsNorm", "GatedUnit"}

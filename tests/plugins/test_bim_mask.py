@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.compiler.export.tracing import trace
 from outrider.plugins import native
-from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.ops.bim_mask import bim_mask
 from outrider.plugins.ops.window_bias import window_bias
 from tests.plugins.onnx_node import FLOAT, body_session
@@ -170,14 +167,3 @@ def test_the_last_visible_keys_stay_visible(shape, window, density, seed) -> Non
         assert set(after[after != 0].tolist()) <= {float(LOWEST)}
     body = body_session("WindowBias", (("attn_bias", FLOAT, 4),), (("window_bias", FLOAT, 4),), window=window)
     np.testing.assert_array_equal(body.run(None, {"attn_bias": bias})[0], found)
-
-
-def test_it_is_exported_as_one_node() -> None:
-    class Module(torch.nn.Module):
-        def forward(self, bias: torch.Tensor) -> torch.Tensor:
-            return torch.ops.outrider.window_bias(bias, 4)
-
-    dynamic = {"bias": {2: torch.export.Dim("S", min=2), 3: torch.export.Dim("T", min=2)}}
-    model = trace(Module(), {"bias": torch.zeros(1, 1, 3, 9)}, dynamic, {"out": (1, 1, "S", "T")})
-    (node,) = model.graph
-    assert (node.domain, node.op_type, node.attributes["window"].as_int()) == (DOMAIN, "WindowBias", 4)

@@ -19,6 +19,7 @@ from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
 from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import HeadNorms, norm_heads
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.compiler.models.eagle3_config import Taps
 from outrider.compiler.models.rope import RopeScaling, rope_tables
@@ -288,14 +289,15 @@ class BlocksExecution:
         bias = torch.zeros(hidden.shape, device=device).masked_fill(hidden, float("-inf"))
         self._bias = bias.expand(-1, c.num_heads // c.num_kv_heads * c.block_size, -1).reshape(-1, length)
         context = head.fuse(features)
-        self._context = [self._keep(*head.context_kv(context, layer)) for layer in range(c.num_layers)]
+        self._context = [self._keep(head, context, layer) for layer in range(c.num_layers)]
 
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
-        return self._rotate(x, heads, self._positions)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
+    ) -> Tensor:
         assert sinks is None, "heads have none"
         c, (keys, values) = self._config, self._context[layer]
+        q = self._rotate(norm_heads(q, norms[0]), c.num_heads, self._positions)
+        k = self._rotate(norm_heads(k, norms[1]), c.num_kv_heads, self._positions)
         group, rows, scale = c.num_heads // c.num_kv_heads, self._batch * c.num_kv_heads, c.head_dim**-0.5
         queries, own_keys, own_values = self._per_block(q, group), self._per_block(k, 1), self._per_block(v, 1)
         shared = torch.baddbmm(self._bias, queries.reshape(rows, -1, c.head_dim), keys.mT, alpha=scale)
@@ -313,9 +315,10 @@ class BlocksExecution:
         apart = x.view(self._batch, self._blocks, c.block_size, c.num_kv_heads, group, c.head_dim)
         return apart.permute(0, 3, 1, 4, 2, 5).reshape(-1, group * c.block_size, c.head_dim)
 
-    def _keep(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both as `[batch * kv_heads, length, head_dim]`, the keys rotated."""
-        c = self._config
+    def _keep(self, head: BlockHead, context: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys, normed and rotated, and values as `[batch * kv_heads, length, head_dim]`."""
+        c, (keys, values) = self._config, head.context_kv(context, layer)
+        keys = norm_heads(keys, head.layers[layer].k_norm)  # type: ignore[arg-type]
         keys = self._rotate(keys, c.num_kv_heads, torch.arange(self._length, device=keys.device))
         per_head = (x.view(self._batch, self._length, c.num_kv_heads, c.head_dim) for x in (keys, values))
         kept_keys, kept_values = (x.transpose(1, 2).reshape(-1, self._length, c.head_dim) for x in per_head)

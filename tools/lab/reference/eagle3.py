@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.config import DecoderConfig
+from outrider.compiler.models.decoder import HeadNorms
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.rope import RopeScaling, rope_tables
@@ -225,15 +226,19 @@ class UnrolledExecution:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+    def _rotate(self, x: Tensor, heads: int) -> Tensor:
         step = len(self._keys)
         first, second = x.view(self._batch, self._pairs, heads, -1).chunk(2, dim=-1)
         cos, sin = (t[step : step + self._pairs, None].to(x.dtype) for t in (self._cos, self._sin))
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
+    ) -> Tensor:
+        assert norms == (None, None), "heads have none"
         assert sinks is None, "heads have none"
         c = self._config
+        q, k = self._rotate(q, c.num_heads), self._rotate(k, c.num_kv_heads)
         self._keys.append(self._heads(k, c.num_kv_heads))
         self._values.append(self._heads(v, c.num_kv_heads))
         queries = self._heads(q, c.num_heads)

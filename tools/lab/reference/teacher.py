@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
 from outrider.compiler.models.config import DecoderConfig
-from outrider.compiler.models.decoder import Decoder
+from outrider.compiler.models.decoder import Decoder, HeadNorms, norm_heads
 from outrider.compiler.models.eager import CausalExecution
 from outrider.compiler.models.rope import rope_tables
 
@@ -75,15 +75,18 @@ class CachedExecution:
     def advance(self, tokens: int) -> None:
         self._past += tokens
 
-    def rotate(self, layer: int, x: Tensor, heads: int) -> Tensor:
+    def _rotate(self, x: Tensor, heads: int) -> Tensor:
         first, second = x.view(self._batch, -1, heads, self._config.head_dim).chunk(2, dim=-1)
         new = slice(self._past, self._past + first.shape[1])
         cos, sin = self._cos[new, None], self._sin[new, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
+    ) -> Tensor:
         assert sinks is None, "the reference's models have none"
         c, batch = self._config, self._batch
+        q, k = self._rotate(norm_heads(q, norms[0]), c.num_heads), self._rotate(norm_heads(k, norms[1]), c.num_kv_heads)
         new = q.shape[0] // batch
         end = self._past + new
         for cache, x in ((self._k, k), (self._v, v)):
