@@ -81,8 +81,10 @@ def test_engines_say_who_built_them_and_where_and_every_op_is_a_plugin(built: Pl
     reports = {(r.engine, r.rule): r for r in plan.lowering}
     # Mask and acceptance; noise and mask, and then two levels and the tree, or two tokens.
     for engine, count in (("target", 2), ("head", 2 + 2 + 1), ("drawn", 2 + 2)):
-        assert (reports[engine, "PluginNodes"].applied, reports[engine, "PluginNodes"].declined) == (count, {})
-        assert reports[engine, "BodyOfDeclined"].applied == 0
+        report = reports[engine, "PluginNodes"]
+        assert report.applied == count
+        assert report.declined.keys() <= {"TensorRT fuses their standard ops"}
+        assert reports[engine, "BodyOfDeclined"].applied == sum(report.declined.values())
     console = Console(record=True, width=200)
     print_description(describe(built.root), console)
     text = console.export_text()

@@ -105,7 +105,7 @@ def test_integers_of_another_form_are_rounded_where_the_recipe_allows_it(tmp_pat
     write_model(file, random_model(), "Q8_0", tokenizer(), ENDS)
     refused({"weights": {"type": "int4"}}, "as Q8_0, integers of 8 bits, and int4 is asked for")
     write_model(file, random_model(), "Q4_1", tokenizer(), ENDS)
-    unsigned = "backends[0] is tensorrt-rtx, and", "embed_tokens.weight' as Q4_1, unsigned"
+    unsigned = "tensorrt-rtx reads integers with a sign alone", "embed_tokens.weight' as Q4_1, unsigned"
     refused({"dtype": "float16"}, *unsigned, backend="tensorrt-rtx")
     write_model(file, random_model(), Q4_K_M, tokenizer(), ENDS)
     refused({}, "target.weights is not set", "v_proj.weight' as Q6_K", "{type: int8, requantize: true}")

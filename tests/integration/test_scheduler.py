@@ -37,7 +37,8 @@ def serving(branch_plan: Path, request: pytest.FixtureRequest) -> Iterator[Runti
     runtime = Runtime.load(branch_plan, threads=1, prefix_cache=KEEP, scheduler=config)
     yield runtime
     assert runtime.close(timeout=60)
-    assert_nothing_is_left(runtime)
+    if runtime._scheduler is not None:  # it served something
+        assert_nothing_is_left(runtime)
     with pytest.raises(BusyError, match="closed"):
         runtime.submit([1])
 
