@@ -23,7 +23,7 @@ class BackendSupport:
     It promises `exact` results if a row's bits depend on that row alone; kernels of GPUs, which choose by the size of a
     step, promise less. Its `weights` are of these types, and its KV cache of the weights' own, or of one of `kv_types`.
     A reason of `lacks` continues a sentence that begins with the backend's name. `extra` installs the packages that
-    build for it, beside the compiler's.
+    build for it, beside the compiler's, if any.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class BackendSupport:
     kv_types: tuple[KvType, ...] = ()
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     exact: bool = False
-    extra: str = "gpu"
+    extra: str = "compiler"
 
     @property
     def on_processor(self) -> bool:
@@ -56,8 +56,8 @@ _NO_FLOAT64: dict[Feature, str] = {"rejection": "has no float64, in which it sum
 
 _BACKENDS = (
     BackendSupport("onnxruntime-cpu", "CPU", ("float32", *_INTEGERS), ("float16", "int8"), exact=True),
-    BackendSupport("cuda", "NVIDIA GPU", _ANY, ("float16",), {"experts": "has no kernels for them yet"}),
-    BackendSupport("onnxruntime-cuda", "NVIDIA GPU", _ANY),
+    BackendSupport("cuda", "NVIDIA GPU", _ANY, ("float16",), {"experts": "has no kernels for them yet"}, extra="gpu"),
+    BackendSupport("onnxruntime-cuda", "NVIDIA GPU", _ANY, extra="gpu"),
     BackendSupport("tensorrt-rtx", "NVIDIA GPU", _ANY, (), _TENSORRT | _NO_FLOAT64, extra="tensorrt-rtx"),
     BackendSupport("tensorrt", "NVIDIA GPU", _ANY, (), _TENSORRT, extra="tensorrt"),
 )

@@ -92,7 +92,10 @@ def create(
     _check_names(schema, "attribute", required, set(given) - optional)
     sizes = _check_tensors(schema, tensors)
     for attribute in schema.attributes:
-        sizes[attribute.name] = int(given.get(attribute.name, attribute.default or 0))
+        value = given.get(attribute.name, attribute.default)
+        if type(value) is not int:
+            raise TypeError(f"{schema.name}: attribute {attribute.name} must be an int; found {value!r}.")
+        sizes[attribute.name] = value
     # Return the bound method, not its object: calling an object builds a tuple of arguments, a third of the shortest
     # calls' time.
     bound: BoundOp = kernel(dict(tensors), sizes, list(schema.extents)).__call__

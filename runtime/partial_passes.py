@@ -172,10 +172,9 @@ class PartialPasses:
         if sequence.confirmed is None:
             return
         confirmed, sequence.confirmed = sequence.confirmed, None
-        if len(sequence.tokens) > confirmed:
-            del sequence.tokens[confirmed:]
-            self._runs[sequence.number].cache.truncate(confirmed)
-            self._drafting.truncate(sequence, confirmed)
+        del sequence.tokens[confirmed:]
+        self._runs[sequence.number].cache.truncate(confirmed)
+        self._drafting.truncate(sequence, confirmed)
         self._drafting.mark_tentative(sequence, None)
         run = self.run_of(sequence)
         if run is not None and run.ahead is not None:
@@ -185,6 +184,10 @@ class PartialPasses:
         """The generation is over: keep KV of the sequence's tokens alone, not of any accepted after its end."""
         self.retract(sequence)
         self.cache_for(sequence).truncate(len(sequence.tokens))
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget the sequence's run."""
+        self._runs.pop(sequence.number, None)
 
     def disable(self, sequence: Sequence, error: PlanError) -> None:
         """Let the sequence continue over the full cache for good, after a pass over the partial one has failed."""

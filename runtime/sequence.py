@@ -23,7 +23,7 @@ class Sequence:
 
     A step feeds the tokens without KV, so that prefill, decoding, speculation and continuing after a cut are one loop.
     `number` is the branch number of the sequence's slots and of its sampling settings. The first `shared` tokens are
-    the prefix, whose KV all sequences of the engine share. In lossless partial KV, tokens from `confirmed` on are
+    the prefix, whose KV all sequences of the step loop share. In lossless partial KV, tokens from `confirmed` on are
     tentative: passes over the partial cache chose them, and a pass over the full one will confirm or retract them.
     After its tokens there may be `unseen` ones, which a round on the device chooses meanwhile. `generation` is the one
     that runs, or the last one; `StepLoop.start` sets it.

@@ -332,6 +332,8 @@ class StepLoop:
         self._free.sort(reverse=True)
         self.cache.close(sequence.number)
         self.drafting.close(sequence)
+        if self.parts.partial is not None:
+            self.parts.partial.close(sequence)
         self.parts.chosen_by.pop(sequence.number, None)
 
     def _set_greedy(self, number: int) -> None:
@@ -353,7 +355,7 @@ class StepLoop:
         left out. A pass that an op refuses is retried one sequence at a time; one that is refused again ends with the
         error. Sequences that read the partial KV cache have a pass of their own, and none while a sequence needs the
         features of the pass before for its next draft (`Drafting.needs_features`). On a device, rounds of sequences
-        that all are `plain` are launched a step ahead (`LaunchedRounds`).
+        that all decode plainly are launched a step ahead (`LaunchedRounds`).
 
         Raises PlanError where the plan was written over, before anybody hears of the pass.
         """

@@ -79,7 +79,7 @@ class Backend(Section):
 
     def reason_against(self) -> str | None:
         """Return why this machine cannot build engines for the backend; None where it can."""
-        for packages, extra in ((PACKAGES, "compiler"), (self.packages, self.support.extra)):
+        for packages, extra in (((*PACKAGES, "ml-dtypes", "pyyaml"), "compiler"), (self.packages, self.support.extra)):
             if missing := [name for name in packages if not package_version(name)]:
                 return f"it lacks {', '.join(missing)}; {install(extra)}"
         try:

@@ -179,7 +179,7 @@ def import_library(package: str, title: str, extra: str) -> Any:
     """Import the library's package. Raises `PlanError` where the package is missing."""
     try:
         return importlib.import_module(package)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # the second where a library of its own is missing
         raise PlanError(
             f"the backend {extra} needs {title}, which cannot be loaded ({error}); "
             f"{install(extra)}, or leave the backend out"

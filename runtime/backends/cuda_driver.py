@@ -30,7 +30,7 @@ def driver() -> Any:
     """`cuda.bindings.driver`, initialised. Raises `PlanError` where there is none, or no device."""
     try:
         from cuda.bindings import driver as cuda
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise PlanError(f"cuda-bindings cannot be loaded ({error}); {install('gpu')}") from None
     try:
         (code,) = cuda.cuInit(0)

@@ -50,7 +50,7 @@ def reason_against(library: Library, plan: BackendPlan | None) -> str | None:
     """Why this machine cannot run the plan, or any; None where it can."""
     try:
         trt = importlib.import_module(library.package)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # the second where a library of its own is missing
         return f"{library.title} cannot be loaded ({error}); {install(library.extra)}"
     own_version = f"{library.package} {trt.__version__}"
     engines = {} if plan is None else plan.engines

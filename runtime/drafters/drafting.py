@@ -97,6 +97,7 @@ class Drafting:
     def begin(self, prefix: abc.Sequence[int], drafters: set[str | None], *, pooled: bool, here: bool) -> None:
         """Expect sequences after `prefix` that ask these drafters, or none; the prefix may have KV `here` already."""
         asked = self._of(drafters)
+        self._drafters.clear()
         for engine in self.engine_drafters.values():
             if engine not in asked:
                 engine.arrange(pooled=pooled)

@@ -187,10 +187,12 @@ class EngineState:
         self._drop_features(state, max(length - state.first, 0))
 
     def mark_tentative(self, sequence: Sequence, *, tentative: bool) -> None:
-        """Note whether features from now on are of tentative tokens; discard features of retracted ones."""
+        """Note whether features from now on are of tentative tokens; discard features of retracted ones, which a pass
+        over the partial cache gave: those of the tip and of what followed it."""
         state = self._states[sequence.number]
         if state.tentative and not tentative:
-            self._drop_features(state, 0)
+            kept = 0 if self._kept is None else self._kept.lasting(state.features)
+            self._drop_features(state, max(min(kept, len(sequence.tokens) - 1 - state.first), 0))
         state.tentative = tentative
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:

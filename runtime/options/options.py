@@ -164,7 +164,7 @@ class Options(TypedDict, total=False):
     ]
 
     # Rules over logits, in the order in which they are applied, which is vLLM's; temperature and filters come after
-    # them, and log-probabilities are those before them. They need full KV (`partial_kv`).
+    # them, and log-probabilities are those before them.
     structured_outputs: Annotated[
         StructuredOutputs | None,
         Option(

@@ -55,7 +55,9 @@ def step(
 def switch_drafters(parts: Parts, sequence: Sequence) -> None:
     """Follow adaptive speculation where it has disabled the sequence's drafters, or enabled them again."""
     drafters = parts.drafting.drafters_of(sequence)
-    if drafters.adaptive is None or drafters.disabled == drafters.adaptive.disabled or sequence.tentative:
+    if drafters.adaptive is None or drafters.disabled == drafters.adaptive.disabled:
+        return
+    if sequence.confirmed is not None:  # not before its tentative tokens are confirmed
         return
     drafters.disabled = drafters.adaptive.disabled
     if not drafters.disabled:

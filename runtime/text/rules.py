@@ -1,6 +1,7 @@
 """Rules over logits: what a request changes about the target's logits before a token is chosen.
 
-A rule is a function of the path, the tokens generated so far: committed ones, and those of the walk down a draft tree.
+A rule is a function of the path, the tokens generated so far: committed ones, tentative ones (of partial KV), and those
+of the walk down a draft tree.
 So a request has the same tokens with any drafter as without one.
 """
 
@@ -47,7 +48,7 @@ class LogitsRule(ABC):
 
         `path` are the tokens generated so far, each of which was allowed; it is not to be changed. The next call may be
         for a path that continues from any earlier one. Raises RequestError where no token may follow, which ends the
-        generation.
+        generation once all of the path is committed.
         """
 
     def forced(self, path: Sequence[int], limit: int) -> Sequence[int]:

@@ -20,6 +20,8 @@ from transformers import (
 from outrider import Runtime
 from outrider.plans import names
 from outrider.plans.errors import RequestError
+from outrider.runtime.drafters.base import Draft
+from outrider.runtime.drafters.engine import EngineDrafter
 from outrider.runtime.generation import Span
 from outrider.runtime.options.options import Options
 from outrider.runtime.text.rules import LogitsRule
@@ -342,6 +344,39 @@ def test_what_a_function_of_a_request_raises_ends_it_alone(serving: Runtime, err
 def test_what_a_processor_returns_is_checked(toy: Runtime, processor: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         toy.generate(PROMPT, drafter="chain", **asked_for({"logits_processors": [processor]}))
+
+
+class Literal(LogitsRule):
+    """Forces some tokens after the first three."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def apply(self, logits: NDArray[np.float32], path: Sequence[int]) -> None:
+        for token in self.forced(path, 1):
+            logits[:] = np.where(np.arange(len(logits)) == token, logits, -np.inf)
+
+    def forced(self, path: Sequence[int], limit: int) -> Sequence[int]:
+        place = len(path) - 3
+        return self._tokens[place : place + limit] if place >= 0 else ()
+
+
+@pytest.mark.usefixtures("run_ahead")
+def test_a_head_drafts_again_after_tentative_tokens_that_were_all_forced(
+    everything: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted, draft = list[bool](), EngineDrafter.draft_in_place
+
+    def noted(*given: Any) -> Draft | None:
+        found = draft(*given)
+        drafted.append(found is not None)
+        return found
+
+    monkeypatch.setattr(EngineDrafter, "draft_in_place", noted)
+    options = asked(drafter="head", partial_kv="lossless", constraint=Literal(range(30, 42)), max_new_tokens=60)
+    assert everything.generate((PROMPTS[1] * 99)[:70], **options).stats.partial_rounds > 0
+    assert len(drafted) > 20
+    assert all(drafted)
 
 
 @pytest.mark.usefixtures("run_ahead")
