@@ -25,6 +25,10 @@ class TensorRtRtxBackend(BuilderBackend):
     library: ClassVar[str] = "tensorrt_rtx"
     packages: ClassVar[tuple[str, ...]] = (library, *GpuBackend.packages)
 
+    def facts_of_machine(self) -> dict[str, str]:
+        self.load()
+        return super().facts_of_machine()
+
     def load(self) -> Any:
         return import_library(self.library, "TensorRT for RTX", self.kind)
 

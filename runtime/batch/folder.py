@@ -17,7 +17,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
@@ -235,15 +235,18 @@ class BatchFolder:
     def _copy(self, places: Iterable[tuple[str, int, int, int]], results: Any) -> None:
         """Write the results at `places`, which come from all parts by turns: the last used of these stay open."""
         files = OrderedDict[int, IO[bytes]]()
-        with ExitStack() as stack:
+        try:
             for _, number, offset, length in places:
                 if number not in files:
-                    files[number] = stack.enter_context(self._part(number).open("rb"))
+                    files[number] = self._part(number).open("rb")
                 files.move_to_end(number)
                 if len(files) > _MOST_OPEN:
                     files.popitem(last=False)[1].close()
                 files[number].seek(offset)
                 results.write(files[number].read(length))
+        finally:
+            for file in files.values():
+                file.close()
 
     def _totals(self, count: int) -> Totals:
         succeeded = failed = prompt = new = 0

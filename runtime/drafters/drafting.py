@@ -84,7 +84,6 @@ class Drafting:
             for drafter in manifest.drafters
             if isinstance(drafter, GraphDrafter)
         }
-        self._step = assembly.step
         self.host_times = {d.name: HostTime(d.name) for d in manifest.drafters if isinstance(d, NgramDrafter)}
         nodes = assembly.step.max_nodes + 1
         self._nodes = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.float32)
