@@ -257,6 +257,16 @@ def _own_machine(patches: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     patches.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """What a command does to the log `outrider` in this process ends with its test."""
+    logger = logging.getLogger("outrider")
+    level, handlers, propagate = logger.level, [*logger.handlers], logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """A file or folder that one of the processes that run the tests makes, and all of them read.
 

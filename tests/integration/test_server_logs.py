@@ -49,12 +49,9 @@ class Lines(logging.Handler):
 @pytest.fixture
 def lines() -> Iterator[Lines]:
     logger, handler = logging.getLogger("outrider"), Lines()
-    before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(before)
     assert SECRET not in "".join(handler.text)
 
 
