@@ -44,6 +44,14 @@ BIM = "bim"  # int64 [R, capacity], the branch index map: which branch each slot
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
 
+# A model's states that recur, by branch: what of each layer's convolution the tokens up to some position leave, and the
+# inputs of the last step's tokens after it, which the next step replays as far as they were accepted.
+CONV_TAIL = "conv_tail"  # f32 [layers, branches, kernel - 1, channels]
+CONV_LOG = "conv_log"  # f32 [layers, branches, log, channels]
+REPLAY = "replay"  # int64 [branches, log], rows of the log that were accepted, a path
+REPLAYS = "replays"  # int64 [branches], how many
+FOLD = "fold"  # int64 [branches], tokens of the step that the state goes on by; the others are logged
+
 # The partial KV cache: the target's for long contexts. The step is the target's.
 PARTIAL = "partial"
 ROW = "row"  # int64 [1], the row that `refresh` fills; the next ones are of that
