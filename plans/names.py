@@ -159,6 +159,15 @@ def v_cache(layer: int) -> str:
     return f"v_cache.{layer}"
 
 
+def conv_tail(layer: int) -> str:
+    """The tail of the convolution of the `layer`-th layer that has one, f32 `[branches, kernel - 1, channels]`."""
+    return f"{CONV_TAIL}.{layer}"
+
+
+def conv_log(layer: int) -> str:
+    return f"{CONV_LOG}.{layer}"
+
+
 def queries(layer: int) -> str:
     """A layer's queries, rotated, f32 `[N, heads * head_dim]`: an output of the target's graph."""
     return f"{QUERIES}.{layer}"

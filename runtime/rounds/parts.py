@@ -52,6 +52,8 @@ class Parts:
             None if settings is None else PartialPasses(settings, loaded, assembly, self.cache, self.drafting)
         )
         self.full = FullKv(self.cache, self.partial)
+        if self.geometry.convolutions is not None:  # it keeps no states yet
+            cache = None
         self.prefix_cache = None if cache is None else CacheClient(cache, self.cache, self.drafting)
         self.adaptive = AdaptiveSpeculations(self.manifest, loaded.prices)
         self.ruled_walk = RuledWalk(assembly.buffers, assembly.step)
@@ -91,9 +93,9 @@ class Parts:
         return rows
 
     def truncate(self, sequence: Sequence, computed: int) -> None:
-        """Drop the target's KV of a sequence after its first `computed` tokens."""
-        self.cache.truncate(sequence.number, computed)
-        sequence.computed = computed
+        """Drop the target's KV of a sequence after its first `computed` tokens, or more of it where states do not go
+        back there."""
+        sequence.computed = self.cache.truncate(sequence.number, computed)
 
     def catch_up_drafters(self, sequence: Sequence) -> None:
         """The sequence's drafters consume its tokens; the target recomputes those whose features they lack."""
