@@ -3,10 +3,14 @@
 A state cannot be cut: it is of all tokens up to some position, its base. So it goes on late. A pass folds what it feeds
 of a sequence into the state, but for the last token, and logs the inputs of that one and of the draft after it; the next
 pass replays the records that were accepted. Until then any part of them can be dropped. A sequence that goes further
-back starts over from the prefix that all share.
+back continues from a snapshot: of its own last chunks, or of the prefix that all share.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,39 +19,71 @@ from outrider.plans import names
 from outrider.plans.manifest import Geometry
 from outrider.runtime.execution.buffers import Buffers
 
+EVERY = 512  # tokens: a sequence keeps at most one snapshot for so many of them, and one of its prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """States of `base` tokens, and records of some tokens after them, both of all layers: `parts` `[layers, ...]`,
+    `records` `[layers, n, ...]`."""
+
+    base: int
+    parts: tuple[NDArray[np.float32], ...]
+    records: tuple[NDArray[np.float32], ...]
+
+    @property
+    def end(self) -> int:
+        """Position after the tokens that a sequence can go on after without computing any of them."""
+        return self.base + self.records[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (*self.parts, *self.records))
+
+    def cut(self, end: int) -> Snapshot:
+        """Without records of tokens from position `end` on."""
+        if end >= self.end:
+            return self
+        return Snapshot(self.base, self.parts, tuple(each[:, : end - self.base].copy() for each in self.records))
+
 
 class StateCache:
     """The states of the target's convolutions. A sequence is known by its number."""
 
     def __init__(self, buffers: Buffers, geometry: Geometry) -> None:
-        self._tail, self._log = (buffers.array(names.TARGET, name) for name in (names.CONV_TAIL, names.CONV_LOG))
-        self._replay = buffers.array(names.TARGET, names.REPLAY)
-        self._replays = buffers.array(names.TARGET, names.REPLAYS)
-        self._fold = buffers.array(names.TARGET, names.FOLD)
+        target = names.TARGET
+        self._parts = [buffers.array(target, names.CONV_TAIL)]  # [layers, branches, ...]
+        self._logs = [buffers.array(target, names.CONV_LOG)]  # [layers, branches, log, ...]
+        self._replay = buffers.array(target, names.REPLAY)
+        self._replays = buffers.array(target, names.REPLAYS)
+        self._fold = buffers.array(target, names.FOLD)
         self._base = [0] * geometry.branches  # the position after the tokens that a state is of
-        self._fed: dict[int, int] = {}  # by number, the first token in the step that is not committed yet
-        self._clear_prefix()
+        self._fed: dict[int, int] = {}  # by number, its first token in the step that is not committed yet
+        self._snapshots: list[list[Snapshot]] = [[] for _ in self._base]  # of each number, by ascending base
+        self._prefix = self._nothing
+
+    @property
+    def _nothing(self) -> Snapshot:
+        """The state before any token."""
+        parts = tuple(np.zeros_like(each[:, 0]) for each in self._parts)
+        return Snapshot(0, parts, tuple(each[:, 0, :0].copy() for each in self._logs))
 
     def arrange(self) -> None:
         """Forget everything."""
-        self._clear_prefix()
+        self._prefix = self._nothing
         self.rewind()
 
     def rewind(self) -> None:
         """Forget all but the prefix that sequences share."""
-        self._fed.clear()
         for number in range(len(self._base)):
             self.open(number)
 
-    def _clear_prefix(self) -> None:
-        self._prefix, self._prefix_tail = 0, np.zeros_like(self._tail[:, 0])
-
     def open(self, number: int) -> None:
         """Begin a sequence after the prefix."""
-        self._tail[:, number] = self._prefix_tail
-        self._replays[number] = 0
-        self._base[number] = self._prefix
-        self._fed.pop(number, None)
+        self._snapshots[number].clear()
+        self._restore(number, self._prefix)
+
+    # A step.
 
     def feed(self, number: int, first: int, position: int, count: int) -> None:
         """A step feeds a sequence `count` tokens from `position` on; the first is its token `first`."""
@@ -58,32 +94,81 @@ class StateCache:
 
     def commit(self, kept: NDArray[np.int64] | None) -> None:
         """Accept the records of the step's tokens in `kept`, ascending; None: of all, a chain of each sequence."""
-        starts = sorted(self._fed.values())
-        for number, first in self._fed.items():
+        fed = sorted(self._fed.items(), key=lambda each: each[1])
+        self._fed.clear()
+        for (number, first), (_, after) in pairwise([*fed, (-1, np.iinfo(np.int64).max)]):
+            root = first + int(self._fold[number])
             if kept is None:
                 accepted = np.zeros(1, np.int64)
             else:
-                after = next((start for start in starts if start > first), None)
-                low, high = np.searchsorted(kept, (first + self._fold[number], after or np.iinfo(np.int64).max))
-                accepted = kept[low:high] - first - self._fold[number]
+                low, high = np.searchsorted(kept, (root, after))
+                accepted = kept[low:high] - root
             self._replays[number] = len(accepted)
             self._replay[number, : len(accepted)] = accepted
-        self._fed.clear()
+            self._keep_some(number)
+
+    def _keep_some(self, number: int) -> None:
+        """Keep a snapshot of a chunk, or where so many tokens came since; of those, the newest of each stretch."""
+        kept, base = self._snapshots[number], self._base[number]
+        stretch = kept[-1].base // EVERY if kept else -1
+        if not self._fold[number] and base // EVERY == stretch:
+            return
+        if stretch == base // EVERY:
+            kept.pop()
+        kept.append(self.snapshot(number))
 
     def commit_prefix(self) -> None:
         """Commit a step of tokens of the prefix, which number 0 was fed."""
         self.commit(None)
-        records = self._log[:, 0, self._replay[0, : int(self._replays[0])]]
-        rows = np.concatenate((self._tail[:, 0], records), axis=1)
-        self._prefix, self._prefix_tail = self._end(0), rows[:, -self._tail.shape[2] :]
+        self._prefix = self.snapshot(0)
 
     def truncate(self, number: int, end: int) -> int:
         """Go back to position `end`; return the one that was reached, which may be less."""
-        if number in self._fed or end < self._base[number]:  # of a step that has failed nothing is known
-            self.open(number)
-            return min(end, self._prefix)
-        self._replays[number] = min(int(self._replays[number]), end - self._base[number])
-        return end
+        kept = self._snapshots[number]
+        del kept[bisect_right(kept, end, key=lambda each: each.base) :]
+        if number not in self._fed and end >= self._base[number]:
+            self._replays[number] = min(int(self._replays[number]), end - self._base[number])
+            return self._end(number)
+        if kept:  # of a step that has failed nothing is known
+            kept[-1] = kept[-1].cut(end)
+        self._restore(number, (kept[-1] if kept else self._prefix).cut(end))
+        return self._end(number)
 
     def _end(self, number: int) -> int:
         return self._base[number] + int(self._replays[number])
+
+    # Copies.
+
+    def snapshot(self, number: int) -> Snapshot:
+        """Copy a sequence's state and the records that were accepted after it."""
+        accepted = self._replay[number, : int(self._replays[number])]
+        parts = tuple(each[:, number].copy() for each in self._parts)
+        return Snapshot(self._base[number], parts, tuple(each[:, number, accepted] for each in self._logs))
+
+    def snapshots(self, number: int) -> list[Snapshot]:
+        """The sequence's own snapshots, and one of its state as it is, by ascending base."""
+        return [*self._snapshots[number], self.snapshot(number)]
+
+    def restore(self, number: int, snapshot: Snapshot) -> None:
+        """Continue a sequence after a snapshot, whose tokens are its own."""
+        self._snapshots[number] = [snapshot]
+        self._restore(number, snapshot)
+
+    def restore_prefix(self, snapshot: Snapshot) -> None:
+        """Continue the prefix after a snapshot."""
+        self._prefix = snapshot
+        self._restore(0, snapshot)
+
+    @property
+    def prefix(self) -> Snapshot:
+        return self._prefix
+
+    def _restore(self, number: int, snapshot: Snapshot) -> None:
+        count = snapshot.records[0].shape[1]
+        for whole, part in zip(self._parts, snapshot.parts, strict=True):
+            whole[:, number] = part
+        for log, records in zip(self._logs, snapshot.records, strict=True):
+            log[:, number, :count] = records
+        self._replay[number, :count] = np.arange(count)
+        self._replays[number], self._base[number] = count, snapshot.base
+        self._fed.pop(number, None)

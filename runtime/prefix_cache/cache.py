@@ -20,6 +20,7 @@ from outrider.plans.check import kv_caches
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.manifest import BackendPlan
 from outrider.runtime.kv.memory import host_kv
+from outrider.runtime.kv.state import Snapshot
 from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.prefix_cache.page_pool import PAGE, Allocate, PagePool, PageRun, TokenShape
 from outrider.runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
@@ -30,13 +31,15 @@ from outrider.runtime.prefix_cache.stats import PrefixCacheStats
 class PrefixCacheConfig:
     """How much is kept, and what is worth it.
 
-    `memory_bytes` bounds the pool, which may then hold less than `max_cached_tokens`. With `enable_auto_eviction`, an
+    `memory_bytes` bounds the pool, which may then hold less than `max_cached_tokens`, and `state_bytes` the states of
+    models that keep some, of which those that were not used for longest go first. With `enable_auto_eviction`, an
     insert that leaves more than `eviction_threshold` of the tokens in use evicts down to `eviction_target`; without, it
     keeps what there is room for.
     """
 
     max_cached_tokens: int = 65536
     memory_bytes: int = 2**30
+    state_bytes: int = 2**28
     min_prefix_length: int = 4
     enable_auto_eviction: bool = True
     eviction_threshold: float = 0.9
@@ -44,7 +47,7 @@ class PrefixCacheConfig:
     enable_stats: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_cached_tokens", "memory_bytes", "min_prefix_length"):
+        for name in ("max_cached_tokens", "memory_bytes", "state_bytes", "min_prefix_length"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
@@ -74,6 +77,15 @@ class PrefixMatch:
     def prefill_start_pos(self) -> int:
         """Index of the first token to compute: at least the last one always is."""
         return min(self.matched_tokens, self.tokens - 1)
+
+    def state_within(self, limit: int) -> Snapshot | None:
+        """Return the state after the most of the first `limit` tokens, if any was kept."""
+        limit, found = min(limit, self.matched_tokens), None
+        for start, run in self.runs:
+            for after, state in run.states.items():
+                if start + after <= limit and (found is None or state.cut(limit).end > found.end):
+                    found = state.cut(limit)
+        return found
 
 
 class PrefixCache:
@@ -161,10 +173,16 @@ class PrefixCache:
     # Changing.
 
     def insert(
-        self, tokens: Sequence[int], kv: Mapping[str, tuple[int, TokenKv]], owner: str = "", *, wait: bool = True
+        self,
+        tokens: Sequence[int],
+        kv: Mapping[str, tuple[int, TokenKv]],
+        owner: str = "",
+        *,
+        states: Sequence[Snapshot] = (),
+        wait: bool = True,
     ) -> int:
-        """Keep the KV of `tokens`; `kv` says how many leading ones each model has, the target all. Only matches of the
-        same `owner` find it.
+        """Keep the KV of `tokens`; `kv` says how many leading ones each model has, the target all. `states` are after
+        some of them. Only matches of the same `owner` find it.
 
         Returns how many of the tokens are known now: not all, where too few pages are free or evictable. Without
         `wait`, returns 0 and does nothing where another thread holds the lock.
@@ -184,6 +202,7 @@ class PrefixCache:
                 if end is None:
                     self._tree.touch(found)
                 node = found.node if end is None else self._add(found, tokens[:end], kv)
+                self._keep_states(self._tree.find(tokens, owner), states)
             finally:
                 if found.node is not None:
                     self._tree.release(found.node)
@@ -196,6 +215,22 @@ class PrefixCache:
         finally:
             self._lock.release()
         return found.length if end is None else end
+
+    def _keep_states(self, found: Match[PageRun], states: Sequence[Snapshot]) -> None:
+        """Keep states after tokens that are known, and no more of all than there is memory for."""
+        if not states:
+            return
+        for start, run in _runs(found):
+            for state in states:
+                if 0 < state.base - start <= len(run):
+                    run.states.setdefault(state.base - start, state.cut(start + len(run)))
+        used = sum(state.nbytes for node in self._tree.walk() if node.value for state in node.value.states.values())
+        for node in sorted(self._tree.walk(), key=lambda node: node.used):
+            if used <= self.config.state_bytes:
+                break
+            assert node.value is not None
+            used -= sum(state.nbytes for state in node.value.states.values())
+            node.value.states = {}
 
     def _make_room(self, found: Match[PageRun], wanted: int) -> int | None:
         """Evict pages for a sequence of `wanted` tokens; return up to where it fits, None where not even its end can be

@@ -52,8 +52,6 @@ class Parts:
             None if settings is None else PartialPasses(settings, loaded, assembly, self.cache, self.drafting)
         )
         self.full = FullKv(self.cache, self.partial)
-        if self.geometry.convolutions is not None:  # it keeps no states yet
-            cache = None
         self.prefix_cache = None if cache is None else CacheClient(cache, self.cache, self.drafting)
         self.adaptive = AdaptiveSpeculations(self.manifest, loaded.prices)
         self.ruled_walk = RuledWalk(assembly.buffers, assembly.step)
