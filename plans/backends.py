@@ -53,11 +53,12 @@ _TENSORRT: dict[Feature, str] = {
     "unsigned weights": "reads integers with a sign alone",
 }
 _STATELESS: dict[Feature, str] = {"recurrent states": "has no kernels for layers that keep them"}
+_NO_EXPERTS: dict[Feature, str] = {"experts": "has no kernels for them yet"}
 _NO_FLOAT64: dict[Feature, str] = {"rejection": "has no float64, in which it sums"}
 
 _BACKENDS = (
     BackendSupport("onnxruntime-cpu", "CPU", ("float32", *_INTEGERS), ("float16", "int8"), exact=True),
-    BackendSupport("cuda", "NVIDIA GPU", _ANY, ("float16",), {"experts": "has no kernels for them yet"} | _STATELESS, extra="gpu"),
+    BackendSupport("cuda", "NVIDIA GPU", _ANY, ("float16",), _STATELESS | _NO_EXPERTS, extra="gpu"),
     BackendSupport("onnxruntime-cuda", "NVIDIA GPU", _ANY, (), _STATELESS, extra="gpu"),
     BackendSupport("tensorrt-rtx", "NVIDIA GPU", _ANY, (), _TENSORRT | _STATELESS | _NO_FLOAT64, extra="tensorrt-rtx"),
     BackendSupport("tensorrt", "NVIDIA GPU", _ANY, (), _TENSORRT | _STATELESS, extra="tensorrt"),

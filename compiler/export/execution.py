@@ -56,6 +56,7 @@ class ConvStates:
 
     def convolve(self, index: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve with the state of the `index`-th layer that convolves, which goes on."""
+        out: Tensor
         out, *after = path_conv(x, taps, self.tails[index], self.logs[index], self.path, bias)
         self.presents += after
         return out

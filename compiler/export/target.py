@@ -83,7 +83,7 @@ def export_target(
     cache: Shape = (names.ROWS, config.num_kv_heads, capacity, config.head_dim)
     layers = range(len(config.attention_layers))
     kept = _conv_states(config, *states)
-    path = {
+    path: dict[str, Shape] = {
         names.PARENT: (names.NEW,),
         names.BRANCH: (names.NEW,),
         names.REPLAY: states,

@@ -97,7 +97,8 @@ class DecoderConfig(Attention):
         )
 
     def windows_within(self, context: int) -> tuple[int, ...]:
-        """Return by layer that attends the last tokens that it sees, 0 where that is all of `context` tokens; empty where all do."""
+        """Return by layer that attends the last tokens that it sees, 0 where that is all of `context` tokens; empty
+        where all do."""
         given = [self.windows[layer] for layer in self.attention_layers] if self.windows else ()
         windows = tuple(window if window is not None and window < context else 0 for window in given)
         return windows if any(windows) else ()

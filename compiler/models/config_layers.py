@@ -45,7 +45,7 @@ def _layer_types(keys: DecoderKeys, window: int | None) -> list[str]:
             "sliding_window alone; remove it, or give the model_type of a family that reads it"
         )
     if CONV in given and not keys.family.convolves:
-        raise keys.wrong(f"layer_types: layers of {keys.family.title} models have no convolution, and this file says so")
+        raise keys.wrong(f"layer_types has {CONV!r}, and layers of {keys.family.title} models have none; correct it")
     return list(given)
 
 

@@ -65,7 +65,8 @@ class Family:
     `norm_offset` is added to the stored weights of all norms. `scaled_embedding`: embeddings are multiplied by the root
     of the hidden size. `factors` maps a field of `DecoderConfig` to the key of config.json that holds it, and to the
     value that stands for an absent key. `renamed` maps a key of config.json to the one that other families have in its
-    place. `convolves`: layers of the kind `conv` have a short convolution in place of attention. `experts`: layers may have a mixture of experts in place of the MLP; names of
+    place. `convolves`: layers of the kind `conv` have a short convolution in place of attention. `experts`: layers may
+    have a mixture of experts in place of the MLP; names of
     their tensors have `{e}` for the expert's number. `sinks`: each head of a layer has a score of its own that stands
     in every softmax beside those of keys.
     """

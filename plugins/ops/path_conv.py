@@ -1,4 +1,4 @@
-"""PathConv: a causal convolution of each token with those before it on its path, over a state that is kept by branch."""
+"""PathConv: a causal convolution of each token with those before it on its path, over a state of its branch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """States that recur: what layers without attention keep of each sequence, beside the KV of those that attend.
 
-A state cannot be cut: it is of all tokens up to some position, its base. So it goes on late. A pass folds what it feeds
-of a sequence into the state, but for the last token, and logs the inputs of that one and of the draft after it; the next
-pass replays the records that were accepted. Until then any part of them can be dropped. A sequence that goes further
-back continues from a snapshot: of its own last chunks, or of the prefix that all share.
+A state cannot be cut: it is of all tokens up to some position, its base. So it goes on late. A pass folds what it
+feeds of a sequence into the state, but for the last token, and logs the inputs of that one and of the draft after it;
+the next pass replays the records that were accepted. Until then any part of them can be dropped. A sequence that goes
+further back continues from a snapshot: of its own last chunks, or of the prefix that all share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Snapshot:
     @property
     def end(self) -> int:
         """Position after the tokens that a sequence can go on after without computing any of them."""
-        return self.base + self.records[0].shape[1]
+        return self.base + int(self.records[0].shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -47,13 +47,27 @@ class Snapshot:
         return Snapshot(self.base, self.parts, tuple(each[:, : end - self.base].copy() for each in self.records))
 
 
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Shapes, in numbers of float32, of one kind of state of a sequence, `part`, and of a record of it, both of all
+    layers; a state has at most `most` records."""
+
+    part: tuple[int, ...]
+    record: tuple[int, ...]
+    most: int
+
+    def snapshot_shapes(self, records: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a part and of its records in a `Snapshot`."""
+        return self.part, (self.record[0], records, *self.record[1:])
+
+
 class StateCache:
     """The states of the target's convolutions. A sequence is known by its number."""
 
     def __init__(self, buffers: Buffers, geometry: Geometry) -> None:
         target = names.TARGET
-        self._parts = [buffers.array(target, names.CONV_TAIL)]  # [layers, branches, ...]
-        self._logs = [buffers.array(target, names.CONV_LOG)]  # [layers, branches, log, ...]
+        self._parts = [buffers.array(target, part) for part, _ in names.STATES]  # [layers, branches, ...]
+        self._logs = [buffers.array(target, log) for _, log in names.STATES]  # [layers, branches, log, ...]
         self._replay = buffers.array(target, names.REPLAY)
         self._replays = buffers.array(target, names.REPLAYS)
         self._fold = buffers.array(target, names.FOLD)

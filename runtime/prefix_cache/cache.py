@@ -20,7 +20,7 @@ from outrider.plans.check import kv_caches
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.manifest import BackendPlan
 from outrider.runtime.kv.memory import host_kv
-from outrider.runtime.kv.state import Snapshot
+from outrider.runtime.kv.state import Snapshot, StateShape
 from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.prefix_cache.page_pool import PAGE, Allocate, PagePool, PageRun, TokenShape
 from outrider.runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
@@ -92,9 +92,14 @@ class PrefixCache:
     """Thread-safe: one lock covers a lookup and its reference. Reading KV that is held needs no lock."""
 
     def __init__(
-        self, shapes: Mapping[str, TokenShape], config: PrefixCacheConfig | None = None, allocate: Allocate = host_kv
+        self,
+        shapes: Mapping[str, TokenShape],
+        config: PrefixCacheConfig | None = None,
+        allocate: Allocate = host_kv,
+        states: Sequence[StateShape] = (),
     ) -> None:
-        """Allocate all memory, by `allocate`. Raises RequestError where the budget is less than two pages."""
+        """Allocate all memory, by `allocate`; `states` are those of the target. Raises RequestError where the budget is
+        less than two pages."""
         config = config or PrefixCacheConfig()
         affordable = config.memory_bytes // PagePool.page_bytes(shapes)
         pages = min(-(-config.max_cached_tokens // PAGE), affordable)
@@ -104,6 +109,7 @@ class PrefixCache:
                 f"{2 * PagePool.page_bytes(shapes)}."
             )
         self.config = replace(config, max_cached_tokens=min(config.max_cached_tokens, pages * PAGE))
+        self.state_shapes = tuple(states)
         self._pool = PagePool(shapes, pages, allocate)
         self._tree: RadixTree[PageRun] = RadixTree()
         self._stats = PrefixCacheStats()
@@ -316,8 +322,10 @@ class PrefixCache:
         """All that it holds: edges, parents before children, and KV of each, a piece for each model that has some: on
         the host, `[planes, heads, tokens, size]`.
 
-        Of an edge: `parent`, the place of the one before it or -1; `owner`; `tokens`; `terminal`, whether a sequence
-        ends there; `valid`, how many of its tokens have KV, by model in the order of their names, as the pieces are.
+        After its KV come its states, each its parts and its records. Of an edge: `parent`, the place of the one before
+        it or -1; `owner`; `tokens`; `terminal`, whether a sequence ends there; `valid`, how many of its tokens have KV,
+        by model in the order of their names, as the pieces are; `states`, after how many of its tokens there is one,
+        and how many records it has.
         """
         edges, pieces, places = list[dict[str, object]](), list[NDArray[np.generic]](), dict[int, int]()
         with self._lock:
@@ -331,10 +339,13 @@ class PrefixCache:
                     kv = self._pool.memory(model)
                     parts = [kv.array(slot, length) for _, slot, length in self._pool.pieces(run, 0, count)]
                     pieces.append(np.ascontiguousarray(np.concatenate(parts, 2)))
+                for state in run.states.values():
+                    pieces += map(np.ascontiguousarray, (*state.parts, *state.records))
+                states = {after: state.end - state.base for after, state in run.states.items()}
                 place = places.get(id(parent), -1)
                 owner = owners[id(parent)] if place < 0 else edges[place]["owner"]
                 own = {"parent": place, "owner": owner, "tokens": node.tokens}
-                edges.append(own | {"terminal": node.terminal, "valid": valid})
+                edges.append(own | {"terminal": node.terminal, "valid": valid, "states": states})
         return edges, pieces
 
     # Looking at it.
@@ -392,6 +403,18 @@ def token_shapes(plan: BackendPlan) -> dict[str, TokenShape]:
             planes, _, heads, _, size = kv.resolve({})
             shapes[model] = TokenShape(planes, heads, size, kv.dtype.numpy)
     return shapes
+
+
+def state_shapes(plan: BackendPlan) -> tuple[StateShape, ...]:
+    """Shapes of the target's states, by its buffers; none where it keeps none."""
+    buffers = {buffer.name: buffer for buffer in plan.buffers}
+    found = []
+    for pair in names.STATES:
+        part, log = (names.buffer_name(names.TARGET, name) for name in pair)
+        if part in buffers:
+            (layers, _, *rest), (_, _, most, *record) = (buffers[name].resolve({}) for name in (part, log))
+            found.append(StateShape((layers, *rest), (layers, *record), most))
+    return tuple(found)
 
 
 def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
