@@ -217,8 +217,8 @@ def _unstacked(decoder: Decoder) -> dict[str, StoredTensor]:
     found = {}
     if decoder.config.conv is not None:
         raise CheckpointError(
-            f"a {decoder.config.family} model has layers that convolve, which method awq does not search; leave `method` "
-            "out of the recipe, so that weights are rounded to the nearest"
+            f"a {decoder.config.family} model has layers that convolve, which method awq does not search; leave "
+            "`method` out of the recipe, so that weights are rounded to the nearest"
         )
     for name, tensor in deferred(decoder).items():
         if not isinstance(tensor, StoredTensor):

@@ -256,6 +256,10 @@ class KvCache:
         if not self._pooled:
             self._fill_rows(0)
 
+    def reach(self, number: int, position: int, count: int) -> int:
+        """Return how many of `count` tokens of a sequence from `position` on a step takes."""
+        return count if self.states is None else self.states.reach(number, position, count)
+
     def compact_if_worthwhile(self, most: int) -> None:
         """Make room for a step of `most` slots where there are dead ones."""
         if self._dead:

@@ -74,6 +74,7 @@ class StateCache:
         self._base = [0] * geometry.branches  # the position after the tokens that a state is of
         self._fed: dict[int, int] = {}  # by number, its first token in the step that is not committed yet
         self._snapshots: list[list[Snapshot]] = [[] for _ in self._base]  # of each number, by ascending base
+        self._stops: dict[int, int] = {}  # by number, a position that is to have a snapshot
         self._prefix = self._nothing
 
     @property
@@ -95,7 +96,18 @@ class StateCache:
     def open(self, number: int) -> None:
         """Begin a sequence after the prefix."""
         self._snapshots[number].clear()
+        self._stops.pop(number, None)
         self._restore(number, self._prefix)
+
+    def stop_at(self, number: int, position: int) -> None:
+        """Keep a snapshot at a position that is not computed yet: up to there others begin as the sequence does."""
+        if position > self._end(number):
+            self._stops[number] = position
+
+    def reach(self, number: int, position: int, count: int) -> int:
+        """Return how many of `count` tokens from `position` on a step takes, so that it stops where it is to."""
+        stop = self._stops.get(number, -1)
+        return stop + 1 - position if position <= stop < position + count else count
 
     # A step.
 
@@ -122,12 +134,13 @@ class StateCache:
             self._keep_some(number)
 
     def _keep_some(self, number: int) -> None:
-        """Keep a snapshot of a chunk, or where so many tokens came since; of those, the newest of each stretch."""
+        """Keep a snapshot of a chunk, or where so many tokens came since: of each stretch the newest, and that of the
+        sequence's stop."""
         kept, base = self._snapshots[number], self._base[number]
         stretch = kept[-1].base // EVERY if kept else -1
         if not self._fold[number] and base // EVERY == stretch:
             return
-        if stretch == base // EVERY:
+        if stretch == base // EVERY and kept[-1].base != self._stops.get(number):
             kept.pop()
         kept.append(self.snapshot(number))
 

@@ -117,8 +117,12 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache has allocated."""
-        return self._pool.nbytes
+        """Bytes that the cache has allocated, and those of states that it keeps."""
+        with self._lock:
+            return self._pool.nbytes + self._state_bytes()
+
+    def _state_bytes(self) -> int:
+        return sum(state.nbytes for node in self._tree.walk() if node.value for state in node.value.states.values())
 
     # Looking up.
 
@@ -230,7 +234,7 @@ class PrefixCache:
             for state in states:
                 if 0 < state.base - start <= len(run):
                     run.states.setdefault(state.base - start, state.cut(start + len(run)))
-        used = sum(state.nbytes for node in self._tree.walk() if node.value for state in node.value.states.values())
+        used = self._state_bytes()
         for node in sorted(self._tree.walk(), key=lambda node: node.used):
             if used <= self.config.state_bytes:
                 break

@@ -89,10 +89,11 @@ class CacheClient:
             here = min(here, len(tokens) - 1)
             computed = max(min(match.lengths.get(names.TARGET, 0), len(tokens) - 1), here)
             if (states := self._target.states) is not None:
-                state = match.state_within(computed)
+                known, state = computed, match.state_within(computed)
                 computed = here if state is None else max(here, state.end)
                 if state is not None and computed > here:
                     states.restore(number, state)
+                states.stop_at(number, known)
             if computed > sequence.computed:
                 self._target.claim(number, sequence.computed, computed - sequence.computed)
                 self._cache.read(match, names.TARGET, here, computed, self._target.kv_of(number))

@@ -129,6 +129,7 @@ TOYS: dict[str, Toy] = {
             "num_hidden_layers": 4,
             "layer_types": ["conv", "conv", "full_attention", "conv"],
             "block_multiple_of": 32,
+            "max_position_embeddings": 4096,
         },
         states=True,
     ),
@@ -173,7 +174,7 @@ def write_toy(name: str, folder: Path, tokenizer: Path) -> None:
     model = _random_model(toy.family, toy.changes, toy.spread, generator)
     model.save_pretrained(folder / "target")
     if toy.states:
-        model = _random_model("llama", {}, toy.spread, generator)
+        model = _random_model("llama", {"max_position_embeddings": 4096}, toy.spread, generator)
     else:
         for parameter in model.parameters():
             parameter.data += 0.05 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
