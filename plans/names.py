@@ -48,7 +48,9 @@ PAST_LENGTH = "past_length"  # int64 [R]
 # inputs of the last step's tokens after it, which the next step replays as far as they were accepted.
 CONV_TAIL = "conv_tail"  # f32 [layers, branches, kernel - 1, channels]
 CONV_LOG = "conv_log"  # f32 [layers, branches, log, channels]
-STATES = ((CONV_TAIL, CONV_LOG),)
+STATE = "state"  # f32 [layers, branches, heads, tiles, keys, 32], matrix states in tiles of 32 values
+STATE_LOG = "state_log"  # f32 [layers, branches, log, record]
+STATES = ((CONV_TAIL, CONV_LOG), (STATE, STATE_LOG))
 """Every kind of state, and the log of its inputs: their first dimensions are layers and branches."""
 REPLAY = "replay"  # int64 [branches, log], rows of the log that were accepted, a path
 REPLAYS = "replays"  # int64 [branches], how many

@@ -32,6 +32,33 @@ def lanes_exp(x: Float32) -> Float32:
     return np.where(np.isnan(x), x, np.where(x < _LOWEST, np.float32(0), np.ldexp(p, n.astype(np.int32))))
 
 
+def lanes_softplus(x: Float32) -> Float32:
+    """Return log(1 + exp(x)): max(x, 0) + 2 (z + z^3 / 3 + ... + z^17 / 17), z = y / (2 + y), y = exp(-|x|)."""
+    y = lanes_exp(-np.abs(x))
+    z = y / (np.float32(2) + y)
+    squared, series = z * z, np.full_like(z, np.float32(1) / np.float32(17))
+    for odd in range(15, 0, -2):
+        series = fma(series, squared, np.full_like(z, np.float32(1) / np.float32(odd)))
+    return fma(z + z, series, np.where(x < 0, np.float32(0), x))
+
+
+def lanes_sum(x: Float32, y: Float32) -> Float32:
+    """Return the sums of x * y over the last dimension: in sixteen lanes, each ascending, which are then added in
+    quarters, (0 + 2) + (1 + 3), and the quarters likewise."""
+    more = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)]
+    rows, columns = np.pad(x, more), np.pad(y, more)
+    lanes = np.zeros((*x.shape[:-1], 16), np.float32)
+    for first in range(0, rows.shape[-1], 16):
+        lanes = fma(rows[..., first : first + 16], columns[..., first : first + 16], lanes)
+    quarters = lanes.reshape(*x.shape[:-1], 4, 4)
+    quarters = (quarters[..., 0] + quarters[..., 2]) + (quarters[..., 1] + quarters[..., 3])
+    return (quarters[..., 0] + quarters[..., 2]) + (quarters[..., 1] + quarters[..., 3])
+
+
+def sigmoid(x: Float32) -> Float32:
+    return _opened(np.ones_like(x), x)
+
+
 def gated_unit(gate: Float32, up: Float32) -> Float32:
     """Return `silu(gate) * up`."""
     return _opened(gate, gate) * up

@@ -50,11 +50,62 @@ struct FloatProduct {
   std::int64_t stride;
 };
 
+constexpr int kStateColumns = 32;  // of a tile of a matrix state, which stays in the first cache for a whole pass
+
+// How the gates of tokens are made, [heads] numbers each. decay = exp(-e^decay_log * step), where step is log(1 +
+// e^(a + bias)) within [least, most]; rate = scale / (1 + e^-b), or without b, step.
+struct StateGates {
+  std::int64_t heads;
+  const float *decay_log, *bias;
+  float least, most, scale;
+};
+
+// What a token does to a state: S' = decay * S + k delta^T, and what it asks: out = q . S'. `qk` is q . k; a record of an
+// earlier step asks nothing, its `out` is null. `parent` counts among the walk's nodes; -1: the chain's end.
+struct StateStep {
+  const float *k, *q, *v;
+  float decay, rate, qk;
+  float* out;
+  std::int64_t parent;
+};
+
+// A tile of one head's state: `columns` of its values, of kStateColumns there is memory for. The steps are a chain, which
+// goes into the state, and then `nodes` that leave it as it is. With `delta` a step's change is the delta rule's: rate *
+// (v - decay * (k . S)), else rate * v. `skip` * v is added to what it gets. `firsts` has the first child of each node, or
+// -1, and `copies` a tile for each that has one; `deltas` is memory of [2 + nodes, kStateColumns].
+struct StateWalk {
+  std::int64_t keys, columns, chain, nodes;
+  bool delta;
+  float skip;
+  float* state;  // [keys, kStateColumns]
+  const StateStep* steps;
+  const std::int64_t* firsts;
+  float* const* copies;
+  float* deltas;
+};
+
+struct Yes {
+  static constexpr bool value = true;
+};
+struct No {
+  static constexpr bool value = false;
+};
+
+struct StateKernels {
+  // x . y, in sixteen lanes.
+  float (*dot)(const float* x, const float* y, std::int64_t count);
+  // to = x * scale / sqrt(x . x + 1e-6).
+  void (*unit)(const float* x, std::int64_t count, float scale, float* to);
+  void (*gates)(const StateGates& gates, const float* a, const float* b, float* decay, float* rate);
+  void (*walk)(const StateWalk& walk);
+};
+
 struct Kernels {
   AttentionKernels attention;
   RowKernels rows;
   // The outputs of panels [first, last) for all rows.
   void (*multiply)(const FloatProduct& product, std::int64_t first, std::int64_t last);
+  StateKernels states;
 };
 
 const Kernels& neon_kernels();

@@ -4,11 +4,12 @@
 #include "onnxruntime/lanes_avx2.h"
 #include "onnxruntime/product_kernel.h"
 #include "onnxruntime/row_kernel.h"
+#include "onnxruntime/state_kernel.h"
 
 namespace outrider::engine {
 
 const Kernels& avx2_kernels() {
-  static const Kernels kernels = {attention_of<Avx2>(), rows_of<Avx2>(), &multiply_panels<Avx2>};
+  static const Kernels kernels = {attention_of<Avx2>(), rows_of<Avx2>(), &multiply_panels<Avx2>, states_of<Avx2>()};
   return kernels;
 }
 

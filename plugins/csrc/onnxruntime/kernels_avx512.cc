@@ -4,11 +4,12 @@
 #include "onnxruntime/lanes_avx512.h"
 #include "onnxruntime/product_kernel.h"
 #include "onnxruntime/row_kernel.h"
+#include "onnxruntime/state_kernel.h"
 
 namespace outrider::engine {
 
 const Kernels& avx512_kernels() {
-  static const Kernels kernels = {attention_of<Avx512>(), rows_of<Avx512>(), &multiply_panels<Avx512>};
+  static const Kernels kernels = {attention_of<Avx512>(), rows_of<Avx512>(), &multiply_panels<Avx512>, states_of<Avx512>()};
   return kernels;
 }
 

@@ -15,6 +15,7 @@
 #include "onnxruntime/quant_op.h"
 #include "onnxruntime/route_op.h"
 #include "onnxruntime/softcap_op.h"
+#include "onnxruntime/state_scan_op.h"
 
 #if defined(_WIN32)
 #define OUTRIDER_EXPORT __declspec(dllexport)
@@ -31,11 +32,11 @@ constexpr const char* kThreads = "outrider.threads";
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
-        gated(threads), norm(threads), convolution(threads), product(threads), lookup(threads), softcap(threads), route(threads),
+        gated(threads), norm(threads), convolution(threads), scan(threads), product(threads), lookup(threads), softcap(threads), route(threads),
         experts(threads), quant_experts(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
     const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank,  &gated,   &norm,
-                                      &convolution, &product,     &lookup,     &softcap, &route,   &experts,
+                                      &convolution, &scan, &product,     &lookup,     &softcap, &route,   &experts,
                                       &quant_experts};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
@@ -48,6 +49,7 @@ struct Domain {
   const Op<GatedUnitOp> gated;
   const Op<RmsNormOp> norm;
   const Op<PathConvOp> convolution;
+  const Op<StateScanOp> scan;
   const Op<QuantMatMulOp> product;
   const Op<QuantGatherOp> lookup;
   const Op<SoftcapOp> softcap;
@@ -72,7 +74,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 12; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 13; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
