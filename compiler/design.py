@@ -11,6 +11,7 @@ from outrider.compiler import drafters
 from outrider.compiler.backends.base import Backend
 from outrider.compiler.drafters import GraphSource
 from outrider.compiler.models.config import DecoderConfig, WeightType
+from outrider.compiler.models.mixers import DeltaConfig
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe, check_capacity
 from outrider.compiler.recipe_drafters import NgramSection
@@ -18,12 +19,22 @@ from outrider.compiler.recipe_source import Location
 from outrider.plans import names
 from outrider.plans.backends import Feature
 from outrider.plans.buffers import Tensor
-from outrider.plans.manifest import Convolutions, Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
+from outrider.plans.manifest import (
+    Drafter,
+    Geometry,
+    GraphDrafter,
+    MatrixStates,
+    States,
+    View,
+    longest_draft,
+    rejects,
+)
 from outrider.plans.partial_kv import PartialKv
 from outrider.plans.step_buffers import (
     drafter_buffers,
     partial_buffers,
     sampling_buffers,
+    state_shapes,
     status_buffers,
     target_buffers,
 )
@@ -112,8 +123,8 @@ class PlanDesign:
                 [each.drafter.model_dump(), self.models[each.section.name].capacity, repr(each.config)]
                 for each in self.sources
             ],
-            "branches": self.target.branches if self.sources or self.target.convolutions else 1,
-            "convolutions": self.target.convolutions and self.target.convolutions.model_dump(),
+            "branches": self.target.branches if self.sources or self.target.states else 1,
+            "states": self.target.states and self.target.states.model_dump(),
             "rows": self.target.rows,
             "partial": self.recipe.partial_kv.enabled,
         }
@@ -157,15 +168,20 @@ def _geometry(
         branches=recipe.capacity.branches,
         rows=recipe.capacity.branches if recipe.capacity.batching else 1,
         layer_windows=config.windows_within(context),
-        convolutions=None
-        if config.conv is None
-        else Convolutions(
-            layers=len(config.conv_layers),
-            channels=config.hidden_size,
-            kernel=config.conv.kernel,
-            log=1 + longest_draft(listed),
-        ),
+        states=_states(config, 1 + longest_draft(listed)),
     )
+
+
+def _states(config: DecoderConfig, log: int) -> States | None:
+    mixer = config.mixer
+    if mixer is None:
+        return None
+    matrices = None
+    if isinstance(mixer, DeltaConfig):
+        matrices = MatrixStates(heads=mixer.heads, keys=mixer.keys, values=mixer.values, record=mixer.record)
+    channels = mixer.channels(config.hidden_size)
+    layers = len(config.mixer_layers)
+    return States(layers=layers, log=log, channels=channels, kernel=mixer.kernel, matrices=matrices)
 
 
 def symbol_limits(geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv | None = None) -> dict[str, int]:
@@ -222,12 +238,14 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
 
 
 def state_views(geometry: Geometry) -> dict[str, View]:
-    """Return the tail and the log of each layer that convolves as planes of two buffers."""
-    layers = 0 if geometry.convolutions is None else geometry.convolutions.layers
+    """Return each layer's states and their logs as planes of a buffer each."""
+    layers = range(geometry.states.layers if geometry.states is not None else 0)
     return {
-        names.buffer_name(names.TARGET, part(layer)): View(buffer=names.buffer_name(names.TARGET, whole), plane=layer)
-        for part, whole in ((names.conv_tail, names.CONV_TAIL), (names.conv_log, names.CONV_LOG))
-        for layer in range(layers)
+        names.buffer_name(names.TARGET, names.of_layer(whole, layer)): View(
+            buffer=names.buffer_name(names.TARGET, whole), plane=layer
+        )
+        for whole in state_shapes(geometry)
+        for layer in layers
     }
 
 
@@ -290,13 +308,13 @@ def _check_states(recipe: Recipe, config: DecoderConfig, sources: Sequence[Graph
     """Raise `RecipeError` where a model keeps states and a backend has no kernels for them, or the recipe asks for what
     they cannot do yet."""
     for each in sources:
-        if isinstance(each.config, DecoderConfig) and each.config.conv is not None:
+        if isinstance(each.config, DecoderConfig) and each.config.mixer is not None:
             raise recipe.error(
                 ("drafters", each.index, "checkpoint"),
                 "is a model whose layers keep states, and levels of a draft would go on with those of the level before "
                 "inside of one graph: use a draft model of attention layers alone, or an n-gram drafter",
             )
-    if config.conv is None:
+    if config.mixer is None:
         return
     clause = "is a model whose layers keep states"
     check_feature(recipe, "recurrent states", ("target", "checkpoint"), clause, "use onnxruntime-cpu")

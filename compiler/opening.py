@@ -13,7 +13,7 @@ from outrider.compiler.fused_tensors import FusedTensors, StackedExperts
 from outrider.compiler.models.config import DecoderConfig, read_folder
 from outrider.compiler.models.families import FAMILIES
 from outrider.compiler.models.rope import RopeScaling
-from outrider.compiler.tensor_source import TensorSource
+from outrider.compiler.tensor_source import TensorSource, TextTensors
 from outrider.compiler.weights import Weights, check_folder
 
 
@@ -42,6 +42,8 @@ def open_checkpoint(path: Path, rope_scaling: RopeScaling | None = None, context
     if family.stacked and config.experts is not None:
         tensors = StackedExperts(stored, family.stacked, config.experts, config.hidden_size)
     tensors = unpacked(tensors, packing, _unbiased(config))
+    if family.skipped:
+        tensors = TextTensors(tensors, family.skipped)
     if family.fused:
         outputs = dict.fromkeys(("k_proj", "v_proj"), config.kv_size) | {"q_proj": config.query_size}
         outputs |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)

@@ -60,15 +60,15 @@ def slots(module: nn.Module, stored_name: Callable[[str], str], norm_offset: flo
     a depthwise convolution with its one input channel between.
 
     Matrices are projections, except those called `embedding`, whose rows are looked up. Weights of norms are stored
-    without `norm_offset`. A parameter whose name in the checkpoint has `EXPERT` in it is stacked: each part of it is a
-    tensor of its own, named for its index.
+    without `norm_offset`, but for norms under a gate. A parameter whose name in the checkpoint has `EXPERT` in it is
+    stacked: each part of it is a tensor of its own, named for its index.
     """
     wanted = {}
     for parameter, tensor in module.named_parameters():
         name = stored_name(parameter)
         part = tensor[0] if EXPERT in name else tensor
         transposed = part.ndim == 2 and parameter.rpartition(".")[2] != "embedding"
-        is_norm = part.ndim == 1 and parameter.endswith("norm.weight")
+        is_norm = part.ndim == 1 and parameter.endswith("norm.weight") and not parameter.endswith("gated_norm.weight")
         shape = tuple(part.T.shape) if transposed else tuple(part.shape)
         if parameter.endswith("taps.weight"):
             shape = shape[0], 1, shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from outrider.compiler.quantization.form import WeightSource
+
+_LOG = logging.getLogger("outrider")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,28 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     packed: bool = False
+
+
+class TextTensors:
+    """The `TensorSource` of the text model in a checkpoint that holds more, under the names that it has alone."""
+
+    def __init__(self, stored: TensorSource, skipped: tuple[str, ...]) -> None:
+        """Tensors whose names begin with one of `skipped` are left out."""
+        self._stored = stored
+        self._names = {
+            name.replace("model.language_model.", "model.", 1): name
+            for name in stored.found
+            if not name.startswith(skipped)
+        }
+        self.found = {own: stored.found[name] for own, name in self._names.items()}
+        if left := len(stored.found) - len(self.found):
+            _LOG.info("%d tensors of other parts than the text model are not read (%s)", left, ", ".join(skipped))
+
+    def read(self, name: str) -> Tensor:
+        return self._stored.read(self._names[name])
+
+    def quantized(self, name: str) -> WeightSource | None:
+        return self._stored.quantized(self._names[name])
 
 
 class TensorSource(Protocol):

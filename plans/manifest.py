@@ -20,14 +20,30 @@ Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
 
 
-class Convolutions(Strict):
-    """Sizes of the convolutions of a model, each over the last `kernel` tokens of a path, and of the states that they
-    keep for each branch: the tokens before some position, and `log` records after it."""
+class MatrixStates(Strict):
+    """Sizes of the matrices that a layer keeps, one for each of its heads, and of the record of a token's change."""
+
+    heads: Size
+    keys: Size
+    values: Size
+    record: Size
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 32 values of a head's matrix."""
+        return -(-self.values // 32)
+
+
+class States(Strict):
+    """Sizes of what layers without attention keep for each branch: of a convolution of `channels` over the last
+    `kernel` tokens of a path, and of matrices, if they have some: the state at some position, and `log` records of
+    tokens after it."""
 
     layers: Size
+    log: Size
     channels: Size
     kernel: Annotated[int, Field(ge=2, le=16)]
-    log: Size
+    matrices: MatrixStates | None = None
 
 
 class Geometry(Strict):
@@ -52,7 +68,7 @@ class Geometry(Strict):
     layer_windows: tuple[Count, ...] = Field(
         (), description="By layer, the last tokens of a sequence that it sees; 0: all. Empty: every layer sees all."
     )
-    convolutions: Convolutions | None = Field(None, description="Of layers that convolve in place of attending.")
+    states: States | None = Field(None, description="Of layers that keep a state in place of attending.")
     sink: Count = Field(0, description="Of a drafter with a window: slots of the beginning that are kept.")
     window: Count = Field(0, description="Last slots that a drafter's KV cache keeps, at least; 0: all.")
 

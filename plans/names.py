@@ -163,13 +163,9 @@ def v_cache(layer: int) -> str:
     return f"v_cache.{layer}"
 
 
-def conv_tail(layer: int) -> str:
-    """The tail of the convolution of the `layer`-th layer that has one, f32 `[branches, kernel - 1, channels]`."""
-    return f"{CONV_TAIL}.{layer}"
-
-
-def conv_log(layer: int) -> str:
-    return f"{CONV_LOG}.{layer}"
+def of_layer(state: str, layer: int) -> str:
+    """What the `layer`-th layer that keeps states has of a kind of `STATES`, without the dimension of layers."""
+    return f"{state}.{layer}"
 
 
 def queries(layer: int) -> str:

@@ -35,21 +35,32 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
     }
     if geometry.branches > 1:
         table[names.MOVE_TO] = (integer, (names.ROWS,))
-    if (conv := geometry.convolutions) is not None:
+    if (states := geometry.states) is not None:
         branches = (geometry.branches,)
-        table |= {
-            names.CONV_TAIL: (real, (conv.layers, *branches, conv.kernel - 1, conv.channels)),
-            names.CONV_LOG: (real, (conv.layers, *branches, conv.log, conv.channels)),
-            names.REPLAY: (integer, (*branches, conv.log)),
-            names.REPLAYS: (integer, branches),
-            names.FOLD: (integer, branches),
-        }
+        table |= {name: (real, (states.layers, *shape)) for name, shape in state_shapes(geometry).items()}
+        table[names.REPLAY] = integer, (*branches, states.log)
+        table[names.REPLAYS] = table[names.FOLD] = integer, branches
     if rejection:
         table[names.DRAFT_PROBS] = (real, (picked, geometry.vocab_size))
         table[names.TRIALS] = (DType.FLOAT64, (picked, 2))
     if geometry.feature_size:
         table[names.FEATURES] = (real, (names.FEATURED, geometry.feature_size))
     return _named(names.TARGET, table)
+
+
+def state_shapes(geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's states and their logs, of all branches, by the names of their buffers."""
+    states, branches = geometry.states, geometry.branches
+    if states is None:
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {
+        names.CONV_TAIL: (branches, states.kernel - 1, states.channels),
+        names.CONV_LOG: (branches, states.log, states.channels),
+    }
+    if (matrices := states.matrices) is not None:
+        shapes[names.STATE] = branches, matrices.heads, matrices.tiles, matrices.keys, 32
+        shapes[names.STATE_LOG] = branches, states.log, matrices.record
+    return shapes
 
 
 def status_buffers() -> tuple[Tensor, ...]:

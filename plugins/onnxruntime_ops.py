@@ -75,12 +75,12 @@ Attention divides its work by that number; without the entry, by the number of t
 SAME_ON_EVERY_PROCESSOR = frozenset(
     {
         "BranchAttention", "GatedUnit", "MixtureOfExperts", "QuantGather", "QuantMatMul", "QuantMixtureOfExperts",
-        "RmsNorm", "Route", "Softcap", "PathConv", "StateScan",
+        "RmsNorm", "Route", "Softcap", "PathConv", "StateScan", "Sigmoid",
     }
 )  # fmt: skip
 """Ops whose results have the same bits on every processor that they run on."""
 
-_VERSION = 13  # version of the ops that the built library must report
+_VERSION = 14  # version of the ops that the built library must report
 
 
 @cache

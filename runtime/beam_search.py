@@ -129,7 +129,7 @@ class _Settings:
                 f"Unknown option {unknown[0]!r}; the options of beam search are "
                 f"{', '.join(BeamOptions.__annotations__)}."
             )
-        if session.manifest.target.convolutions is not None:
+        if session.manifest.target.states is not None:
             raise RequestError(
                 "Beam search needs KV that beams share, and the plan's target keeps states, which they cannot; use "
                 "`generate_branches` with `n`."

@@ -16,8 +16,9 @@ class OnnxRuntimeCpuBackend(Backend):
     @classmethod
     def rules(cls) -> tuple[Rule, ...]:
         from outrider.compiler.lowering import OUR_ARITHMETIC
+        from outrider.compiler.lowering.own_ops import CpuSigmoids
 
-        return (*OUR_ARITHMETIC, *super().rules())
+        return (*OUR_ARITHMETIC, *super().rules(), CpuSigmoids())
 
 
 BACKEND = OnnxRuntimeCpuBackend

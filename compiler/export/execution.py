@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.ops import attention, path_conv
+from outrider.compiler.export.ops import attention, path_conv, state_scan
 from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.decoder import HeadNorms, RmsNorm
+from outrider.compiler.models.mixers import DeltaConfig
 from outrider.compiler.models.rope import Rope
 from outrider.plans import names
 
@@ -46,19 +47,33 @@ class KvCaches:
         self.presents: list[Tensor] = []
 
 
-class ConvStates:
-    """The states of a graph's convolutions, a tail and a log for each layer, and what says how they go on: `path`, in
-    the order of `STATE_PATH`."""
+class LayerStates:
+    """The states of a graph's layers, by the names of their buffers, a tensor for each layer, and what says how they go
+    on: `path`, in the order of `STATE_PATH`."""
 
-    def __init__(self, tails: Sequence[Tensor], logs: Sequence[Tensor], path: list[Tensor]) -> None:
-        self.tails, self.logs, self.path = tails, logs, path
-        self.presents: list[Tensor] = []
+    def __init__(self, states: Mapping[str, Sequence[Tensor]], path: list[Tensor]) -> None:
+        self._states, self._path = states, path
+        self.presents: dict[str, list[Tensor]] = {name: [] for name in states}
 
-    def convolve(self, index: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve with the state of the `index`-th layer that convolves, which goes on."""
+    def convolve(self, index: int, x: Tensor, taps: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """Convolve with the state of the `index`-th layer that has one, which goes on."""
+        tail, log = (self._states[name][index] for name in (names.CONV_TAIL, names.CONV_LOG))
         out: Tensor
-        out, *after = path_conv(x, taps, self.tails[index], self.logs[index], self.path, bias)
-        self.presents += after
+        out, tail, log = path_conv(x, taps, tail, log, self._path, bias, int(silu))
+        self.presents[names.CONV_TAIL].append(tail)
+        self.presents[names.CONV_LOG].append(log)
+        return out
+
+    def scan(
+        self, index: int, x: Tensor, gates: tuple[Tensor, Tensor], rates: tuple[Tensor, Tensor], mixer: DeltaConfig
+    ) -> Tensor:
+        state, log = (self._states[name][index] for name in (names.STATE, names.STATE_LOG))
+        out: Tensor
+        out, state, log = state_scan(
+            x, gates[0], *rates, state, log, self._path, gates[1], None, mixer.key_heads, mixer.values
+        )
+        self.presents[names.STATE].append(state)
+        self.presents[names.STATE_LOG].append(log)
         return out
 
 
@@ -83,7 +98,7 @@ class GraphExecution:
         splits: Tensor,
         *,
         later: bool = False,
-        states: ConvStates | None = None,
+        states: LayerStates | None = None,
     ) -> None:
         self._later, self._states = later, states
         self._attention, self._tables, self._caches = attention, tables, caches
@@ -96,9 +111,19 @@ class GraphExecution:
     ) -> Tensor:
         return self._attend(layer, q, k, v, norms, sinks, self._attention.num_heads)
 
-    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         assert self._states is not None
-        return self._states.convolve(layer - bisect_left(self._attention.attention_layers, layer), x, taps, bias)
+        return self._states.convolve(self._place(layer), x, taps, bias, silu)
+
+    def scan(self, layer: int, x: Tensor, gates: tuple[Tensor, Tensor], rates: tuple[Tensor, Tensor]) -> Tensor:
+        mixer = self._attention.mixer
+        assert self._states is not None
+        assert isinstance(mixer, DeltaConfig)
+        return self._states.scan(self._place(layer), x, gates, rates, mixer)
+
+    def _place(self, layer: int) -> int:
+        """Return which of the layers without attention it is."""
+        return layer - bisect_left(self._attention.attention_layers, layer)
 
     def append(self, layer: int, k: Tensor, v: Tensor, norm: RmsNorm | None) -> Tensor:
         """Append the keys, neither normed nor rotated, and values of tokens that ask nothing, `[1, n, kv_size]`.

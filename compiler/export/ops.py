@@ -53,6 +53,7 @@ def path_conv(
     log: Tensor,
     path: list[Tensor],
     bias: Tensor | None = None,
+    silu: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes: `plugins.ops`, PathConv; `path` are the integers that it reads."""
     raise NotImplementedError("outrider::path_conv exists for export only")
@@ -61,6 +62,31 @@ def path_conv(
 @path_conv.register_fake
 def _(x: Tensor, weight: Tensor, tail: Tensor, log: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(tail), torch.empty_like(log)
+
+
+@torch.library.custom_op("outrider::state_scan", mutates_args=())
+def state_scan(
+    x: Tensor,
+    a: Tensor,
+    decay_log: Tensor,
+    step_bias: Tensor,
+    state: Tensor,
+    log: Tensor,
+    path: list[Tensor],
+    b: Tensor | None,
+    skip: Tensor | None,
+    key_heads: int,
+    values: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes: `plugins.ops`, StateScan; `path` are the integers that it reads."""
+    raise NotImplementedError("outrider::state_scan exists for export only")
+
+
+@state_scan.register_fake
+def _(
+    x: Tensor, a: Tensor, decay_log: Tensor, step_bias: Tensor, state: Tensor, log: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], a.shape[-1] * rest[-1])), torch.empty_like(state), torch.empty_like(log)
 
 
 @torch.library.custom_op("outrider::window_bias", mutates_args=())
@@ -180,8 +206,17 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
     return translate
 
 
-def _translate_path_conv(x: Any, weight: Any, tail: Any, log: Any, path: Any, bias: Any = None) -> Any:
-    return onnxscript.values.Opset(DOMAIN, VERSION).PathConv(x, weight, tail, log, *path, bias)
+def _translate_path_conv(x: Any, weight: Any, tail: Any, log: Any, path: Any, bias: Any = None, silu: int = 0) -> Any:
+    return onnxscript.values.Opset(DOMAIN, VERSION).PathConv(x, weight, tail, log, *path, bias, silu=silu)
+
+
+def _translate_state_scan(
+    x: Any, a: Any, decay_log: Any, step_bias: Any, state: Any, log: Any, path: Any, b: Any, skip: Any,
+    key_heads: int, values: int,
+) -> Any:  # fmt: skip
+    domain = onnxscript.values.Opset(DOMAIN, VERSION)
+    inputs = (x, a, decay_log, step_bias, state, log, *path, b, skip)
+    return domain.StateScan(*inputs, key_heads=key_heads, values=values)
 
 
 def _translate_cast(x: Any, dtype: int) -> Any:
@@ -204,6 +239,7 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
         "BranchAttention", tuple(spec.name for spec in OPS["BranchAttention"].schema.attributes)
     ),
     torch.ops.outrider.path_conv.default: _translate_path_conv,
+    torch.ops.outrider.state_scan.default: _translate_state_scan,
     torch.ops.outrider.route.default: _translated("Route", ("top_k", "normalise")),
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),

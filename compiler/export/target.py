@@ -6,6 +6,7 @@ BranchAttention is one node and takes several rows; `lowering` rewrites the grap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import onnx_ir as ir
 import torch
@@ -13,16 +14,17 @@ from torch import Tensor, nn
 
 from outrider.compiler.export.execution import (
     STATE_PATH,
-    ConvStates,
     GraphExecution,
     KvCaches,
+    LayerStates,
     RopeTables,
     cache_outputs,
 )
 from outrider.compiler.export.tracing import Shape, arguments, name_inputs, trace
-from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Decoder
 from outrider.plans import names
+from outrider.plans.manifest import Geometry
+from outrider.plans.step_buffers import state_shapes
 
 
 class TargetGraph(nn.Module):
@@ -50,19 +52,28 @@ class TargetGraph(nn.Module):
         fold: Tensor | None = None,
         conv_tails: Sequence[Tensor] | None = None,
         conv_logs: Sequence[Tensor] | None = None,
+        states: Sequence[Tensor] | None = None,
+        state_logs: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         caches = KvCaches(k_caches, v_caches)
         path = [each for each in (parent, branch, replay, replays, fold) if each is not None]
-        states = ConvStates(conv_tails or (), conv_logs or (), path)
+        given = zip((*names.STATES[0], *names.STATES[1]), (conv_tails, conv_logs, states, state_logs), strict=True)
+        kept = LayerStates({name: tensors for name, tensors in given if tensors is not None}, path)
         execution = GraphExecution(
             self.decoder.config, self.tables, caches, positions.unsqueeze(0), attn_bias, past_length, row_splits,
-            states=states,
+            states=kept,
         )  # fmt: skip
         hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
         picked = torch.index_select(hidden, -2, logit_indices).squeeze(0)  # a product of 2-D tensors becomes one Gemm
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
         queries = tuple(q.float() for q in execution.queries) if self.queries else ()
-        return self.decoder.logits(picked).float(), *features, *caches.presents, *queries, *states.presents
+        return (
+            self.decoder.logits(picked).float(),
+            *features,
+            *caches.presents,
+            *queries,
+            *chain(*kept.presents.values()),
+        )
 
 
 def export_target(
@@ -71,51 +82,40 @@ def export_target(
     taps: Sequence[int] = (),
     *,
     queries: bool = False,
-    states: tuple[int, int] = (0, 0),
+    states: Geometry | None = None,
 ) -> ir.Model:
     """Export `decoder` over KV caches of `capacity` slots.
 
     With `taps`, the output `features` holds the residual streams that enter these layers, side by side (EAGLE3's
     input). With `queries`, each layer has an output `queries.i`: its queries as attention compares them with keys.
-    `states` are branches, and records that each logs, of a decoder that convolves.
+    `states` has the sizes of states, of a decoder whose layers keep some.
     """
     config = decoder.config
     cache: Shape = (names.ROWS, config.num_kv_heads, capacity, config.head_dim)
     layers = range(len(config.attention_layers))
-    kept = _conv_states(config, *states)
-    path: dict[str, Shape] = {
-        names.PARENT: (names.NEW,),
-        names.BRANCH: (names.NEW,),
-        names.REPLAY: states,
-        **dict.fromkeys((names.REPLAYS, names.FOLD), states[:1]),
-    }
+    shapes = {} if states is None else state_shapes(states)
+    kept = {names.of_layer(name, i): shapes[name] for name in shapes for i in range(len(config.mixer_layers))}
     return trace_target(
         TargetGraph(decoder, capacity, taps, queries=queries),
         cache,
         len(layers),
         decoder.embedding.dtype,
-        states={**{name: path[name] for name in STATE_PATH}, **kept} if kept else {},
+        states={**_path_shapes(states), **kept} if states is not None and kept else {},
         outputs={
             names.LOGITS_OUT: (names.LOGITS, config.vocab_size),
             **({names.FEATURES: (names.NEW, len(taps) * config.hidden_size)} if taps else {}),
             **dict.fromkeys(cache_outputs(len(layers), 1), cache),
             **({names.queries(i): (names.NEW, config.query_size) for i in layers} if queries else {}),
-            **{
-                names.cache_output(name): kept[name]
-                for i in range(len(config.conv_layers))
-                for name in (names.conv_tail(i), names.conv_log(i))
-            },
+            **{names.cache_output(name): shape for name, shape in kept.items()},
         },
     )
 
 
-def _conv_states(config: DecoderConfig, branches: int, log: int) -> dict[str, Shape]:
-    """Return the shapes of the tails, then of the logs, of all layers that convolve."""
-    if config.conv is None:
-        return {}
-    layers, hidden = range(len(config.conv_layers)), config.hidden_size
-    tails = {names.conv_tail(i): (branches, config.conv.kernel - 1, hidden) for i in layers}
-    return {**tails, **{names.conv_log(i): (branches, log, hidden) for i in layers}}
+def _path_shapes(geometry: Geometry) -> dict[str, Shape]:
+    assert geometry.states is not None
+    branches = (geometry.branches,)
+    shapes: tuple[Shape, ...] = (names.NEW,), (names.NEW,), (*branches, geometry.states.log), branches, branches
+    return dict(zip(STATE_PATH, shapes, strict=True))
 
 
 def trace_target(

@@ -111,6 +111,22 @@ def _reason_against_axis(norm: ir.Node) -> str | None:
     return None if norm.attributes.get_int("axis", -1) == -1 else "the norm is not over the last dimension alone"
 
 
+_KERNELS = ("PathConv", "Softcap", "StateScan", "TreeExpand", "TreeRerank")
+
+
+class CpuSigmoids(Rule):
+    """onnxruntime-cpu: a sigmoid becomes `outrider.cpu.Sigmoid`, whose exp is the same on any processor."""
+
+    def pattern(self, node: ir.Node) -> bool:
+        return node.domain == "" and node.op_type == "Sigmoid"
+
+    def check(self, node: ir.Node, lowering: Lowering) -> str | None:
+        return None if node.outputs[0].dtype == ir.DataType.FLOAT else "its kernel computes in float32"
+
+    def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
+        lowering.put(node, ir.node("Sigmoid", node.inputs, domain=CPU_DOMAIN))
+
+
 class OwnKernels(Rule):
     """Ops that have kernels of ours of the same name and inputs: on the CPU one node instead of a body's many.
 
@@ -118,7 +134,7 @@ class OwnKernels(Rule):
     """
 
     def pattern(self, node: ir.Node) -> bool:
-        return node.domain == DOMAIN and node.op_type in ("PathConv", "Softcap", "TreeExpand", "TreeRerank")
+        return node.domain == DOMAIN and node.op_type in _KERNELS
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         count, attributes = len(node.outputs), attributes_of(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.compiler.models.mixers import MixerConfig
 from outrider.compiler.models.rope import Rope, RopeScaling
 
 
@@ -27,6 +28,7 @@ class Attention:
     rope_theta: float
     rope_scaling: RopeScaling
     attention_softcap: float | None = None
+    mixer: MixerConfig | None = None
 
     @property
     def query_size(self) -> int:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.compiler.models.attention import Attention, LayerKind
-from outrider.compiler.models.config_layers import read_convolutions, read_rotations, read_unrotated, read_windows
+from outrider.compiler.models.config_layers import read_mixers, read_rotations, read_unrotated, read_windows
 from outrider.compiler.models.config_reader import read_json
 from outrider.compiler.models.decoder_keys import DecoderKeys, read_decoder_keys
 from outrider.compiler.models.experts_config import ExpertsConfig, read_experts
 from outrider.compiler.models.families import Activation, QkNorm
-from outrider.compiler.models.mixers import ShortConvConfig
+from outrider.compiler.models.mixers import MixerConfig
 from outrider.compiler.models.quantization import Packing, read_packing
 from outrider.compiler.models.rope import Rope, RopeScaling
 from outrider.plans.errors import CheckpointError
@@ -34,7 +34,7 @@ class DecoderConfig(Attention):
     `unrotated` rotate nothing. `rotary_size` numbers of each head are rotated (None: all). `score_scale` multiplies
     the products of queries and keys (None: the inverse root of the head's size).
 
-    Layers in `conv_layers` have a short convolution, `conv`, in place of attention.
+    Layers in `mixer_layers` have `mixer` in place of attention. `output_gate`: attention's output has a gate.
     Layers in `expert_layers` have `experts` in place of the MLP. With `sinks` each head of a layer has a score of its
     own that stands in every softmax beside those of keys.
 
@@ -74,8 +74,9 @@ class DecoderConfig(Attention):
     sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    conv: ShortConvConfig | None = None
-    conv_layers: frozenset[int] = frozenset()
+    mixer: MixerConfig | None = None
+    mixer_layers: frozenset[int] = frozenset()
+    output_gate: bool = False
     experts: ExpertsConfig | None = None
     expert_layers: frozenset[int] = frozenset()
 
@@ -85,7 +86,7 @@ class DecoderConfig(Attention):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.conv_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.mixer_layers)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -173,7 +174,8 @@ def config_from(
         experts=experts,
         expert_layers=expert_layers,
         **read_rotations(keys, head_dim, rope_scaling, context),
-        **read_convolutions(keys),
+        output_gate=family.output_gate,
+        **read_mixers(keys),
         **_factors(keys),
     )
 

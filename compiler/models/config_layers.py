@@ -1,11 +1,11 @@
-"""What a `config.json` says of single layers: which slide, which convolve, and how each rotates queries and keys."""
+"""What a `config.json` says of single layers: which slide, which do not attend, and how each rotates."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from outrider.compiler.models.decoder_keys import CONV, FULL, SLIDING, TRAINED, DecoderKeys, RopeKeys, RopeObject
-from outrider.compiler.models.mixers import ShortConvConfig
+from outrider.compiler.models.decoder_keys import FULL, SLIDING, TRAINED, DecoderKeys, RopeKeys, RopeObject
+from outrider.compiler.models.mixers import DeltaConfig, MixerConfig, ShortConvConfig
 from outrider.compiler.models.rope import Rope, RopeScaling
 
 _SWITCHED = ("switched", "all_switched")
@@ -44,33 +44,43 @@ def _layer_types(keys: DecoderKeys, window: int | None) -> list[str]:
             f"layer_types differs from what transformers computes for {keys.family.name} models, which read "
             "sliding_window alone; remove it, or give the model_type of a family that reads it"
         )
-    if CONV in given and not keys.family.convolves:
-        raise keys.wrong(f"layer_types has {CONV!r}, and layers of {keys.family.title} models have none; correct it")
+    other = next((kind for kind in given if kind not in (FULL, SLIDING, keys.family.mixer)), None)
+    if other is not None:
+        raise keys.wrong(f"layer_types has {other!r}, and layers of {keys.family.title} models have none; correct it")
     return list(given)
 
 
-def read_convolutions(keys: DecoderKeys) -> dict[str, Any]:
-    """Return `conv`, `conv_layers` and `intermediate_size` of `DecoderConfig`, for a family that convolves."""
-    if not keys.family.convolves:
-        return {"intermediate_size": keys.intermediate_size}
+def read_mixers(keys: DecoderKeys) -> dict[str, Any]:
+    """Return `mixer`, `mixer_layers` and `intermediate_size` of `DecoderConfig`."""
+    kind, width = keys.family.mixer, keys.intermediate_size
+    if kind is None:
+        return {"intermediate_size": width}
     kinds = _layer_types(keys, None)
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == CONV)
+    layers = frozenset(layer for layer, each in enumerate(kinds) if each == kind)
     if len(layers) == len(kinds):
         raise keys.wrong("layer_types: no layer attends, and a plan has a KV cache; give a model with attention layers")
-    width = keys.intermediate_size
-    if keys.block_auto_adjust_ff_dim:  # as transformers computes it
+    mixer: MixerConfig = ShortConvConfig(keys.conv_L_cache, keys.conv_bias)
+    if kind == "linear_attention":
+        heads, key_heads = keys.linear_num_value_heads, keys.linear_num_key_heads
+        if heads % key_heads:
+            raise keys.wrong(f"linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {key_heads}")
+        sizes = keys.linear_key_head_dim, keys.linear_value_head_dim
+        mixer = DeltaConfig(keys.linear_conv_kernel_dim, key_heads, heads, *sizes)
+    elif keys.block_auto_adjust_ff_dim:  # as transformers computes it
         width = int(keys.block_ffn_dim_multiplier * int(2 * width / 3))
         width = -(-width // keys.block_multiple_of) * keys.block_multiple_of
-    conv = ShortConvConfig(keys.conv_L_cache, keys.conv_bias) if layers else None
-    return {"conv": conv, "conv_layers": layers, "intermediate_size": width}
+    return {"mixer": mixer if layers else None, "mixer_layers": layers, "intermediate_size": width}
 
 
 def _usual_types(keys: DecoderKeys, window: int | None) -> list[str]:
     """Return the kinds of layers that stand for absent `layer_types`."""
     family, layers = keys.family, range(keys.num_hidden_layers)
     slides = family.slides
-    if family.convolves and keys.full_attn_idxs is not None:
-        return [FULL if layer in keys.full_attn_idxs else CONV for layer in layers]
+    if family.mixer is not None:
+        every, attending = keys.full_attention_interval or family.full_attention_every, keys.full_attn_idxs
+        if every is not None:
+            attending = [layer for layer in layers if (layer + 1) % every == 0]
+        return [FULL if attending is None or layer in attending else family.mixer for layer in layers]
     if window is None or slides == "never":
         sliding = frozenset[int]()
     elif isinstance(slides, int):
@@ -143,7 +153,7 @@ def _of_kind(keys: DecoderKeys, by_kind: dict[str, Any], kind: str) -> DecoderKe
 
 def _rotary_size(keys: DecoderKeys, head_dim: int) -> int:
     """Return how many numbers of a head are rotated."""
-    place, factor = keys.agreed("partial_rotary_factor") or ("", 1.0)
+    place, factor = keys.agreed("partial_rotary_factor") or ("", keys.family.partial_share)
     size = int(head_dim * factor)
     if factor != 1 and not keys.family.partial_rotation:
         raise keys.wrong(f"{place} is {factor!r}; {keys.family.title} models rotate whole heads")

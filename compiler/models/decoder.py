@@ -19,7 +19,7 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
-from outrider.compiler.models.mixers import ShortConvConfig
+from outrider.compiler.models.mixers import DeltaConfig, MixerConfig, ShortConvConfig
 from outrider.compiler.models.ops import gelu_unit, silu_unit, softcap
 
 
@@ -35,9 +35,14 @@ class Execution(Protocol):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
     ) -> Tensor: ...
 
-    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         """Convolve each channel of `[..., channels]` with the tokens before on its path; `taps` `[kernel, channels]`,
         the oldest first. Executions of models without such layers have none."""
+        raise TypeError("the layers of this model attend alone")
+
+    def scan(self, layer: int, x: Tensor, gates: tuple[Tensor, Tensor], rates: tuple[Tensor, Tensor]) -> Tensor:
+        """Walk the matrix states of a gated delta net: x is q | k | v `[..., channels]`, `gates` are a and b
+        `[..., heads]`, `rates` decay_log and step_bias `[heads]`. Returns `[..., heads * values]`."""
         raise TypeError("the layers of this model attend alone")
 
 
@@ -75,7 +80,7 @@ HeadNorms = tuple[RmsNorm | None, RmsNorm | None]
 class Taps(nn.Module):
     """The weights of a causal depthwise convolution, `[kernel, channels]`, the oldest token's first."""
 
-    def __init__(self, channels: int, config: ShortConvConfig) -> None:
+    def __init__(self, channels: int, config: MixerConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.kernel, channels))
         self.bias = nn.Parameter(torch.zeros(channels)) if config.bias else None
@@ -96,16 +101,38 @@ class ShortConv(nn.Module):
         return out
 
 
+class DeltaNet(nn.Module):
+    """A gated delta net (arXiv 2412.06464), as Qwen3.5 has it: a norm of each head, under a gate."""
+
+    def __init__(self, hidden: int, config: DeltaConfig, eps: float) -> None:
+        super().__init__()
+        c = config
+        self.qkv = Linear(hidden, c.channels(hidden), bias=False)
+        self.z = Linear(hidden, c.inner, bias=False)
+        self.a, self.b = Linear(hidden, c.heads, bias=False), Linear(hidden, c.heads, bias=False)
+        self.taps = Taps(c.channels(hidden), c)
+        self.decay_log, self.step_bias = nn.Parameter(torch.zeros(c.heads)), nn.Parameter(torch.zeros(c.heads))
+        self.gated_norm = RmsNorm(c.values, eps)
+        self.out = Linear(c.inner, hidden, bias=False)
+
+    def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
+        x = execution.convolve(index, self.qkv(h), self.taps.weight, None, silu=True)
+        scanned = execution.scan(index, x, (self.a(h), self.b(h)), (self.decay_log, self.step_bias))
+        out: Tensor = self.out(silu_unit(self.z(h), norm_heads(scanned, self.gated_norm)))
+        return out
+
+
 class DecoderLayer(nn.Module):
-    """Attention, or a convolution, and a gated MLP, or a mixture of experts, each with a norm before it, after it, or
-    both."""
+    """Attention, or what keeps a state in its place, and a gated MLP, or a mixture of experts, each with a norm before
+    it, after it, or both."""
 
     def __init__(
         self,
         config: LayerConfig,
         experts: ExpertsConfig | None = None,
         sinks: bool = False,
-        conv: ShortConvConfig | None = None,
+        mixer: MixerConfig | None = None,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         hidden, c = config.hidden_size, config
@@ -115,9 +142,11 @@ class DecoderLayer(nn.Module):
             return RmsNorm(size, c.rms_norm_eps) if wanted else None
 
         self.attention_norm = norm(c.norm_before)
-        self.conv = None if conv is None else ShortConv(hidden, conv)
-        if conv is None:
-            self.q = Linear(hidden, c.query_size, c.qkv_bias)
+        self.conv = ShortConv(hidden, mixer) if isinstance(mixer, ShortConvConfig) else None
+        self.delta = DeltaNet(hidden, mixer, c.rms_norm_eps) if isinstance(mixer, DeltaConfig) else None
+        self.output_gate = output_gate
+        if mixer is None:
+            self.q = Linear(hidden, (1 + output_gate) * c.query_size, c.qkv_bias)
             self.k = Linear(hidden, c.kv_size, c.qkv_bias)
             self.v = Linear(hidden, c.kv_size, c.qkv_bias)
             self.o = Linear(c.query_size, hidden, c.output_bias)
@@ -136,7 +165,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
         x = _normed(h, self.attention_norm)
-        mixed = self._attend(x, index, execution) if self.conv is None else self.conv(x, index, execution)
+        mixer = self.conv or self.delta or self._attend
+        mixed: Tensor = mixer(x, index, execution)
         h = self._add(h, mixed, self.attention_out_norm)
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
@@ -145,10 +175,14 @@ class DecoderLayer(nn.Module):
         return self._add(h, self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
 
     def _attend(self, x: Tensor, index: int, execution: Execution) -> Tensor:
-        q, k, norms = self.q(x), self.k(x), (self.q_norm, self.k_norm)
+        q, k, norms, gate = self.q(x), self.k(x), (self.q_norm, self.k_norm), None
+        if self.output_gate:  # beside each head of the queries
+            apart = q.unflatten(-1, (self.config.num_heads, 2, self.config.head_dim))
+            q, gate = (apart.select(-2, place).flatten(-2) for place in (0, 1))
         if self.config.qk_norm == "whole":
             q, k, norms = _normed(q, self.q_norm), _normed(k, self.k_norm), (None, None)
-        out: Tensor = self.o(execution.attend(index, q, k, self.v(x), norms, self.sinks))
+        attended = execution.attend(index, q, k, self.v(x), norms, self.sinks)
+        out: Tensor = self.o(attended if gate is None else attended * torch.sigmoid(gate))
         return out
 
     def _add(self, h: Tensor, out: Tensor, norm: RmsNorm | None) -> Tensor:
@@ -169,7 +203,8 @@ class Decoder(nn.Module):
                 config,
                 config.experts if index in config.expert_layers else None,
                 config.sinks,
-                config.conv if index in config.conv_layers else None,
+                config.mixer if index in config.mixer_layers else None,
+                config.output_gate,
             )
             for index in range(config.num_layers)
         )

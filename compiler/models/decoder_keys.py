@@ -20,7 +20,7 @@ from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
 
 TRAINED = "original_max_position_embeddings"
-FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
+FULL, SLIDING = "full_attention", "sliding_attention"
 ROPE_THETA = 10000.0
 """Base of the rotary frequencies where neither a key nor the family gives one."""
 _Share = Annotated[float, Field(gt=0, le=1)]
@@ -32,6 +32,8 @@ class RopeObject(Keys, extra="allow"):
     rope_theta: reader.RopeTheta | None = None
     partial_rotary_factor: _Share | None = None
     original_max_position_embeddings: Any = None
+    mrope_section: Any = None  # of positions in images; the three axes of a text are one
+    mrope_interleaved: Any = None
 
 
 _Rope = Annotated[RopeObject | None, BeforeValidator(lambda value: None if value == {} else value)]
@@ -135,7 +137,7 @@ class DecoderKeys(RopeKeys):
     use_bidirectional_attention: Literal[False] = False
     is_causal: Literal[True] = True
 
-    layer_types: list[Literal["full_attention", "sliding_attention", "conv"]] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention", "conv", "linear_attention"]] | None = None
     sliding_window: int | None
     use_sliding_window: bool = False
     sliding_window_pattern: reader.Count | None = None
@@ -151,6 +153,14 @@ class DecoderKeys(RopeKeys):
     block_auto_adjust_ff_dim: bool = True
     block_ffn_dim_multiplier: reader.Factor = 1.0
     block_multiple_of: reader.InnerWidth = 256
+
+    # Of gated delta nets.
+    linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=16)] = 4
+    linear_key_head_dim: reader.HeadSize = 128
+    linear_value_head_dim: reader.HeadSize = 128
+    linear_num_key_heads: reader.Heads = 16
+    linear_num_value_heads: reader.Heads = 32
+    full_attention_interval: reader.Count | None = None
 
     query_pre_attn_scalar: reader.Factor | None = None
     attn_logit_softcapping: reader.Factor | None = None
@@ -175,6 +185,7 @@ class DecoderKeys(RopeKeys):
 
 def read_decoder_keys(raw: Mapping[str, Any], file: Path) -> DecoderKeys:
     """Read a `config.json` with the values `raw`."""
+    raw = text_of(raw)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = _INSIDE if name in ("gemma3", "mistral3") else ""
@@ -205,6 +216,15 @@ def read_decoder_keys(raw: Mapping[str, Any], file: Path) -> DecoderKeys:
                 "remove it, or give the model_type of a family that has it"
             )
     return keys
+
+
+def text_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the `text_config` of a model that holds one of the families; of others `raw` itself."""
+    inside = {family.nested_in: name for name, family in FAMILIES.items() if family.nested_in is not None}
+    name, text = raw.get("model_type"), raw.get("text_config")
+    if not isinstance(name, str) or name not in inside or not isinstance(text, Mapping):
+        return raw
+    return {**text, "model_type": inside[name]}
 
 
 _INSIDE = " (its text model is: save that by itself; compiler/models/README.md says how)"

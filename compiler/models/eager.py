@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.decoder import Decoder, HeadNorms, norm_heads
+from outrider.compiler.models.mixers import DeltaConfig
 from outrider.compiler.models.rope import Rope
 
 
@@ -43,10 +44,30 @@ class CausalExecution:
         out = attended(queries, keys, values, c, self._visible(c.kinds[layer].window), sinks)
         return out.transpose(1, 2).reshape(q.shape)
 
-    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         kernel, channels = taps.shape
         apart = F.pad(x.view(self._batch, self._length, channels).mT, (kernel - 1, 0))
-        return F.conv1d(apart, taps.mT[:, None], bias, groups=channels).mT.reshape(x.shape)
+        out = F.conv1d(apart, taps.mT[:, None], bias, groups=channels).mT.reshape(x.shape)
+        return F.silu(out) if silu else out
+
+    def scan(self, layer: int, x: Tensor, gates: tuple[Tensor, Tensor], rates: tuple[Tensor, Tensor]) -> Tensor:
+        mixer = self._config.mixer
+        assert isinstance(mixer, DeltaConfig)
+        size = mixer.key_heads * mixer.keys
+        q, k, v = torch.split(x.view(self._batch, self._length, -1).float(), [size, size, mixer.inner], -1)
+        a, b = (gate.view(self._batch, self._length, mixer.heads).float() for gate in gates)
+        decay = torch.exp(-rates[0].float().exp() * F.softplus(a + rates[1].float()))
+        v, beta = v.reshape(*b.shape, mixer.values), torch.sigmoid(b)
+        q, k = (each.reshape(*b.shape[:2], mixer.key_heads, mixer.keys) for each in (q, k))
+        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
+        q, k = (each.repeat_interleave(mixer.heads // mixer.key_heads, 2) for each in (q * mixer.keys**-0.5, k))
+        state, found = v.new_zeros(self._batch, mixer.heads, mixer.keys, mixer.values), []
+        for t in range(self._length):
+            state = state * decay[:, t, :, None, None]
+            change = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
+            state = state + k[:, t, :, :, None] * change[:, :, None]
+            found.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+        return torch.stack(found, 1).reshape(*x.shape[:-1], mixer.inner).to(x.dtype)
 
     def _visible(self, window: int | None) -> Tensor | None:
         """Return which keys each query sees, `[length, length]`; None: all up to its own."""

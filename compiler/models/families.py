@@ -59,16 +59,21 @@ class Family:
     `attention_bias`, `trained_positions` for `original_max_position_embeddings`. `pattern_key` holds the n of every
     n-th layer, where the family has such a key. `own_local_rope`: sliding layers have a rotation of their own, never
     scaled, of base `local_theta`. `fixed_layer_types`: transformers reads no `layer_types` for the family.
-    `partial_rotation`: a part of each head may be rotated, as `partial_rotary_factor` says. Where `unrotated_every` is
+    `partial_rotation`: a part of each head may be rotated, as `partial_rotary_factor` says, or
+    `partial_share` where it is absent. Where `unrotated_every` is
     n, every n-th layer rotates nothing unless `no_rope_layers` says otherwise.
 
     `norm_offset` is added to the stored weights of all norms. `scaled_embedding`: embeddings are multiplied by the root
     of the hidden size. `factors` maps a field of `DecoderConfig` to the key of config.json that holds it, and to the
     value that stands for an absent key. `renamed` maps a key of config.json to the one that other families have in its
-    place. `convolves`: layers of the kind `conv` have a short convolution in place of attention. `experts`: layers may
-    have a mixture of experts in place of the MLP; names of
-    their tensors have `{e}` for the expert's number. `sinks`: each head of a layer has a score of its own that stands
-    in every softmax beside those of keys.
+    place. `mixer` is the kind of layers that have a short convolution, or a gated delta net, in place of attention;
+    where config.json has no `layer_types`, every n-th layer attends, `full_attention_every` or its own
+    `full_attention_interval`. `output_gate`: what attention gives is multiplied by the sigmoid of a gate, whose
+    projection lies beside each head of the queries'. `nested_in` is a `model_type` whose `text_config` is of the
+    family, and whose tensors have `language_model.` after `model.`; those that begin with one of `skipped` are not
+    read. `experts`: layers may have a mixture of experts in place of the MLP; names of their tensors have `{e}` for the
+    expert's number. `sinks`: each head of a layer has a score of its own that stands in every softmax beside those of
+    keys.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Family:
     rope_scaling: Mapping[str, Any] | None = None
     trained_positions: int | None = None
     partial_rotation: bool = False
+    partial_share: float = 1.0
     own_local_rope: bool = False
     local_theta: float = 10000.0
     unrotated_every: int | None = None
@@ -104,7 +110,11 @@ class Family:
     experts: ExpertKeys | None = None
     factors: dict[str, tuple[str, float | None]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
-    convolves: bool = False
+    mixer: Literal["conv", "linear_attention"] | None = None
+    full_attention_every: int | None = None
+    output_gate: bool = False
+    nested_in: str | None = None
+    skipped: tuple[str, ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -175,6 +185,18 @@ def _lfm2_weights() -> dict[str, str]:
         for kind in ("weight", "bias"):
             named[f"layers.{{i}}.conv.{ours}.{kind}"] = f"model.layers.{{i}}.conv.{own}.{kind}"
     return named
+
+
+def _delta_weights() -> dict[str, str]:
+    own = {
+        "taps.weight": "conv1d.weight",
+        "decay_log": "A_log",
+        "step_bias": "dt_bias",
+        "gated_norm.weight": "norm.weight",
+    }
+    own |= {f"{ours}.weight": f"in_proj_{ours}.weight" for ours in ("qkv", "z", "a", "b")}
+    own["out.weight"] = "out_proj.weight"
+    return {f"layers.{{i}}.delta.{ours}": f"model.layers.{{i}}.linear_attn.{stored}" for ours, stored in own.items()}
 
 
 _BEFORE = _weights(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
@@ -333,6 +355,24 @@ FAMILIES: dict[str, Family] = {
                 "logit_divisor": ("logits_scaling", 1.0),
             },
         ),
+        replace(
+            _QWEN3,
+            name="qwen3_5_text",
+            title="Qwen3.5, Qwen3.6 (text)",
+            weights=_BEFORE | _delta_weights(),
+            norm_offset=1.0,
+            head_dim=256,
+            window=None,
+            slides="never",
+            partial_rotation=True,
+            partial_share=0.25,
+            rope_theta=10000.0,
+            mixer="linear_attention",
+            full_attention_every=4,
+            output_gate=True,
+            nested_in="qwen3_5",
+            skipped=("model.visual.", "mtp."),
+        ),
         Family(
             "lfm2",
             "LFM2",
@@ -346,7 +386,7 @@ FAMILIES: dict[str, Family] = {
                 "tie_embedding": "tie_word_embeddings",
                 "block_ff_dim": "intermediate_size",
             },
-            convolves=True,
+            mixer="conv",
         ),
     )
 }

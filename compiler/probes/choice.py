@@ -19,7 +19,7 @@ _APART = {
         *("Reshape", "ScatterElements", "Shape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
         *("Where", "And", "Equal", "Less", "Mod", "Not", "Or", "Add", "Div", "Mul", "Neg", "Sub"),
     },
-    CPU_DOMAIN: {"PathConv", "QuantGather"},
+    CPU_DOMAIN: {"PathConv", "QuantGather", "StateScan"},
     DOMAIN: {"WindowBias"},
 }
 """Ops that move or compare numbers, or round each step of an element by itself: a row of theirs has no company."""

@@ -29,12 +29,12 @@ SCHEMA = OpSchema(
     version=1,
     doc="""Linear attention by matrix states that recur along each token's path: the delta rule, or Mamba2's.
 
-    x holds of each token q | k | v: q and k of `key_heads` heads, v of all heads, `values` numbers each; head h reads key
-    head h // (heads / key_heads). Head h has the state S [keys, values], zeros at first. With step = log(1 + exp(a +
-    step_bias)) within [least_step, most_step] and g = exp(-exp(decay_log) * step), a token makes of the state S of its
-    parent S' = g S + k d^T, and gets q^T S' + skip * v, computed as g (q^T S) + (q . k) d. With `delta`, q and k are
-    first divided by the root of their sum of squares + 1e-6, q by the root of keys too, and d = beta (v - g (k^T S)),
-    beta = scale / (1 + exp(-b)); without, d = step * v.
+    x holds of each token q | k | v: q and k of `key_heads` heads, v of all heads, `values` numbers each; head h reads
+    key head h // (heads / key_heads). Head h has the state S [keys, values], zeros at first. With step = log(1 +
+    exp(a + step_bias)) within [least_step, most_step] and g = exp(-exp(decay_log) * step), a token makes of the state S
+    of its parent S' = g S + k d^T, and gets q^T S' + skip * v, computed as g (q^T S) + (q . k) d. With `delta`, q and k
+    are first divided by the root of their sum of squares + 1e-6, q by the root of keys too, and d = beta (v - g (k^T
+    S)), beta = scale / (1 + exp(-b)); without, d = step * v.
     States, `fold`, and what is replayed are by branch as those of PathConv. A record is k | v | g | beta, or step.
     Sums over keys are fused and ascend, one a value; q . k and sums of squares are in sixteen lanes (`lanes_sum`). So a
     token's result has the same bits in any chunk, tree and company.
@@ -127,7 +127,8 @@ class Scan:
 
 
 def _unit(x: Float32, scale: np.float32) -> Float32:
-    return x * ((np.float32(1) / np.sqrt(lanes_sum(x, x) + np.float32(1e-6))) * scale)[:, None]
+    unit: Float32 = x * ((np.float32(1) / np.sqrt(lanes_sum(x, x) + np.float32(1e-6))) * scale)[:, None]
+    return unit
 
 
 def state_scan(

@@ -52,7 +52,8 @@ def lanes_sum(x: Float32, y: Float32) -> Float32:
         lanes = fma(rows[..., first : first + 16], columns[..., first : first + 16], lanes)
     quarters = lanes.reshape(*x.shape[:-1], 4, 4)
     quarters = (quarters[..., 0] + quarters[..., 2]) + (quarters[..., 1] + quarters[..., 3])
-    return (quarters[..., 0] + quarters[..., 2]) + (quarters[..., 1] + quarters[..., 3])
+    total: Float32 = (quarters[..., 0] + quarters[..., 2]) + (quarters[..., 1] + quarters[..., 3])
+    return total
 
 
 def sigmoid(x: Float32) -> Float32:

@@ -69,7 +69,7 @@ class KvCache:
         self.window: WindowedRow | None = None
         if geometry.window:
             self.window = WindowedRow(self._kv[0], geometry, self._tables[0], lead)
-        self.states = None if geometry.convolutions is None else StateCache(buffers, geometry)
+        self.states = None if geometry.states is None else StateCache(buffers, geometry)
         self.slot_bytes = self._kv[0].slot_bytes
         self._padded, self._rectangular = padded, rectangular
         self.alignment: AlignmentState | None = None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.manifest import Geometry
+from outrider.plans.step_buffers import state_shapes
 from outrider.runtime.execution.buffers import Buffers
 
 EVERY = 512  # tokens: a sequence keeps at most one snapshot for so many of them, and one of its prompt
@@ -62,12 +63,13 @@ class StateShape:
 
 
 class StateCache:
-    """The states of the target's convolutions. A sequence is known by its number."""
+    """The states of the target's layers. A sequence is known by its number."""
 
     def __init__(self, buffers: Buffers, geometry: Geometry) -> None:
         target = names.TARGET
-        self._parts = [buffers.array(target, part) for part, _ in names.STATES]  # [layers, branches, ...]
-        self._logs = [buffers.array(target, log) for _, log in names.STATES]  # [layers, branches, log, ...]
+        kinds = [pair for pair in names.STATES if pair[0] in state_shapes(geometry)]
+        self._parts = [buffers.array(target, part) for part, _ in kinds]  # [layers, branches, ...]
+        self._logs = [buffers.array(target, log) for _, log in kinds]  # [layers, branches, log, ...]
         self._replay = buffers.array(target, names.REPLAY)
         self._replays = buffers.array(target, names.REPLAYS)
         self._fold = buffers.array(target, names.FOLD)

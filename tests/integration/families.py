@@ -122,6 +122,26 @@ TOYS: dict[str, Toy] = {
             "logits_scaling": 2.0,
         },
     ),
+    "qwen3_5": Toy(
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        states=True,
+    ),
     "lfm2": Toy(
         "lfm2",
         {

@@ -57,7 +57,7 @@ def each_of(short: dict[str, str]) -> pytest.MarkDecorator:
     )
 
 
-SHORT = ("ministral", "qwen3_moe", "gpt_oss", "gemma2", "gemma3", "phi3", "granite", "lfm2")
+SHORT = ("ministral", "qwen3_moe", "gpt_oss", "gemma2", "gemma3", "phi3", "granite", "lfm2", "qwen3_5")
 """Families that the short run builds plans of; `test_models.py` computes all graphs in every run."""
 
 

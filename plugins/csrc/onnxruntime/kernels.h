@@ -25,6 +25,8 @@ struct RowKernels {
   void (*gated)(const float* gate, const float* up, std::int64_t count, float* to);
   // to[i] = up[i] * gate[i] / (1 + exp(-2u)), u = sqrt(2 / pi) * (gate[i] + 0.044715 gate[i]^3).
   void (*gelu_gated)(const float* gate, const float* up, std::int64_t count, float* to);
+  // to[i] = 1 / (1 + exp(-x[i])).
+  void (*share)(const float* x, std::int64_t count, float* to);
   // to[i] = cap * tanh(x[i] / cap).
   void (*capped)(const float* x, float cap, std::int64_t count, float* to);
   // to[i] = (u + 1) * g / (1 + exp(-alpha * g)), where g is gate[i] and u up[i], g at most `limit`, |u| at most `limit`.

@@ -7,6 +7,7 @@
 
 #include "onnxruntime/attention_op.h"
 #include "onnxruntime/drafting_ops.h"
+#include "onnxruntime/element_ops.h"
 #include "onnxruntime/expert_op.h"
 #include "onnxruntime/gated_unit_op.h"
 #include "onnxruntime/isa.h"
@@ -14,7 +15,6 @@
 #include "onnxruntime/path_conv_op.h"
 #include "onnxruntime/quant_op.h"
 #include "onnxruntime/route_op.h"
-#include "onnxruntime/softcap_op.h"
 #include "onnxruntime/state_scan_op.h"
 
 #if defined(_WIN32)
@@ -32,12 +32,12 @@ constexpr const char* kThreads = "outrider.threads";
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
-        gated(threads), norm(threads), convolution(threads), scan(threads), product(threads), lookup(threads), softcap(threads), route(threads),
-        experts(threads), quant_experts(threads) {
+        gated(threads), norm(threads), convolution(threads), scan(threads), product(threads), lookup(threads),
+        softcap(threads), sigmoid(threads), route(threads), experts(threads), quant_experts(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
-    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank,  &gated,   &norm,
-                                      &convolution, &scan, &product,     &lookup,     &softcap, &route,   &experts,
-                                      &quant_experts};
+    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand,  &rerank,  &gated,
+                                      &norm,        &convolution, &scan,       &product, &lookup,  &softcap,
+                                      &sigmoid,     &route,       &experts,    &quant_experts};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
 
@@ -52,7 +52,8 @@ struct Domain {
   const Op<StateScanOp> scan;
   const Op<QuantMatMulOp> product;
   const Op<QuantGatherOp> lookup;
-  const Op<SoftcapOp> softcap;
+  const Op<ElementOp<Softcap>> softcap;
+  const Op<ElementOp<Sigmoid>> sigmoid;
   const Op<RouteOp> route;
   const Op<MixtureOfExpertsOp<FloatExperts>> experts;
   const Op<MixtureOfExpertsOp<QuantExperts>> quant_experts;
@@ -74,7 +75,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 13; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 14; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,

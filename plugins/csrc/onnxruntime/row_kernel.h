@@ -139,16 +139,27 @@ void row_clamped(const float* gate, const float* up, std::int64_t count, float a
   });
 }
 
-template <class Lanes>
-void row_capped(const float* x, float cap, std::int64_t count, float* to) {
-  const auto caps = Lanes::broadcast(cap);
+// to[i] = f(x[i]), vector by vector.
+template <class Lanes, class F>
+void row_of_each(const float* x, std::int64_t count, float* to, const F& f) {
   std::int64_t i = 0;
-  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) Lanes::store(to + i, capped<Lanes>(Lanes::load(x + i), caps));
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) Lanes::store(to + i, f(Lanes::load(x + i)));
   if (i == count) return;
   float last[Lanes::kWidth] = {};
   for (std::int64_t rest = i; rest < count; ++rest) last[rest - i] = x[rest];
-  Lanes::store(last, capped<Lanes>(Lanes::load(last), caps));
+  Lanes::store(last, f(Lanes::load(last)));
   for (std::int64_t rest = i; rest < count; ++rest) to[rest] = last[rest - i];
+}
+
+template <class Lanes>
+void row_share(const float* x, std::int64_t count, float* to) {
+  row_of_each<Lanes>(x, count, to, [](typename Lanes::Vector v) { return share_of<Lanes>(v); });
+}
+
+template <class Lanes>
+void row_capped(const float* x, float cap, std::int64_t count, float* to) {
+  const auto caps = Lanes::broadcast(cap);
+  row_of_each<Lanes>(x, count, to, [&](typename Lanes::Vector v) { return capped<Lanes>(v, caps); });
 }
 
 // Vector v of a row is added to sum v % 4; the four totals are added as a quarter's lanes are.
@@ -218,7 +229,7 @@ void row_convolved(const float* const* taps, const float* weight, const float* b
 template <class Lanes>
 RowKernels rows_of() {
   return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes, Silu>,
-          &row_gated<Lanes, GeluTanh>, &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>,
+          &row_gated<Lanes, GeluTanh>, &row_share<Lanes>, &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>,
           &row_scaled<Lanes>, &row_convolved<Lanes>};
 }
 
