@@ -97,11 +97,11 @@ def test_a_session_goes_back_to_its_own_snapshots(runtime: Runtime) -> None:
 
 def test_states_are_kept_in_the_file_of_a_prefix_cache(runtime: Runtime, plan: Path, tmp_path: Path) -> None:
     prompt, file = text(9, 600), tmp_path / "prompts.cache"
-    first = runtime.submit(prompt, **NEW).result()
+    first = runtime.generate(prompt, **NEW)
     runtime.save_prefix_cache(file)
     with Runtime.load(plan, threads=1, prefix_cache=PrefixCacheConfig()) as other:
         other.load_prefix_cache(file)
-        found = other.submit(prompt, **NEW).result()
+        found = other.generate(prompt, **NEW)
     assert (found.token_ids, found.stats.reused_tokens) == (first.token_ids, len(prompt) - 1)
 
 
