@@ -51,7 +51,7 @@ class BlockGraph(DraftGraph):
         self.register_buffer("masks", torch.full((1, each - 1), config.mask_token_id))
         self.register_buffer("hidden_slots", shown.unsqueeze(0))
 
-    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
+    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> tuple[Tensor, ...]:
         """Append keys and values; return a number of every layer, `[1, N, layers]`."""
         assert fused is not None, "block heads read features"
         head = self.block.head
@@ -59,7 +59,7 @@ class BlockGraph(DraftGraph):
             execution.append(index, *head.context_kv(fused, index), layer.k_norm)  # type: ignore[arg-type]
             for index, layer in enumerate(head.layers)
         ]
-        return torch.cat(appended, -1)
+        return (torch.cat(appended, -1),)
 
     def _growth(self, tips: Tips) -> Growth:
         return _Block(self, tips, self._run_block(tips))
@@ -80,7 +80,7 @@ class BlockGraph(DraftGraph):
             tips.caches, places.reshape(1, -1), seen, tips.start, tips.splits, later=not config.causal
         )
         embedded = self.block.embed(tokens.reshape(1, -1))
-        one = 1.0 + 0.0 * tips.hidden.float().sum()  # so that the block runs once the context is appended
+        one = 1.0 + 0.0 * tips.states[0].float().sum()  # so that the block runs once the context is appended
         embedded = embedded * one.to(embedded.dtype)
         return self.block.head.run(embedded, execution).reshape(-1, each, config.hidden_size)
 

@@ -84,7 +84,7 @@ class Tips:
     """
 
     caches: KvCaches
-    hidden: Tensor  # [1, n, H]
+    states: tuple[Tensor, ...]  # [1, n, width], of the last tokens before trees
     token: Tensor  # [n]
     position: Tensor  # [n]
     bias: Tensor  # [n, T]
@@ -173,13 +173,13 @@ class DraftGraph(nn.Module):
                 chosen = torch.index_select(chosen, 1, self.columns)
             fused = model.fuse(chosen.unsqueeze(0))
         execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, row_splits)
-        hidden = self._take_in(token_ids.unsqueeze(0), fused, execution)
+        states = self._take_in(token_ids.unsqueeze(0), fused, execution)
         if tip_indices is None or tip_branch is None:
             # Not token_ids.shape[0]: ONNX Runtime adds on the CPU to what is a shape, and reads past_length there.
             start = past_length + row_splits[1:]
             tips = Tips(
                 caches,
-                hidden[:, -1].unsqueeze(1),
+                tuple(each[:, -1].unsqueeze(1) for each in states),
                 token_ids[-1].unsqueeze(0),  # not [-1:], whose size would be symbolic
                 positions[-1].unsqueeze(0),
                 attn_bias[:, :, -1].squeeze(1),
@@ -193,7 +193,7 @@ class DraftGraph(nn.Module):
                 None,
             )
         else:
-            tips = self._tips(caches, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_indices)
+            tips = self._tips(caches, states, token_ids, positions, row_splits, attn_bias, past_length, tip_indices)
             of = tip_branch.reshape(-1)
             tips = replace(tips, noise=noise, branch=of, sampling=torch.index_select(draft_sampling, 0, of))
         growth = self._growth(tips)
@@ -209,10 +209,10 @@ class DraftGraph(nn.Module):
             *caches.presents,
         )
 
-    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
+    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> tuple[Tensor, ...]:
         """Run the model over the new tokens `[1, N]` and what it reads of the target's features `[1, N, H]`.
 
-        Returns what the growth after the tips needs of each token, `[1, N, width]`.
+        Returns the tensors that the growth after the tips needs of each token, `[1, N, width]`.
         """
         raise NotImplementedError
 
@@ -222,7 +222,7 @@ class DraftGraph(nn.Module):
     def _tips(
         self,
         caches: KvCaches,
-        hidden: Tensor,
+        states: tuple[Tensor, ...],
         token_ids: Tensor,
         positions: Tensor,
         row_splits: Tensor,
@@ -242,7 +242,7 @@ class DraftGraph(nn.Module):
         of_tip = torch.arange(rows * width) // k
         return Tips(
             caches,
-            torch.index_select(hidden, 1, tip),
+            tuple(torch.index_select(each, 1, tip) for each in states),
             torch.index_select(token_ids, 0, tip),
             torch.index_select(positions, 0, tip),
             torch.index_select(attn_bias.reshape(-1, attn_bias.shape[3]), 0, place.reshape(-1)),

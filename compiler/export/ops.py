@@ -185,6 +185,7 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),
     torch.ops.outrider.clamped_mixture_of_experts.default: _translated("ClampedMixtureOfExperts", ("alpha", "limit")),
+    torch.ops.outrider.add_norm.default: _translated("AddNorm", ("epsilon",)),
     torch.ops.outrider.silu_unit.default: _translated("SiluUnit", ()),
     torch.ops.outrider.gelu_unit.default: _translated("GeluUnit", ()),
     torch.ops.outrider.softcap.default: _translated("Softcap", ("cap",)),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from outrider.compiler.export.execution import cache_outputs
 from outrider.compiler.export.ops import attention
 from outrider.compiler.export.target import trace_target
+from outrider.compiler.models.decoder import RmsNorm, add_and_norm
 from outrider.compiler.models.ops import gelu_unit, softcap
 from outrider.plans import names
 from outrider.plugins.ops.bim_mask import bim_mask
@@ -70,7 +71,7 @@ class Forms(nn.Module):
         self.forms, self.queries = tuple(forms), queries
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(Layer(form) for form in forms)
-        self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.norm = RmsNorm(HIDDEN, 1e-6)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape) * (1.0 if parameter.dim() == 1 else 0.25)
@@ -90,13 +91,13 @@ class Forms(nn.Module):
         k_caches: Sequence[Tensor],
         v_caches: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        x = self.embedding(token_ids.unsqueeze(0))
+        x, added = self.embedding(token_ids.unsqueeze(0)), None
         presents: list[Tensor] = []
         queries: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             form = layer.form
-            normed = self.norm(x)
+            normed, x = add_and_norm(x, added, self.norm)
             q, k, v = (getattr(layer, name)(normed) for name in "qkv")
             turned: tuple[Tensor | None, ...] = (None,) * 3
             if form.rotated:
@@ -108,10 +109,9 @@ class Forms(nn.Module):
             )  # fmt: skip
             queries.append(asked)
             presents += (k_out, v_out)
-            x = x + layer.o(out)
-            normed = self.norm(x)
-            x = x + layer.down(gelu_unit(layer.gate(normed), layer.up(normed)))
-        picked = torch.index_select(x, -2, logit_indices).squeeze(0)
+            normed, x = add_and_norm(x, layer.o(out), self.norm)
+            added = layer.down(gelu_unit(layer.gate(normed), layer.up(normed)))
+        picked = torch.index_select(add_and_norm(x, added, None)[1], -2, logit_indices).squeeze(0)
         logits = softcap(self.head(self.norm(picked)).float(), 4.0)
         return logits, *presents, *(tuple(q.float() for q in queries) if self.queries else ())
 

@@ -258,9 +258,9 @@ class HeadOracle:
         embedded = F.embedding(torch.tensor(tokens[1:]), self.embedding)
         for token in [*path, None]:
             execution = CausalExecution(self.head.config, 1, len(hidden), "cpu")
-            out = self.head.layer(hidden, embedded, execution)
+            normed, out = self.head.layer(hidden, embedded, execution)
             if token is None:
-                return torch.log_softmax(self.head.logits(out[-1]).double(), -1).detach().numpy()
+                return torch.log_softmax(self.head.logits(normed[-1]).double(), -1).detach().numpy()
             hidden = torch.cat([hidden, out[-1:]])
             embedded = torch.cat([embedded, F.embedding(torch.tensor([token]), self.embedding)])
         raise AssertionError

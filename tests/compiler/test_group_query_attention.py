@@ -33,7 +33,7 @@ def test_what_a_step_reads_on_the_host_are_sizes(decoder: Decoder, monkeypatch: 
     in_float32(monkeypatch)
     model, layers = export_target(decoder, CAPACITY), decoder.config.num_layers
     once = ("FuseProjections", "GroupQueryAttention", "UnbranchedBody")  # the body of the gated unit
-    applied = {**dict.fromkeys(once, layers), "FuseSkipNormsCuda": 2 * layers - 1, "CopiedSizes": 1}
+    applied = {**dict.fromkeys(once, layers), "SkipNorm": 2 * layers - 1, "CopiedSizes": 1}
     assert {r.rule: r.applied for r in lower("target", model, CUDA, rows=1) if r.applied} == applied
     graph = ir.to_proto(model).graph
     made = {output: node for node in graph.node for output in node.output}
