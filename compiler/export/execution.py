@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.ops import attention
+from outrider.compiler.export.ops import branch_attention
 from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.decoder import HeadNorms, RmsNorm
 from outrider.compiler.models.rope import Rope
@@ -34,73 +36,82 @@ class RopeTables(nn.Module):
 
 
 class KvCaches:
-    """The KV cache of one graph: its cache inputs, and the outputs of each pass over them.
+    """The KV cache of one graph: the cache inputs among the graph's `inputs`, and the outputs of each pass over them.
 
     Every pass reads the graph's cache inputs and gives its own outputs, all bound to the same memory; a later pass runs
     after an earlier one because it needs data that the earlier one computes.
     """
 
-    def __init__(self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
-        self.k_caches, self.v_caches = k_caches, v_caches
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self._inputs = inputs
         self.presents: list[Tensor] = []
 
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the cache inputs of keys and of values."""
+        return self._inputs[names.k_cache(layer)], self._inputs[names.v_cache(layer)]
 
-class GraphExecution:
-    """One pass over tokens at `positions` int64 `[1, n]` under `bias` `[R, 1, S, T]`.
+
+@dataclass(frozen=True)
+class PassTokens:
+    """The tokens of one pass, at `positions` int64 `[1, n]` under `bias` `[R, 1, S, T]`.
 
     `past` `[R]` is the slot where each row's tokens are appended, `splits` `[R + 1]` says which tokens each row has.
     With `later`, the bias may show a token of the pass that comes after the query's.
     """
 
-    def __init__(
-        self,
-        attention: Attention,
-        tables: RopeTables,
-        caches: KvCaches,
-        positions: Tensor,
-        bias: Tensor,
-        past: Tensor,
-        splits: Tensor,
-        *,
-        later: bool = False,
-    ) -> None:
-        self._later = later
-        self._attention, self._tables, self._caches = attention, tables, caches
-        self._positions, self._past, self._splits = positions, past, splits
-        self._bias = bias
+    positions: Tensor
+    bias: Tensor
+    past: Tensor
+    splits: Tensor
+    later: bool = False
+
+
+class GraphExecution:
+    """One pass over tokens."""
+
+    def __init__(self, attention: Attention, tables: RopeTables, caches: KvCaches, tokens: PassTokens) -> None:
+        self._attention, self._tables, self._caches, self._tokens = attention, tables, caches, tokens
         self.queries: list[Tensor] = []  # each layer's, `[n, heads * head_dim]`, as they are compared with keys
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
     ) -> Tensor:
-        return self._attend(layer, q, k, v, norms, sinks, self._attention.num_heads)
+        own = {"num_heads": self._attention.num_heads, "softcap": self._attention.attention_softcap or 0.0}
+        return self._attend(layer, norms, q=q, k=k, v=v, sinks=sinks, asks=1, later=int(self._tokens.later), **own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, norm: RmsNorm | None) -> Tensor:
         """Append the keys, neither normed nor rotated, and values of tokens that ask nothing, `[1, n, kv_size]`.
 
         Returns one number of each, `[1, n, 1]`, for what must run after it: the keys stand for queries.
         """
-        return self._attend(layer, k, k, v, (norm, norm), None, self._attention.num_kv_heads, asks=0)[..., :1]
+        own = {"num_heads": self._attention.num_kv_heads, "softcap": 0.0}
+        return self._attend(layer, (norm, norm), q=k, k=k, v=v, sinks=None, asks=0, later=0, **own)[..., :1]
 
-    def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, sinks: Tensor | None, heads: int,
-        asks: int = 1,
-    ) -> Tensor:  # fmt: skip
-        a, kind, k_cache = self._attention, self._attention.kinds[layer], self._caches.k_caches[layer]
-        window = 0 if kind.window is None or kind.window >= k_cache.shape[2] else kind.window
+    def _attend(self, layer: int, norms: HeadNorms, **own: Any) -> Tensor:
+        """Return what queries attend to, by the arguments of BranchAttention that the layer does not give."""
+        a, kind, (k_cache, v_cache) = self._attention, self._attention.kinds[layer], self._caches.of_layer(layer)
         cos, sin = (None, None) if kind.rope is None else self._tables.cos_and_sin(kind.rope)
-        positions = None if kind.rope is None else self._positions
         q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
-        epsilon = 0.0 if norms[0] is None else norms[0].eps
-        softcap = (a.attention_softcap or 0.0) if asks else 0.0
-        out, k_out, v_out, queries = attention(
-            q, k, v, k_cache, self._caches.v_caches[layer], self._bias, self._past, self._splits, sinks,
-            positions, cos, sin, q_norm, k_norm, heads, a.num_kv_heads, a.attention_scale,
-            int(self._later and asks == 1), asks, softcap, window, epsilon,
-        )  # fmt: skip
+        out, k_out, v_out, queries = branch_attention(
+            **own,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            attn_bias=self._tokens.bias,
+            past_length=self._tokens.past,
+            row_splits=self._tokens.splits,
+            positions=None if kind.rope is None else self._tokens.positions,
+            cos=cos,
+            sin=sin,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            kv_num_heads=a.num_kv_heads,
+            scale=a.attention_scale,
+            window=0 if kind.window is None or kind.window >= k_cache.shape[2] else kind.window,
+            epsilon=0.0 if norms[0] is None else norms[0].eps,
+        )
         self.queries.append(queries)
         self._caches.presents += (k_out, v_out)
-        return out
+        return out  # type: ignore[no-any-return]
 
 
 def cache_outputs(layers: int, passes: int) -> list[str]:

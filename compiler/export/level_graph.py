@@ -7,14 +7,13 @@ nodes, which equals the KV that feeding their tokens would give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.draft_graph import DraftGraph, DraftModel, Growth, Tips
-from outrider.compiler.export.execution import GraphExecution
+from outrider.compiler.export.draft_graph import DraftGraph, DraftModel, DraftOptions, Growth, Tips
+from outrider.compiler.export.execution import GraphExecution, PassTokens
 from outrider.compiler.models.decoder import Execution
 from outrider.plans.manifest import Tree
 
@@ -31,17 +30,8 @@ class LevelModel(DraftModel, Protocol):
 class LevelGraph(DraftGraph):
     """Runs the model over the new tokens, then over the frontier of every level."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tree: Tree,
-        positions: int,
-        *,
-        rejected: int = 0,
-        slots: bool = False,
-        columns: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(model, tree, positions, tree.top_k, rejected=rejected, slots=slots, columns=columns)
+    def __init__(self, model: nn.Module, tree: Tree, positions: int, options: DraftOptions) -> None:
+        super().__init__(model, tree, tree.top_k, positions, options)
 
     def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> tuple[Tensor, ...]:
         model: LevelModel = self.model  # type: ignore[assignment]
@@ -66,7 +56,7 @@ class LevelGraph(DraftGraph):
         else:
             positions = torch.index_select(position, 0, several.of_tip).unsqueeze(0)
             seen = bias.reshape(several.rows, 1, tips.width, bias.shape[1])
-        execution = self._pass(tips.caches, positions, seen, tips.start + first, tips.splits)
+        execution = self._pass(tips.caches, PassTokens(positions, seen, tips.start + first, tips.splits))
         return model.run(self.target_ids(token).reshape(1, -1), hidden, execution), bias
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.execution import GraphExecution, KvCaches, RopeTables, cache_outputs
+from outrider.compiler.export.execution import GraphExecution, KvCaches, PassTokens, RopeTables, cache_outputs
 from outrider.compiler.export.tracing import Shape, arguments, name_inputs, trace
 from outrider.compiler.models.decoder import Decoder
 from outrider.plans import names
@@ -25,23 +25,19 @@ class TargetGraph(nn.Module):
         self.decoder, self.taps, self.queries = decoder, tuple(taps), queries
         self.tables = RopeTables(decoder.config, positions, decoder.embedding.dtype)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        row_splits: Tensor,
-        attn_bias: Tensor,
-        past_length: Tensor,
-        logit_indices: Tensor,
-        k_caches: Sequence[Tensor],
-        v_caches: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        caches = KvCaches(k_caches, v_caches)
-        execution = GraphExecution(
-            self.decoder.config, self.tables, caches, positions.unsqueeze(0), attn_bias, past_length, row_splits
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Map the graph's inputs, by name, to its outputs, in order."""
+        caches = KvCaches(inputs)
+        tokens = PassTokens(
+            inputs[names.POSITIONS].unsqueeze(0),
+            inputs[names.ATTN_BIAS],
+            inputs[names.PAST_LENGTH],
+            inputs[names.ROW_SPLITS],
         )
-        hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
-        picked = torch.index_select(hidden, -2, logit_indices).squeeze(0)  # a product of 2-D tensors becomes one Gemm
+        execution = GraphExecution(self.decoder.config, self.tables, caches, tokens)
+        hidden, tapped = self.decoder.hidden(inputs[names.TOKEN_IDS].unsqueeze(0), execution, self.taps)
+        # A product of 2-D tensors becomes one Gemm.
+        picked = torch.index_select(hidden, -2, inputs[names.LOGIT_INDICES]).squeeze(0)
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
         queries = tuple(q.float() for q in execution.queries) if self.queries else ()
         return self.decoder.logits(picked).float(), *features, *caches.presents, *queries
@@ -85,6 +81,6 @@ def trace_target(
         **{names.v_cache(i): cache for i in range(layers)},
     }
     sizes = {names.NEW: 4, names.ROWS: 2, names.ROW_EDGES: 3, names.PLACES: 2, names.VIEW: 8, names.LOGITS: 3}
-    model = trace(module, *arguments(module, inputs, sizes, dtype), outputs=outputs)
+    model = trace(module, *arguments(inputs, sizes, dtype), outputs=outputs)
     name_inputs(model, inputs)
     return model

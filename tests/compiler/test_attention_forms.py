@@ -14,7 +14,8 @@ import onnx_ir as ir
 import pytest
 
 from outrider.compiler.backends import BACKEND_CLASSES
-from outrider.compiler.engines.torch_converters import ATTENTION, is_plain
+from outrider.compiler.engines.torch_converters import is_plain
+from outrider.compiler.export.ops import branch_attention
 from outrider.compiler.export.tracing import traced_of
 from outrider.compiler.lowering import lower
 from outrider.compiler.lowering.own_ops import CpuNorms
@@ -88,7 +89,7 @@ def test_every_backend_computes_the_references(name: str, target: str, rows: int
 @pytest.mark.parametrize(("name", "plain"), [("gemma 2", 0), ("gpt-oss", 0), ("smollm 3", 3), ("phi 3", 1)])
 def test_the_torch_front_end_knows_which_attention_it_converts(name: str, plain: int) -> None:
     nodes = traced_of(export_forms(module(name), CAPACITY)).program.graph.nodes
-    attention = [node for node in nodes if node.target is ATTENTION]
+    attention = [node for node in nodes if node.target is branch_attention]
     assert len(attention) == len(FORMS[name])
     assert sum(map(is_plain, attention)) == plain
 
