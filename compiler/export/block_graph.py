@@ -17,6 +17,7 @@ from outrider.compiler.export.draft_graph import DraftGraph, DraftOptions, Growt
 from outrider.compiler.export.execution import GraphExecution, PassTokens
 from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.drafting import BlockDraft
+from outrider.compiler.models.ops import run_after
 from outrider.plans.manifest import Tree
 
 
@@ -68,9 +69,7 @@ class BlockGraph(DraftGraph):
         seen = bias.reshape(rows, 1, tips.width, tips.bias.shape[1])
         block = PassTokens(places.reshape(1, -1), seen, tips.start, tips.splits, later=not config.causal)
         execution = self._pass(tips.caches, block)
-        embedded = self.block.embed(tokens.reshape(1, -1))
-        one = 1.0 + 0.0 * tips.states[0].float().sum()  # so that the block runs once the context is appended
-        embedded = embedded * one.to(embedded.dtype)
+        embedded = run_after(self.block.embed(tokens.reshape(1, -1)), tips.states[0])  # the context is appended
         return self.block.head.run(embedded, execution).reshape(-1, each, config.hidden_size)
 
 

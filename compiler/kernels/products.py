@@ -13,8 +13,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from outrider.compiler.kernels.elements import ELEMENTS
-from outrider.compiler.kernels.emitter import Emitter, Handler, spread
+from outrider.compiler.kernels import indexing
+from outrider.compiler.kernels.emitter import Cost, Emitter, Handler, spread
 from outrider.compiler.kernels.sizes import Size, product, quotient, size
 from outrider.compiler.kernels.values import (
     PendingProduct,
@@ -142,8 +142,7 @@ def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> ProductIn
             {"x": stored.name, "to": made.name, "scales": made.scales, "sums": made.sums},
             {"blocks": blocks, "form": form},
             spread(blocks, _WARPS),
-            part=f"input of {part}",
-            moves=elements * (4 + _BYTES[form]),
+            Cost(f"input of {part}", elements * (4 + _BYTES[form])),
         )
         e.formed[key] = made
     return replace(e.formed[key], shape=stored.shape)
@@ -218,9 +217,11 @@ def multiply(e: Emitter, node: ir.Node) -> None:
         {"x": x.name, "weight": e.stored(weight).name, "to": to.name},
         {"rows": rows, "inputs": inputs, "outputs": outputs, "turned": int(turned)},
         f"{-(-outputs // THREADS)} * ({quotient(rows, _ROWS_AT_ONCE)})",
-        part=_part_of_product(e, node),
-        moves=rows * (4 * (inputs + outputs)) + 4 * inputs * outputs,
-        operations=rows * (2 * inputs * outputs),
+        Cost(
+            _part_of_product(e, node),
+            rows * (4 * (inputs + outputs)) + 4 * inputs * outputs,
+            rows * (2 * inputs * outputs),
+        ),
     )
     e.set(node.outputs[0], to)
 
@@ -282,10 +283,8 @@ def _multiply(
         {**given, **tensors, "residual": None if summed is None else summed[0].name},
         numbers,
         blocks,
+        Cost(of.part, rows * _row_bytes(x.form, of.inputs) + moves, operations),
         shared=of.shared(f"({rows})"),
-        part=of.part,
-        moves=rows * _row_bytes(x.form, of.inputs) + moves,
-        operations=operations,
     )
 
 
@@ -342,9 +341,7 @@ def gated_unit(e: Emitter, node: ir.Node) -> None:
         {"both": both.name, "to": to.name},
         {"rows": rows, "size": width, "unit": unit},
         spread(rows * width),
-        part="gated unit",
-        moves=rows * (12 * width),
-        operations=rows * (20 * width),
+        Cost("gated unit", rows * (12 * width), rows * (20 * width)),
     )
     e.set(node.outputs[0], to)
 
@@ -360,8 +357,7 @@ def quant_gather(e: Emitter, node: ir.Node) -> None:
         {"ids": ids.name, "packed": packed, "to": to.name},
         {"count": count, "inputs": layout.inputs, "outputs": layout.outputs, **_of_layout(layout)},
         spread(count * layout.inputs),
-        part=part_of(packed),
-        moves=count * (5 * layout.inputs),
+        Cost(part_of(packed), count * (5 * layout.inputs)),
     )
     e.set(node.outputs[0], to)
 
@@ -371,7 +367,8 @@ def gather(e: Emitter, node: ir.Node) -> None:
     table = e.value(node.inputs[0])
     halves = isinstance(table, Weight) and table.dtype.kind == "f" and len(table.shape) == 2 and e.dtype != "float32"
     if not halves or node.attributes.get_int("axis", 0) != 0:
-        return ELEMENTS["Gather"](e, node)
+        indexing.gather(e, node)
+        return
     assert isinstance(table, Weight)
     (outputs, inputs), ids = table.shape, e.stored(e.value(node.inputs[1]))
     stored, element = e.half_weight(table, turned=True)
@@ -381,11 +378,9 @@ def gather(e: Emitter, node: ir.Node) -> None:
         {"ids": ids.name, "weight": stored, "to": to.name},
         {"count": count, "inputs": inputs, "outputs": outputs, "element": element},
         spread(count * inputs),
-        part=part_of(table.name),
-        moves=count * (6 * inputs),
+        Cost(part_of(table.name), count * (6 * inputs)),
     )
     e.set(node.outputs[0], to)
-    return None
 
 
 PRODUCTS: dict[tuple[str, str], Handler] = {

@@ -79,9 +79,4 @@ class PendingProduct:
     node: ir.Node
 
 
-@dataclass(frozen=True)
-class ZeroedSum:
-    """A sum that an export multiplies by zero, only to have it computed first: launches are in order anyway."""
-
-
-Value = Stored | RuleTensor | Weight | ProductInput | ResidualSum | PendingProduct | ZeroedSum
+Value = Stored | RuleTensor | Weight | ProductInput | ResidualSum | PendingProduct

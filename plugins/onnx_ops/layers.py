@@ -8,6 +8,7 @@ _X, _OUT, _GATE, _UP, _RESIDUAL, _ADDED, _NORMED, _SUM = (
     TensorSpec(name, ANY_FLOAT, ("...", "size"))
     for name in ("x", "out", "gate", "up", "residual", "added", "normed", "sum")
 )
+_EARLIER = TensorSpec("earlier", ANY_FLOAT, ("...", "width"))
 _WEIGHT = TensorSpec("weight", ANY_FLOAT, ("size",))
 
 LAYER_OPS = (
@@ -19,6 +20,7 @@ LAYER_OPS = (
         (_NORMED, _SUM),
         (AttributeSpec("epsilon", float),),
     ),
+    OpSchema("RunAfter", 1, "x, which is computed after `earlier`.", (_X, _EARLIER), (_OUT,)),
     OpSchema("SiluUnit", 1, "silu(gate) * up.", (_GATE, _UP), (_OUT,)),
     OpSchema("GeluUnit", 1, "gelu(gate) * up, with GELU by tanh.", (_GATE, _UP), (_OUT,)),
     OpSchema("Softcap", 1, "cap * tanh(x / cap).", (_X,), (_OUT,), (AttributeSpec("cap", float),)),
@@ -32,6 +34,20 @@ AddNorm <epsilon> (residual, weight, added) => (normed, sum)
 {
     sum = Add (residual, added)
     normed = RMSNormalization <axis: int = -1, epsilon: float = @epsilon> (sum, weight)
+}
+""",
+    "RunAfter": """
+<opset_import: ["" : 24], domain: "outrider">
+RunAfter (x, earlier) => (out)
+{
+    wide = Cast <to: int = 1> (earlier)
+    sum = ReduceSum <keepdims: int = 0> (wide)
+    zero = Constant <value_float: float = 0.0> ()
+    one = Constant <value_float: float = 1.0> ()
+    nothing = Mul (sum, zero)
+    factor = Add (nothing, one)
+    typed = CastLike (factor, x)
+    out = Mul (x, typed)
 }
 """,
     "SiluUnit": """
