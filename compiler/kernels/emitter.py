@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from outrider.compiler.kernels.code import MOST_SOURCES, Nodes, TooLongError, count, sources, write
 from outrider.compiler.kernels.sizes import Size, largest, product, quotient, size
-from outrider.compiler.kernels.values import Kind, ProductInput, RuleTensor, Shape, Stored, Value, Weight
+from outrider.compiler.kernels.values import (
+    Kind,
+    PendingProduct,
+    ProductInput,
+    RuleTensor,
+    Shape,
+    Stored,
+    Value,
+    Weight,
+)
 from outrider.compiler.kernels.workspace import arrange
 from outrider.compiler.models.config import WeightType
 from outrider.plans import names
@@ -103,12 +112,16 @@ class Emitter:
     # What handlers read.
 
     def value(self, each: ir.Value | None) -> Value:
+        """Return what a value is; a product that waits for its reader is launched alone."""
+        if (pending := self.pending(each)) is not None:
+            pending.launch()
         assert each is not None
         return self._values[_name(each)]
 
-    def has(self, each: ir.Value) -> bool:
-        """Return whether a value has been computed by what was emitted so far."""
-        return _name(each) in self._values
+    def pending(self, each: ir.Value | None) -> PendingProduct | None:
+        """Return a value that is a product which waits for its reader; None of another."""
+        value = None if each is None else self._values[_name(each)]
+        return value if isinstance(value, PendingProduct) else None
 
     def known(self, each: ir.Value | None) -> tuple[Size, ...] | None:
         """Return the elements of a small tensor of integers that depends on sizes alone; None of another."""

@@ -11,9 +11,9 @@ import onnx_ir as ir
 from outrider.compiler.kernels.code import Word
 from outrider.compiler.kernels.elements import run_after, softcap
 from outrider.compiler.kernels.emitter import Cost, Emitter, Handler
-from outrider.compiler.kernels.products import Output, bytes_of, output_for, part_of, real
+from outrider.compiler.kernels.products import Output, add_by_product, bytes_of, output_for, part_of, real
 from outrider.compiler.kernels.sizes import Size, product, quotient, size
-from outrider.compiler.kernels.values import ResidualSum, RuleTensor, Shape, Stored, Weight
+from outrider.compiler.kernels.values import RuleTensor, Shape, Stored, Weight
 from outrider.plans import names
 from outrider.plans.formulas import formula
 from outrider.plans.kernel_engine import TURN, Launch
@@ -48,10 +48,10 @@ def _name_of(stored: Stored | None) -> str | None:
 
 
 def rms_norm(e: Emitter, node: ir.Node) -> None:
-    weight, sums = e.value(node.inputs[1]), [e.value(each) for each in (node.inputs[0], *node.inputs[2:3]) if each]
+    weight = e.value(node.inputs[1])
     assert isinstance(weight, Weight)
-    summed = next((each.total for each in sums if isinstance(each, ResidualSum)), None)
-    x, added = (summed, None) if summed is not None else (real(e, node.inputs[0]), _optional(e, node, 2))
+    summed = add_by_product(e, node) if len(node.inputs) > 2 else None
+    x, added = (real(e, node.inputs[0]), _optional(e, node, 2)) if summed is None else (summed, None)
     rows, width = product(x.shape[:-1]), x.shape[-1]
     if width.number is None or norm_bytes(width.number) > MOST_SHARED:
         raise e.refusal(f"a norm of {width} numbers; rows of up to {MOST_SHARED // norm_bytes(1)} fit into every GPU")
@@ -59,9 +59,8 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
     epsilon = as_number(float, node.attributes.get_float("epsilon", 1e-5))
     total = None
     if added is not None:
-        total = e.new("real", x.shape, node.outputs[1] if len(node.outputs) > 1 else None)
-        if len(node.outputs) > 1:
-            e.set(node.outputs[1], total)
+        total = e.new("real", x.shape, node.outputs[1])
+        e.set(node.outputs[1], total)
     e.launch(
         "outrider_rms_norm",
         {
