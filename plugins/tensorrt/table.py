@@ -39,7 +39,7 @@ PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
     **dict.fromkeys(("BiasedRoute", *EXPERT_OPS), EXPERTS_DECLINED),
     **dict.fromkeys(
         ("AddNorm", "RunAfter", "SiluUnit", "GeluUnit", "Softcap"),
-        Declined("it is a few standard ops, which TensorRT fuses"),
+        Declined("TensorRT fuses their standard ops"),
     ),
     **{name: op.plugins for name, op in OPS.items()},
 }
