@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.ops import branch_attention
+from outrider.compiler.export.ops import branch_attention, path_conv
 from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.decoder import HeadNorms, RmsNorm
 from outrider.compiler.models.rope import Rope
@@ -47,8 +48,30 @@ class KvCaches:
         self.presents: list[Tensor] = []
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the cache inputs of keys and of values."""
+        """Return the cache inputs of keys and of values of the `layer`-th layer that attends."""
         return self._inputs[names.k_cache(layer)], self._inputs[names.v_cache(layer)]
+
+
+STATE_PATH = (names.PARENT, names.BRANCH, names.REPLAY, names.REPLAYS, names.FOLD)
+"""The inputs that say how states go on."""
+
+
+class ConvStates:
+    """The states of a graph's convolutions, a tail and a log for each layer, among the graph's `inputs`."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self._inputs = inputs
+        self.presents: list[Tensor] = []
+
+    def convolve(self, index: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve with the state of the `index`-th layer that convolves, which goes on."""
+        out: Tensor
+        out, *after = path_conv(
+            x, taps, self._inputs[names.conv_tail(index)], self._inputs[names.conv_log(index)],
+            *(self._inputs[name] for name in STATE_PATH), bias, silu=0,
+        )  # fmt: skip
+        self.presents += after
+        return out
 
 
 @dataclass(frozen=True)
@@ -67,10 +90,18 @@ class PassTokens:
 
 
 class GraphExecution:
-    """One pass over tokens."""
+    """One pass over tokens; `states` are those of layers that convolve."""
 
-    def __init__(self, attention: Attention, tables: RopeTables, caches: KvCaches, tokens: PassTokens) -> None:
+    def __init__(
+        self,
+        attention: Attention,
+        tables: RopeTables,
+        caches: KvCaches,
+        tokens: PassTokens,
+        states: ConvStates | None = None,
+    ) -> None:
         self._attention, self._tables, self._caches, self._tokens = attention, tables, caches, tokens
+        self._states = states
         self.queries: list[Tensor] = []  # each layer's, `[n, heads * head_dim]`, as they are compared with keys
 
     def attend(
@@ -78,6 +109,10 @@ class GraphExecution:
     ) -> Tensor:
         own = {"num_heads": self._attention.num_heads, "softcap": self._attention.attention_softcap or 0.0}
         return self._attend(layer, norms, q=q, k=k, v=v, sinks=sinks, asks=1, later=int(self._tokens.later), **own)
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._states is not None
+        return self._states.convolve(layer - bisect_left(self._attention.attention_layers, layer), x, taps, bias)
 
     def append(self, layer: int, k: Tensor, v: Tensor, norm: RmsNorm | None) -> Tensor:
         """Append the keys, neither normed nor rotated, and values of tokens that ask nothing, `[1, n, kv_size]`.
@@ -89,7 +124,8 @@ class GraphExecution:
 
     def _attend(self, layer: int, norms: HeadNorms, **own: Any) -> Tensor:
         """Return what queries attend to, by the arguments of BranchAttention that the layer does not give."""
-        a, kind, (k_cache, v_cache) = self._attention, self._attention.kinds[layer], self._caches.of_layer(layer)
+        a, kind = self._attention, self._attention.kinds[layer]
+        k_cache, v_cache = self._caches.of_layer(a.attention_layers.index(layer))
         cos, sin = (None, None) if kind.rope is None else self._tables.cos_and_sin(kind.rope)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
         out, k_out, v_out, queries = branch_attention(

@@ -34,6 +34,10 @@ def _attended(q: Tensor, _k: Tensor, _v: Tensor, k_cache: Tensor, v_cache: Tenso
     return torch.empty_like(q), torch.empty_like(k_cache), torch.empty_like(v_cache), torch.empty_like(q[0])
 
 
+def _convolved(x: Tensor, _weight: Tensor, tail: Tensor, log: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(x), torch.empty_like(tail), torch.empty_like(log)
+
+
 def _expanded(logits: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     (trees, nodes), top_k = score.shape, rest[2]
     candidates = logits.new_empty((trees, nodes * top_k))
@@ -50,6 +54,7 @@ def _reranked(token: Tensor, score: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 branch_attention = _traced_op("BranchAttention", _attended)
+path_conv = _traced_op("PathConv", _convolved)
 tree_expand = _traced_op("TreeExpand", _expanded)
 draft_sample = _traced_op("DraftSample", _sampled)
 tree_rerank = _traced_op("TreeRerank", _reranked)
@@ -93,6 +98,6 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.detach_.default: _translate_detach,
     **{
         op: _translated(op)
-        for op in (branch_attention, tree_expand, draft_sample, tree_rerank, *EXPERT_OPS, *COMPOSITES)
+        for op in (branch_attention, path_conv, tree_expand, draft_sample, tree_rerank, *EXPERT_OPS, *COMPOSITES)
     },
 }

@@ -63,7 +63,7 @@ _BIASED_ROUTE = replace(
 for _schema in (
     _ATTENTION,
     _BIASED_ROUTE,
-    *(OPS[name].schema for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias")),
+    *(OPS[name].schema for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias", "PathConv")),
     *map(quant_op, QUANT_OPS),
     *map(experts_op, EXPERT_OPS),
     *LAYER_OPS,
