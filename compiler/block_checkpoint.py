@@ -19,7 +19,7 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.config_reader import read_json
 from outrider.compiler.models.quantization import read_packing
-from outrider.compiler.open_head import OpenHead, optional_tensors
+from outrider.compiler.open_head import HeadFiles, OpenHead, optional_tensors
 from outrider.compiler.weights import Weights, check_folder
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -49,16 +49,9 @@ def open_block(path: Path, target: DecoderConfig) -> OpenHead[BlockConfig, Block
     own_embedding = any(name in tensors.found for name in of_target)
     config = read_layout(file, raw, layout, target, own_embedding)
     sizes = config.draft_vocab_size, config.vocab_size, config.target_hidden_size
-    return OpenHead.check(
-        config,
-        BlockHead,
-        tensors,
-        stored_block_name,
-        listing=stored.source,
-        description=file,
-        kind=layout.value,
-        optional=optional_tensors(*sizes, training=True) if layout is Layout.SPECULATORS else {},
-    )
+    optional = optional_tensors(*sizes, training=True) if layout is Layout.SPECULATORS else {}
+    files = HeadFiles(tensors, stored.source, file, layout.value, optional)
+    return OpenHead.check(config, BlockHead, files, stored_block_name)
 
 
 def stored_block_name(parameter: str) -> str:

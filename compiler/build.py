@@ -20,7 +20,7 @@ from outrider.compiler.buckets import step_buckets
 from outrider.compiler.calibrated import calibrate_by_recipe
 from outrider.compiler.checkpoint import defer_decoder
 from outrider.compiler.design import PlanDesign, check_feature, design_plan
-from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.export import DraftOptions, export_draft, export_target
 from outrider.compiler.identity import engines_key, plan_identity, tool_versions
 from outrider.compiler.inlining import inline_stages
 from outrider.compiler.lowering import lower
@@ -192,7 +192,7 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
     steps.begin("exporting the target to ONNX")
     asked = recipe.partial_kv.enabled
     taps = drafters.taps(design.sources)
-    graphs = {names.TARGET: export_target(decoder, target.capacity, taps, queries=asked, states=target)}
+    graphs = {names.TARGET: export_target(decoder, target.capacity, taps, queries=asked, sizes=target)}
     for source in design.sources:
         name, drafter = source.section.name, source.drafter
         capacity = design.models[name].capacity
@@ -201,18 +201,15 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
         if isinstance(model, DecoderDraft):
             search(name, model.decoder, source.section.weights)
         steps.begin(f"exporting the drafter {name} to ONNX")
-        graphs[name] = export_draft(
-            model,
-            source.tree,
-            capacity,
-            target.vocab_size,
+        options = DraftOptions(
             rejected=drafter.acceptance == "rejection",
-            positions=max(capacity, target.capacity + drafter.grown),
             slots=drafter.compacts,
             branches=target.branches,
             columns=drafters.feature_columns(source, taps, decoder.config.hidden_size),
             featured=target.feature_size,
+            positions=max(capacity, target.capacity + drafter.grown),
         )
+        graphs[name] = export_draft(model, source.tree, capacity, target.vocab_size, options)
     return graphs
 
 

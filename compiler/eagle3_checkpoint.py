@@ -23,7 +23,7 @@ from outrider.compiler.models.decoder_keys import PlainKeys
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import TAPS, Eagle3Config, Eagle3Overrides, Taps
 from outrider.compiler.models.quantization import SETTINGS, read_packing
-from outrider.compiler.open_head import OpenHead, optional_tensors
+from outrider.compiler.open_head import HeadFiles, OpenHead, optional_tensors
 from outrider.compiler.tensor_source import TensorSource
 from outrider.compiler.weights import Weights, check_folder
 from outrider.plans.errors import CheckpointError
@@ -153,16 +153,10 @@ def open_eagle3(
         raw = speculators.flattened()
     config = _read_config(file, raw, tensors, target, given, taps)
     sizes = config.draft_vocab_size, config.vocab_size, config.target_hidden_size
-    return OpenHead.check(
-        config,
-        Eagle3Head,
-        tensors,
-        (lambda name: _NAMES[name].replace("midlayer.", "layers.0.")) if speculators else _NAMES.__getitem__,
-        listing=stored.source,
-        description=file,
-        kind=OF_SPECULATORS if speculators else KIND,
-        optional=optional_tensors(*sizes, training=speculators is not None),
-    )
+    optional = optional_tensors(*sizes, training=speculators is not None)
+    files = HeadFiles(tensors, stored.source, file, OF_SPECULATORS if speculators else KIND, optional)
+    nested = (lambda name: _NAMES[name].replace("midlayer.", "layers.0.")) if speculators else _NAMES.__getitem__
+    return OpenHead.check(config, Eagle3Head, files, nested)
 
 
 def _read_config(

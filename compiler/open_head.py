@@ -27,6 +27,18 @@ Head = TypeVar("Head", Eagle3Head, BlockHead)
 
 
 @dataclass(frozen=True)
+class HeadFiles:
+    """The tensors of a `kind` of head, which the file `listing` lists and `description` describes; the `optional` may
+    stand beside them."""
+
+    tensors: TensorSource
+    listing: Path
+    description: Path
+    kind: str
+    optional: Mapping[str, Slot]
+
+
+@dataclass(frozen=True)
 class OpenHead(Generic[Config, Head]):
     """The geometry, and what makes a head of it: the module, its tensors, and each draft token's target token."""
 
@@ -38,27 +50,14 @@ class OpenHead(Generic[Config, Head]):
 
     @classmethod
     def check(
-        cls,
-        config: Config,
-        make: Callable[[Config], Head],
-        tensors: TensorSource,
-        stored_name: Callable[[str], str],
-        *,
-        listing: Path,
-        description: Path,
-        kind: str,
-        optional: Mapping[str, Slot],
+        cls, config: Config, make: Callable[[Config], Head], files: HeadFiles, stored_name: Callable[[str], str]
     ) -> OpenHead[Config, Head]:
-        """Check all tensors by their headers; `stored_name` names a parameter in the checkpoint.
-
-        Its tensors are listed by `listing` and described by `description`, and are those of a `kind` of head. The
-        `optional` may stand beside them.
-        """
+        """Check all tensors by their headers; `stored_name` names a parameter in the checkpoint."""
         with torch.device("meta"):
             wanted = slots(make(config), stored_name)
-        check_tensors(tensors, listing, description, kind, wanted, optional)
-        ids = _target_ids(tensors, listing, config.draft_vocab_size, config.vocab_size)
-        return cls(config, make, tensors, wanted, ids)
+        check_tensors(files.tensors, files.listing, files.description, files.kind, wanted, files.optional)
+        ids = _target_ids(files.tensors, files.listing, config.draft_vocab_size, config.vocab_size)
+        return cls(config, make, files.tensors, wanted, ids)
 
     def load(self, dtype: WeightType = "float32") -> Head:
         """Load the head with all weights in `dtype`, on the CPU, frozen and in eval mode.

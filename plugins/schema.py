@@ -54,11 +54,13 @@ class Reduction(IntEnum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of an op: its name in the op, its dtype as NumPy spells it, its shape in sizes and symbols."""
+    """A tensor of an op: its name in the op, its dtype as NumPy spells it, its shape in sizes and symbols, and whether
+    it may be left out."""
 
     name: str
     dtype: str
     shape: tuple[Dim, ...]
+    optional: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class OnnxRuntimeCudaBackend(GpuBackend):
         from outrider.compiler.lowering.attention import AroundAttention
         from outrider.compiler.lowering.functions import CopiedSizes, UnbranchedBody
         from outrider.compiler.lowering.group_query_attention import GroupQueryAttention
-        from outrider.compiler.lowering.own_ops import FuseSkipNormsCuda
+        from outrider.compiler.lowering.own_ops import SkipNorm
         from outrider.compiler.lowering.products import FuseProjections
         from outrider.compiler.lowering.quantized import BlockQuantized
         from outrider.compiler.lowering.scatter_attention import ScatterAttention
@@ -32,7 +32,7 @@ class OnnxRuntimeCudaBackend(GpuBackend):
         return (
             FuseProjections(),
             BlockQuantized(),
-            FuseSkipNormsCuda(),
+            SkipNorm(),
             GroupQueryAttention(),
             AroundAttention(),
             ScatterAttention(),

@@ -14,25 +14,43 @@ import torch
 import torch.onnx.ops  # registers ONNX's
 from torch import Tensor
 
-import outrider.compiler.export.ops  # noqa: F401  registers ours
+from outrider.compiler.export.ops import arguments_of, branch_attention
 from outrider.compiler.lowering.builder import LOWEST
 
-BRANCH_ATTENTION = torch.ops.outrider.branch_attention.default
-ATTENTION = torch.ops.outrider.attention.default
-_SINKS, _SOFTCAP, _WINDOW = 8, 19, 20  # arguments of attention
 _LOWEST = {"HALF": LOWEST[ir.DataType.FLOAT16], "BF16": LOWEST[ir.DataType.BFLOAT16]}
 
 
 def is_plain(attention: torch.fx.Node) -> bool:
     """Return whether a call of attention has no sinks, caps no scores and has no window."""
-    sinks, softcap, window = (attention.args[place] for place in (_SINKS, _SOFTCAP, _WINDOW))
-    return sinks is None and (softcap, window) == (0, 0)
+    given = arguments_of(branch_attention, attention.args)
+    return given["sinks"] is None and (given["softcap"], given["window"]) == (0, 0)
+
+
+def attend_alone(*given: Any) -> Any:
+    """Norm and rotate before an attention that attends alone, which stays as it is: a decomposition for PyTorch."""
+    own = arguments_of(branch_attention, given)
+    norms, (cos, sin) = (own["q_norm"], own["k_norm"]), (own["cos"], own["sin"])
+    if norms[0] is None and cos is None:
+        return NotImplemented
+    head_dim = own["k_cache"].shape[3]
+    for x, weight, heads in zip("qk", norms, (own["num_heads"], own["kv_num_heads"]), strict=True):
+        if weight is not None:
+            # Not `rms_norm`, which adds in place: the program is functional by now.
+            split = own[x].unflatten(-1, (-1, head_dim)).float()
+            normed = split * torch.rsqrt(split.pow(2).mean(-1, keepdim=True) + own["epsilon"])
+            own[x] = (normed.type_as(weight) * weight).flatten(-2)
+        if cos is not None:
+            part = 0 if 2 * cos.shape[1] == head_dim else 2 * cos.shape[1]
+            own[x] = torch.onnx.ops.rotary_embedding(
+                own[x], cos, sin, own["positions"], num_heads=heads, rotary_embedding_dim=part
+            )
+    return branch_attention(**own | dict.fromkeys(("positions", "cos", "sin", "q_norm", "k_norm")))
 
 
 class OneRowConverters:
     """The converters for one network, whose constants they keep alive. Shapes are those of `plugins.ops`."""
 
-    OPS: ClassVar[frozenset[Any]] = frozenset({BRANCH_ATTENTION, torch.ops.onnx.RotaryEmbedding.opset23})
+    OPS: ClassVar[frozenset[Any]] = frozenset({branch_attention, torch.ops.onnx.RotaryEmbedding.opset23})
 
     def __init__(self, trt: Any, context: Any) -> None:
         self._trt, self._context, self._net = trt, context, context.net
@@ -40,7 +58,7 @@ class OneRowConverters:
         self._held: list[np.ndarray[Any, Any]] = []
 
     def converter(self, target: Any) -> Callable[..., Any] | None:
-        if target is BRANCH_ATTENTION:
+        if target is branch_attention:
             return self._attend
         return self._rotate if target is torch.ops.onnx.RotaryEmbedding.opset23 else None
 
@@ -54,20 +72,25 @@ class OneRowConverters:
         layer.set_input(3, positions)
         return self._join_heads(layer.get_output(0))
 
-    def _attend(
-        self, q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, bias: Any, past: Any, splits: Any, heads: int,
-        kv_heads: int, scale: float, later: int, asks: int, *_: Any,
-    ) -> tuple[Any, Any, Any]:  # fmt: skip
-        """Attend with `q` `[1, S, heads * head_dim]` over the caches' slots in view; also return the updated caches.
+    def _attend(self, *given: Any) -> tuple[Any, Any, Any]:
+        """Attend over the caches' slots in view; also return the updated caches.
 
-        `later` and `asks` make no difference: the mask alone says which tokens are seen. What follows says nothing in a
-        call that `is_plain`.
+        `later` and `asks` make no difference: the mask alone says which tokens are seen. What a call that `is_plain`
+        leaves out is not looked at.
         """
-        queries, keys, values = (self._split_heads(x, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-        present, seen = zip(
-            *(self._append(cache, new, past, bias) for cache, new in ((k_cache, keys), (v_cache, values))), strict=True
+        own = arguments_of(branch_attention, given)
+        q, bias, heads, kv_heads = own["q"], own["attn_bias"], own["num_heads"], own["kv_num_heads"]
+        queries, keys, values = (
+            self._split_heads(own[x], n) for x, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
-        factor = self._number(scale, q.dtype, rank=4)
+        present, seen = zip(
+            *(
+                self._append(own[cache], new, own["past_length"], bias)
+                for cache, new in (("k_cache", keys), ("v_cache", values))
+            ),
+            strict=True,
+        )
+        factor = self._number(own["scale"], q.dtype, rank=4)
         scaled = self._elementwise(queries, factor, "PROD")
         if q.dtype == self._trt.DataType.FLOAT:
             attended = self._written_out(scaled, seen[0], seen[1], bias, heads // kv_heads)

@@ -17,8 +17,9 @@ from torch import fx
 
 from outrider.compiler.engines.onnx_file import DTYPES
 from outrider.compiler.engines.tensorrt_network import TYPES
-from outrider.compiler.engines.torch_converters import ATTENTION, OneRowConverters, is_plain
+from outrider.compiler.engines.torch_converters import OneRowConverters, attend_alone, is_plain
 from outrider.compiler.engines.torch_tensorrt import load_torch_tensorrt, using_its_tensorrt
+from outrider.compiler.export.ops import branch_attention
 from outrider.compiler.export.tracing import TracedProgram, traced_of
 from outrider.compiler.models.ops import COMPOSITES
 from outrider.plans.errors import PlanError
@@ -40,7 +41,7 @@ class TorchFront:
         if any(node.op_type in QUANT_OPS for node in model.graph):
             return f"{self.name} reads the program before its weights are quantised"
         nodes = [node for node in traced_of(model).program.graph.nodes if node.op == "call_function"]
-        if any(not is_plain(node) for node in nodes if node.target is ATTENTION):
+        if any(not is_plain(node) for node in nodes if node.target is branch_attention):
             return f"{self.name} has no converter of attention with capped scores, sinks or windows"
         targets = {node.target for node in nodes}
         lacking = sorted(
@@ -75,8 +76,8 @@ class TorchFront:
             disable_tf32=True,
             immutable_weights=True,
         )
-        traced, decompositions = traced_of(model), get_decompositions() | COMPOSITES
-        program = pre_export_lowering(traced.materialised(), settings).run_decompositions(decompositions)
+        traced, own = traced_of(model), COMPOSITES | {branch_attention: attend_alone}
+        program = pre_export_lowering(traced.materialised(), settings).run_decompositions(get_decompositions() | own)
         context = ConversionContext(network, settings)
         walk = _Walk(post_lowering(program.module(), settings), context, self._trt, model, traced)
         walk.run(enable_io_processing=False)

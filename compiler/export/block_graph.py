@@ -9,16 +9,15 @@ A level's logits are those of its slot, the same for all nodes of the level but 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.compiler.export.draft_graph import DraftGraph, Growth, Tips
-from outrider.compiler.export.execution import GraphExecution
+from outrider.compiler.export.draft_graph import DraftGraph, DraftOptions, Growth, Tips
+from outrider.compiler.export.execution import GraphExecution, PassTokens
 from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.drafting import BlockDraft
+from outrider.compiler.models.ops import run_after
 from outrider.plans.manifest import Tree
 
 
@@ -33,25 +32,17 @@ class BlockGraph(DraftGraph):
     masks: Tensor
     hidden_slots: Tensor
 
-    def __init__(
-        self,
-        model: BlockDraft,
-        tree: Tree,
-        positions: int,
-        *,
-        rejected: int = 0,
-        columns: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, model: BlockDraft, tree: Tree, positions: int, options: DraftOptions) -> None:
         config = model.heads
         each = block_slots(config, tree)
-        super().__init__(model, tree, positions, each, rejected=rejected, slots=False, columns=columns)
+        super().__init__(model, tree, each, positions, options)
         self.block = model
         seen = torch.ones(each, each).tril() if config.causal else torch.ones(each, each)
         shown = torch.zeros(each, each).masked_fill(seen == 0, torch.finfo(torch.float32).min)
         self.register_buffer("masks", torch.full((1, each - 1), config.mask_token_id))
         self.register_buffer("hidden_slots", shown.unsqueeze(0))
 
-    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
+    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> tuple[Tensor, ...]:
         """Append keys and values; return a number of every layer, `[1, N, layers]`."""
         assert fused is not None, "block heads read features"
         head = self.block.head
@@ -59,7 +50,7 @@ class BlockGraph(DraftGraph):
             execution.append(index, *head.context_kv(fused, index), layer.k_norm)  # type: ignore[arg-type]
             for index, layer in enumerate(head.layers)
         ]
-        return torch.cat(appended, -1)
+        return (torch.cat(appended, -1),)
 
     def _growth(self, tips: Tips) -> Growth:
         return _Block(self, tips, self._run_block(tips))
@@ -76,12 +67,9 @@ class BlockGraph(DraftGraph):
         )
         rows = 1 if several is None else several.rows
         seen = bias.reshape(rows, 1, tips.width, tips.bias.shape[1])
-        execution = self._pass(
-            tips.caches, places.reshape(1, -1), seen, tips.start, tips.splits, later=not config.causal
-        )
-        embedded = self.block.embed(tokens.reshape(1, -1))
-        one = 1.0 + 0.0 * tips.hidden.float().sum()  # so that the block runs once the context is appended
-        embedded = embedded * one.to(embedded.dtype)
+        block = PassTokens(places.reshape(1, -1), seen, tips.start, tips.splits, later=not config.causal)
+        execution = self._pass(tips.caches, block)
+        embedded = run_after(self.block.embed(tokens.reshape(1, -1)), tips.states[0])  # the context is appended
         return self.block.head.run(embedded, execution).reshape(-1, each, config.hidden_size)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 from torch import nn
 
 from outrider.compiler.export.block_graph import BlockGraph
-from outrider.compiler.export.draft_graph import DraftGraph, DraftModel
+from outrider.compiler.export.draft_graph import DraftGraph, DraftModel, DraftOptions
 from outrider.compiler.export.execution import cache_outputs
 from outrider.compiler.export.level_graph import LevelGraph
 from outrider.compiler.export.tracing import Shape, arguments, name_inputs, trace
@@ -19,43 +17,31 @@ from outrider.plans.sampling import SETTINGS
 
 
 def export_draft(
-    model: nn.Module,
-    tree: Tree,
-    capacity: int,
-    vocab_size: int,
-    *,
-    rejected: bool = False,
-    positions: int | None = None,
-    slots: bool = False,
-    branches: int = 1,
-    columns: Sequence[int] | None = None,
-    featured: int | None = None,
+    model: nn.Module, tree: Tree, capacity: int, vocab_size: int, options: DraftOptions | None = None
 ) -> ir.Model:
-    """Export a `DraftModel` over a KV cache of `capacity` slots and one row, for `positions` (default: `capacity`).
+    """Export a `DraftModel` over a KV cache of `capacity` slots and one row, or several.
 
     `vocab_size` is the target's: a branch's noise is by its tokens.
 
-    A head reads `features` of the target's last step, `featured` numbers wide, of which the head reads those in
-    `columns` (default: all); `feature_indices` picks the features of its tokens. Outputs, in the layout of the target's
-    next step, the root (the tip) first: `tree_token_ids`, `tree_positions`, `tree_parent` `[nodes]`; `tree_score` f32
-    `[nodes]`, log-probabilities summed from the root, or of a block head's chain those of its confidence.
+    A head reads `features` of the target's last step; `feature_indices` picks the features of its tokens. Outputs, in
+    the layout of the target's next step, the root (the tip) first: `tree_token_ids`, `tree_positions`, `tree_parent`
+    `[nodes]`; `tree_score` f32 `[nodes]`, log-probabilities summed from the root, or of a block head's chain those of
+    its confidence. Of chains that are drawn, `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw.
 
-    With `rejected` the tree is a chain (`top_k` 1) whose tokens are drawn, for acceptance by rejection, and
-    `draft_probs` f32 `[nodes, vocab]` holds the distribution of each draw.
+    `tree_slots` int64 `[nodes]` says where the levels put each node: value s is slot past_length + N + s of the KV
+    cache. It is -1 for a node that no level ran, and for the root, which is the last of the N tokens fed. Only
+    frontiers are run: a node with children has a slot, and slots ascend along a path.
 
-    With `slots`, and a tree with levels, `tree_slots` int64 `[nodes]` says where the levels put each node: value s is
-    slot past_length + N + s of the KV cache. It is -1 for a node that no level ran, and for the root, which is the last
-    of the N tokens fed. Only frontiers are run: a node with children has a slot, and slots ascend along a path.
-
-    With several `branches`, the KV cache may have several rows, and trees grow from the tokens `tip_indices` int64
-    `[R, B]`, equally many in each row, with the noise and settings of `tip_branch` int64 `[R, B]`. Outputs hold one
-    tree after another, `[D]` in all, but parents count within a tree, and `tree_slots` counts from the first slot
-    after the row's tokens. A level takes B * k slots of each row.
+    With several branches, trees grow from the tokens `tip_indices` int64 `[R, B]`, equally many in each row, with the
+    noise and settings of `tip_branch` int64 `[R, B]`. Outputs hold one tree after another, `[D]` in all, but parents
+    count within a tree, and `tree_slots` counts from the first slot after the row's tokens. A level takes B * k slots
+    of each row.
     """
+    options = options or DraftOptions()
     drafting: DraftModel = model  # type: ignore[assignment]
     heads = drafting.heads
-    features = (featured or drafting.feature_size) if drafting.feature_size else 0
-    several = branches > 1
+    features = (options.featured or drafting.feature_size) if drafting.feature_size else 0
+    several, branches = options.branches > 1, options.branches
     layers = range(heads.num_layers)
     row: int | str = names.ROWS if several else 1
     cache: Shape = (row, heads.num_kv_heads, capacity, heads.head_dim)
@@ -74,13 +60,12 @@ def export_draft(
         **{names.k_cache(i): cache for i in layers},
         **{names.v_cache(i): cache for i in layers},
     }
-    rejecting, rows_of = vocab_size if rejected else 0, positions or capacity
+    positions = options.positions or capacity
     graph: DraftGraph
     if isinstance(model, BlockDraft):
-        graph, passes = BlockGraph(model, tree, rows_of, rejected=rejecting, columns=columns), 2
+        graph, passes = BlockGraph(model, tree, positions, options), 2
     else:
-        graph = LevelGraph(model, tree, rows_of, rejected=rejecting, slots=slots, columns=columns)
-        passes = 1 + tree.depth
+        graph, passes = LevelGraph(model, tree, positions, options), 1 + tree.depth
     # The settings of several branches become symbols of the trace: as examples they are of another number.
     settings: dict[str, Shape] = {
         names.NOISE: ("all", tree.depth + 1, vocab_size),
@@ -90,11 +75,11 @@ def export_draft(
     sizes |= {names.ROWS: 2, names.ROW_EDGES: 3, names.TIPS: 3}
     traced = trace(
         graph,
-        *arguments(graph, graph_inputs | (settings if several else {}), sizes, drafting.dtype),
+        *arguments(graph_inputs | (settings if several else {}), sizes, drafting.dtype),
         outputs={
             **dict.fromkeys(names.TREE, grown),
-            **({names.TREE_SLOTS: grown} if slots else {}),
-            **({names.DRAFT_PROBS: (*grown, vocab_size)} if rejected else {}),
+            **({names.TREE_SLOTS: grown} if options.slots else {}),
+            **({names.DRAFT_PROBS: (*grown, vocab_size)} if options.rejected else {}),
             **dict.fromkeys(cache_outputs(heads.num_layers, passes), cache),
         },
     )

@@ -8,16 +8,17 @@ Trees may grow from several tips at once, equally many in each row: one pass run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.execution import GraphExecution, KvCaches, RopeTables
+from outrider.compiler.export.execution import GraphExecution, KvCaches, PassTokens, RopeTables
 from outrider.compiler.export.ops import draft_sample, tree_expand, tree_rerank
 from outrider.compiler.models.attention import Attention
+from outrider.plans import names
 from outrider.plans.manifest import Tree
 
 # How often the drafter's race says nothing of the target's. Near the best of a grid on the reference drafters
@@ -77,6 +78,25 @@ class Growth(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftOptions:
+    """What a draft graph does beside growing one tree after the last token.
+
+    With `rejected` the tree is a chain (`top_k` 1) whose tokens are drawn, for acceptance by rejection. With `slots`,
+    and a tree with levels, the graph says where the levels put each node. With several `branches`, the KV cache may
+    have several rows, and trees grow from given tips. A head reads features `featured` numbers wide (default: what it
+    reads), of which it reads those in `columns` (default: all). Tokens have up to `positions` positions (default: the
+    KV cache's slots).
+    """
+
+    rejected: bool = False
+    slots: bool = False
+    branches: int = 1
+    columns: Sequence[int] | None = None
+    featured: int | None = None
+    positions: int | None = None
+
+
+@dataclass(frozen=True)
 class Tips:
     """The n tips that trees grow from, and the layout of the slots after them, `each` of a tip.
 
@@ -84,7 +104,7 @@ class Tips:
     """
 
     caches: KvCaches
-    hidden: Tensor  # [1, n, H]
+    states: tuple[Tensor, ...]  # [1, n, width], of the last tokens before trees
     token: Tensor  # [n]
     position: Tensor  # [n]
     bias: Tensor  # [n, T]
@@ -120,25 +140,13 @@ class DraftGraph(nn.Module):
     splits: Tensor
     depths: Tensor
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tree: Tree,
-        positions: int,
-        each: int,
-        *,
-        rejected: int,
-        slots: bool,
-        columns: Sequence[int] | None,
-    ) -> None:
-        """`each` is the number of slots that a pass after the tips takes of each, `columns` those of the features that
-        the model reads; None for all."""
+    def __init__(self, model: nn.Module, tree: Tree, each: int, positions: int, options: DraftOptions) -> None:
+        """`each` is the number of slots that a pass after the tips takes of each."""
         super().__init__()
-        self.model, self.tree, self.each = model, tree, each
-        self.rejected, self.slots = rejected, slots
+        self.model, self.tree, self.each, self.options = model, tree, each, options
         drafting: DraftModel = model  # type: ignore[assignment]
         self.tables = RopeTables(drafting.heads, positions, drafting.dtype)
-        self.register_buffer("columns", None if columns is None else torch.tensor(columns))
+        self.register_buffer("columns", None if options.columns is None else torch.tensor(options.columns))
         k = tree.top_k
         for name, table in {
             "offsets": torch.arange(each).unsqueeze(1),  # each slot of a pass after the tip
@@ -148,56 +156,25 @@ class DraftGraph(nn.Module):
         }.items():
             self.register_buffer(name, table)
 
-    def forward(
-        self,
-        features: Tensor | None,
-        feature_indices: Tensor | None,
-        token_ids: Tensor,
-        positions: Tensor,
-        row_splits: Tensor,
-        attn_bias: Tensor,
-        past_length: Tensor,
-        tip_indices: Tensor | None,
-        tip_branch: Tensor | None,
-        noise: Tensor,
-        draft_sampling: Tensor,
-        k_caches: Sequence[Tensor],
-        v_caches: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Map the graph's inputs, by name, to its outputs, in order."""
         model: DraftModel = self.model  # type: ignore[assignment]
-        caches = KvCaches(k_caches, v_caches)
-        fused = None
-        if features is not None and feature_indices is not None:
-            chosen = torch.index_select(features, 0, feature_indices)
+        caches, fused = KvCaches(inputs), None
+        if names.FEATURES in inputs:
+            chosen = torch.index_select(inputs[names.FEATURES], 0, inputs[names.FEATURE_INDICES])
             if self.columns is not None:
                 chosen = torch.index_select(chosen, 1, self.columns)
             fused = model.fuse(chosen.unsqueeze(0))
-        execution = self._pass(caches, positions.unsqueeze(0), attn_bias, past_length, row_splits)
-        hidden = self._take_in(token_ids.unsqueeze(0), fused, execution)
-        if tip_indices is None or tip_branch is None:
-            # Not token_ids.shape[0]: ONNX Runtime adds on the CPU to what is a shape, and reads past_length there.
-            start = past_length + row_splits[1:]
-            tips = Tips(
-                caches,
-                hidden[:, -1].unsqueeze(1),
-                token_ids[-1].unsqueeze(0),  # not [-1:], whose size would be symbolic
-                positions[-1].unsqueeze(0),
-                attn_bias[:, :, -1].squeeze(1),
-                noise,
-                None,
-                draft_sampling,
-                start,
-                start + self.offsets,
-                self.splits,
-                self.each,
-                None,
-            )
-        else:
-            tips = self._tips(caches, hidden, token_ids, positions, row_splits, attn_bias, past_length, tip_indices)
-            of = tip_branch.reshape(-1)
-            tips = replace(tips, noise=noise, branch=of, sampling=torch.index_select(draft_sampling, 0, of))
+        tokens = PassTokens(
+            inputs[names.POSITIONS].unsqueeze(0),
+            inputs[names.ATTN_BIAS],
+            inputs[names.PAST_LENGTH],
+            inputs[names.ROW_SPLITS],
+        )
+        states = self._take_in(inputs[names.TOKEN_IDS].unsqueeze(0), fused, self._pass(caches, tokens))
+        tips = (self._tips if names.TIP_INDICES in inputs else self._tip)(caches, states, inputs)
         growth = self._growth(tips)
-        grow = self._draw if self.rejected else self._grow
+        grow = self._draw if self.options.rejected else self._grow
         token, parent, depth, score, *others = grow(tips, growth, growth.first())
         root = (tips.position + model.lead).unsqueeze(1)
         return (
@@ -209,46 +186,59 @@ class DraftGraph(nn.Module):
             *caches.presents,
         )
 
-    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
+    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> tuple[Tensor, ...]:
         """Run the model over the new tokens `[1, N]` and what it reads of the target's features `[1, N, H]`.
 
-        Returns what the growth after the tips needs of each token, `[1, N, width]`.
+        Returns the tensors that the growth after the tips needs of each token, `[1, N, width]`.
         """
         raise NotImplementedError
 
     def _growth(self, tips: Tips) -> Growth:
         raise NotImplementedError
 
-    def _tips(
-        self,
-        caches: KvCaches,
-        hidden: Tensor,
-        token_ids: Tensor,
-        positions: Tensor,
-        row_splits: Tensor,
-        attn_bias: Tensor,
-        past_length: Tensor,
-        tip_indices: Tensor,
-    ) -> Tips:
-        """Gather the tips at `tip_indices` `[R, tips]`; the caller replaces the placeholders `noise`,
-        `branch` and `sampling`.
-        """
+    def _tip(self, caches: KvCaches, states: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Tips:
+        """Return the one tip, the last token."""
+        # Not token_ids.shape[0]: ONNX Runtime adds on the CPU to what is a shape, and reads past_length there.
+        start = inputs[names.PAST_LENGTH] + inputs[names.ROW_SPLITS][1:]
+        return Tips(
+            caches,
+            tuple(each[:, -1].unsqueeze(1) for each in states),
+            inputs[names.TOKEN_IDS][-1].unsqueeze(0),  # not [-1:], whose size would be symbolic
+            inputs[names.POSITIONS][-1].unsqueeze(0),
+            inputs[names.ATTN_BIAS][:, :, -1].squeeze(1),
+            inputs[names.NOISE],
+            branch=None,
+            sampling=inputs[names.DRAFT_SAMPLING],
+            start=start,
+            slots=start + self.offsets,
+            splits=self.splits,
+            width=self.each,
+            several=None,
+        )
+
+    def _tips(self, caches: KvCaches, states: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Tips:
+        """Return the tips `[R, tips]` that an input gives."""
+        tip_indices, row_splits, attn_bias = (
+            inputs[names.TIP_INDICES],
+            inputs[names.ROW_SPLITS],
+            inputs[names.ATTN_BIAS],
+        )
         k, (rows, trees) = self.each, tip_indices.shape
-        tip = tip_indices.reshape(-1)
+        tip, branch = tip_indices.reshape(-1), inputs[names.TIP_BRANCH].reshape(-1)
         row, width = torch.arange(rows).unsqueeze(1), trees * k
         within = (torch.arange(trees) * k).expand(rows, trees)
-        start = past_length + (row_splits[1:] - row_splits[:-1])
+        start = inputs[names.PAST_LENGTH] + (row_splits[1:] - row_splits[:-1])
         place = tip_indices - row_splits[:-1].unsqueeze(1) + row * attn_bias.shape[2]
         of_tip = torch.arange(rows * width) // k
         return Tips(
             caches,
-            torch.index_select(hidden, 1, tip),
-            torch.index_select(token_ids, 0, tip),
-            torch.index_select(positions, 0, tip),
+            tuple(torch.index_select(each, 1, tip) for each in states),
+            torch.index_select(inputs[names.TOKEN_IDS], 0, tip),
+            torch.index_select(inputs[names.POSITIONS], 0, tip),
             torch.index_select(attn_bias.reshape(-1, attn_bias.shape[3]), 0, place.reshape(-1)),
-            noise=tip,
-            branch=tip,
-            sampling=tip,
+            inputs[names.NOISE],
+            branch=branch,
+            sampling=torch.index_select(inputs[names.DRAFT_SAMPLING], 0, branch),
             start=start,
             slots=(start.unsqueeze(1) + torch.arange(width)).reshape(-1, 1),
             splits=torch.arange(rows + 1) * width,
@@ -259,7 +249,7 @@ class DraftGraph(nn.Module):
     def _grow(self, tips: Tips, growth: Growth, logits: Tensor) -> list[Tensor]:
         """Grow the trees after the tips, whose logits are `[1, n, V]`.
 
-        Returns tokens, parents, depths and scores `[n, nodes - 1]`; with `self.slots` also the nodes' slots, flat
+        Returns tokens, parents, depths and scores `[n, nodes - 1]`; with slots also the nodes' slots, flat
         `[n * nodes]`.
         """
         tree, k, several = self.tree, self.tree.top_k, tips.several
@@ -295,7 +285,7 @@ class DraftGraph(nn.Module):
             torch.cat(tokens, 1), ranked, torch.cat(parents, 1), self.depths, tree.nodes
         )
         drafted = [self.target_ids(token), parent, depth, score]
-        if self.slots:
+        if self.options.slots:
             drafted.append(self._slots_of(candidate, torch.cat(expanded, 1), tips))
         return drafted
 
@@ -330,7 +320,7 @@ class DraftGraph(nn.Module):
 
         The distributions are f32 `[n * nodes, vocab]`: what each node was drawn from, 0 for a root.
         """
-        tree, size = self.tree, self.rejected
+        tree, size = self.tree, tips.noise.shape[2]
         model: DraftModel = self.model  # type: ignore[assignment]
 
         def of_chains(logits: Tensor) -> Tensor:
@@ -362,11 +352,9 @@ class DraftGraph(nn.Module):
         scores = torch.cumsum(torch.log(own), 1)
         return [target_ids, steps, steps + 1, scores, distributions.reshape(-1, size)]
 
-    def _pass(
-        self, caches: KvCaches, positions: Tensor, bias: Tensor, past: Tensor, splits: Tensor, *, later: bool = False
-    ) -> GraphExecution:
+    def _pass(self, caches: KvCaches, tokens: PassTokens) -> GraphExecution:
         model: DraftModel = self.model  # type: ignore[assignment]
-        return GraphExecution(model.heads, self.tables, caches, positions, bias, past, splits, later=later)
+        return GraphExecution(model.heads, self.tables, caches, tokens)
 
     def _noise(self, tips: Tips, depth: int) -> Tensor:
         """Return the noise `[n, Vd]` of the drafter's tokens after the tips' nodes at `depth`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.ops import attention, path_conv, state_scan
+from outrider.compiler.export.ops import branch_attention, path_conv, state_scan
 from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.decoder import HeadNorms, RmsNorm
 from outrider.compiler.models.mixers import DeltaConfig
@@ -36,90 +38,91 @@ class RopeTables(nn.Module):
 
 
 class KvCaches:
-    """The KV cache of one graph: its cache inputs, and the outputs of each pass over them.
+    """The KV cache of one graph: the cache inputs among the graph's `inputs`, and the outputs of each pass over them.
 
     Every pass reads the graph's cache inputs and gives its own outputs, all bound to the same memory; a later pass runs
     after an earlier one because it needs data that the earlier one computes.
     """
 
-    def __init__(self, k_caches: Sequence[Tensor], v_caches: Sequence[Tensor]) -> None:
-        self.k_caches, self.v_caches = k_caches, v_caches
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self._inputs = inputs
         self.presents: list[Tensor] = []
 
-
-class LayerStates:
-    """The states of a graph's layers, by the names of their buffers, a tensor for each layer, and what says how they go
-    on: `path`, in the order of `STATE_PATH`."""
-
-    def __init__(self, states: Mapping[str, Sequence[Tensor]], path: list[Tensor]) -> None:
-        self._states, self._path = states, path
-        self.presents: dict[str, list[Tensor]] = {name: [] for name in states}
-
-    def convolve(self, index: int, x: Tensor, taps: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """Convolve with the state of the `index`-th layer that has one, which goes on."""
-        tail, log = (self._states[name][index] for name in (names.CONV_TAIL, names.CONV_LOG))
-        out: Tensor
-        out, tail, log = path_conv(x, taps, tail, log, self._path, bias, int(silu))
-        self.presents[names.CONV_TAIL].append(tail)
-        self.presents[names.CONV_LOG].append(log)
-        return out
-
-    def scan(
-        self, index: int, x: Tensor, gates: tuple[Tensor, Tensor], rates: tuple[Tensor, Tensor], mixer: DeltaConfig
-    ) -> Tensor:
-        state, log = (self._states[name][index] for name in (names.STATE, names.STATE_LOG))
-        out: Tensor
-        out, state, log = state_scan(
-            x, gates[0], *rates, state, log, self._path, gates[1], None, mixer.key_heads, mixer.values
-        )
-        self.presents[names.STATE].append(state)
-        self.presents[names.STATE_LOG].append(log)
-        return out
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the cache inputs of keys and of values of the `layer`-th layer that attends."""
+        return self._inputs[names.k_cache(layer)], self._inputs[names.v_cache(layer)]
 
 
 STATE_PATH = (names.PARENT, names.BRANCH, names.REPLAY, names.REPLAYS, names.FOLD)
+"""The inputs that say how states go on."""
 
 
-class GraphExecution:
-    """One pass over tokens at `positions` int64 `[1, n]` under `bias` `[R, 1, S, T]`.
+class LayerStates:
+    """The states of a graph's layers, among the graph's `inputs`, and how they go on, by names of inputs."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self._inputs = inputs
+        self._path = {name: inputs[name] for name in STATE_PATH if name in inputs}
+        self.presents: dict[str, Tensor] = {}
+
+    def run(self, op: Any, index: int, kind: tuple[str, str], **own: Any) -> Tensor:
+        """Run an op with a kind of state of the `index`-th layer that has one, which goes on."""
+        state, log = (names.of_layer(name, index) for name in kind)
+        before = dict(zip(kind, (self._inputs[state], self._inputs[log]), strict=True))
+        out, *after = op(**own, **before, **self._path)
+        self.presents |= zip((state, log), after, strict=True)
+        return out  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """The tokens of one pass, at `positions` int64 `[1, n]` under `bias` `[R, 1, S, T]`.
 
     `past` `[R]` is the slot where each row's tokens are appended, `splits` `[R + 1]` says which tokens each row has.
     With `later`, the bias may show a token of the pass that comes after the query's.
     """
+
+    positions: Tensor
+    bias: Tensor
+    past: Tensor
+    splits: Tensor
+    later: bool = False
+
+
+class GraphExecution:
+    """One pass over tokens; `states` are those of layers without attention."""
 
     def __init__(
         self,
         attention: Attention,
         tables: RopeTables,
         caches: KvCaches,
-        positions: Tensor,
-        bias: Tensor,
-        past: Tensor,
-        splits: Tensor,
-        *,
-        later: bool = False,
+        tokens: PassTokens,
         states: LayerStates | None = None,
     ) -> None:
-        self._later, self._states = later, states
-        self._attention, self._tables, self._caches = attention, tables, caches
-        self._positions, self._past, self._splits = positions, past, splits
-        self._bias = bias
+        self._attention, self._tables, self._caches, self._tokens = attention, tables, caches, tokens
+        self._states = states
         self.queries: list[Tensor] = []  # each layer's, `[n, heads * head_dim]`, as they are compared with keys
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
     ) -> Tensor:
-        return self._attend(layer, q, k, v, norms, sinks, self._attention.num_heads)
+        own = {"num_heads": self._attention.num_heads, "softcap": self._attention.attention_softcap or 0.0}
+        return self._attend(layer, norms, q=q, k=k, v=v, sinks=sinks, asks=1, later=int(self._tokens.later), **own)
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None, *, silu: bool = False) -> Tensor:
         assert self._states is not None
-        return self._states.convolve(self._place(layer), x, taps, bias, silu)
+        own = {"x": x, "weight": taps, "bias": bias, "silu": int(silu)}
+        return self._states.run(path_conv, self._place(layer), names.STATES[0], **own)
 
     def scan(self, layer: int, x: Tensor, gates: tuple[Tensor, Tensor], rates: tuple[Tensor, Tensor]) -> Tensor:
         mixer = self._attention.mixer
         assert self._states is not None
         assert isinstance(mixer, DeltaConfig)
-        return self._states.scan(self._place(layer), x, gates, rates, mixer)
+        own = dict(zip(("x", "a", "b", "decay_log", "step_bias"), (x, *gates, *rates), strict=True))
+        sizes = {"key_heads": mixer.key_heads, "values": mixer.values, "delta": 1, "scale": 1.0}
+        steps = {"skip": None, "least_step": 0.0, "most_step": float("inf")}
+        return self._states.run(state_scan, self._place(layer), names.STATES[1], **own, **sizes, **steps)
 
     def _place(self, layer: int) -> int:
         """Return which of the layers without attention it is."""
@@ -130,28 +133,35 @@ class GraphExecution:
 
         Returns one number of each, `[1, n, 1]`, for what must run after it: the keys stand for queries.
         """
-        return self._attend(layer, k, k, v, (norm, norm), None, self._attention.num_kv_heads, asks=0)[..., :1]
+        own = {"num_heads": self._attention.num_kv_heads, "softcap": 0.0}
+        return self._attend(layer, (norm, norm), q=k, k=k, v=v, sinks=None, asks=0, later=0, **own)[..., :1]
 
-    def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, sinks: Tensor | None, heads: int,
-        asks: int = 1,
-    ) -> Tensor:  # fmt: skip
-        a, kind, place = self._attention, self._attention.kinds[layer], self._attention.attention_layers.index(layer)
-        k_cache = self._caches.k_caches[place]
-        window = 0 if kind.window is None or kind.window >= k_cache.shape[2] else kind.window
+    def _attend(self, layer: int, norms: HeadNorms, **own: Any) -> Tensor:
+        """Return what queries attend to, by the arguments of BranchAttention that the layer does not give."""
+        a, kind = self._attention, self._attention.kinds[layer]
+        k_cache, v_cache = self._caches.of_layer(a.attention_layers.index(layer))
         cos, sin = (None, None) if kind.rope is None else self._tables.cos_and_sin(kind.rope)
-        positions = None if kind.rope is None else self._positions
         q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
-        epsilon = 0.0 if norms[0] is None else norms[0].eps
-        softcap = (a.attention_softcap or 0.0) if asks else 0.0
-        out, k_out, v_out, queries = attention(
-            q, k, v, k_cache, self._caches.v_caches[place], self._bias, self._past, self._splits, sinks,
-            positions, cos, sin, q_norm, k_norm, heads, a.num_kv_heads, a.attention_scale,
-            int(self._later and asks == 1), asks, softcap, window, epsilon,
-        )  # fmt: skip
+        out, k_out, v_out, queries = branch_attention(
+            **own,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            attn_bias=self._tokens.bias,
+            past_length=self._tokens.past,
+            row_splits=self._tokens.splits,
+            positions=None if kind.rope is None else self._tokens.positions,
+            cos=cos,
+            sin=sin,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            kv_num_heads=a.num_kv_heads,
+            scale=a.attention_scale,
+            window=0 if kind.window is None or kind.window >= k_cache.shape[2] else kind.window,
+            epsilon=0.0 if norms[0] is None else norms[0].eps,
+        )
         self.queries.append(queries)
         self._caches.presents += (k_out, v_out)
-        return out
+        return out  # type: ignore[no-any-return]
 
 
 def cache_outputs(layers: int, passes: int) -> list[str]:

@@ -7,47 +7,42 @@ nodes, which equals the KV that feeding their tokens would give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.draft_graph import DraftGraph, DraftModel, Growth, Tips
-from outrider.compiler.export.execution import GraphExecution
+from outrider.compiler.export.draft_graph import DraftGraph, DraftModel, DraftOptions, Growth, Tips
+from outrider.compiler.export.execution import GraphExecution, PassTokens
 from outrider.compiler.models.decoder import Execution
 from outrider.plans.manifest import Tree
 
 
 class LevelModel(DraftModel, Protocol):
-    """A model that maps tokens, and the hidden states before them, to hidden states: `[1, N]` and `[1, N, H]`."""
+    """A model that maps tokens `[1, N]`, and the hidden states before them, to hidden states, all `[1, N, H]`.
 
-    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> Tensor: ...
+    `run` returns those that `logits` reads first, and those that the next level feeds back last.
+    """
+
+    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> tuple[Tensor, ...]: ...
 
 
 class LevelGraph(DraftGraph):
     """Runs the model over the new tokens, then over the frontier of every level."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tree: Tree,
-        positions: int,
-        *,
-        rejected: int = 0,
-        slots: bool = False,
-        columns: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(model, tree, positions, tree.top_k, rejected=rejected, slots=slots, columns=columns)
+    def __init__(self, model: nn.Module, tree: Tree, positions: int, options: DraftOptions) -> None:
+        super().__init__(model, tree, tree.top_k, positions, options)
 
-    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> Tensor:
+    def _take_in(self, token_ids: Tensor, fused: Tensor | None, execution: GraphExecution) -> tuple[Tensor, ...]:
         model: LevelModel = self.model  # type: ignore[assignment]
         return model.run(token_ids, fused, execution)
 
     def _growth(self, tips: Tips) -> Growth:
         return _Levels(self, tips)
 
-    def run_level(self, token: Tensor, hidden: Tensor, bias: Tensor, level: int, tips: Tips) -> tuple[Tensor, Tensor]:
+    def run_level(
+        self, token: Tensor, hidden: Tensor, bias: Tensor, level: int, tips: Tips
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run the frontiers' nodes `[n, k]`; return their hidden states and biases `[n * k, T]`.
 
         Each node's bias shows the keys that it sees, itself included.
@@ -61,27 +56,30 @@ class LevelGraph(DraftGraph):
         else:
             positions = torch.index_select(position, 0, several.of_tip).unsqueeze(0)
             seen = bias.reshape(several.rows, 1, tips.width, bias.shape[1])
-        execution = self._pass(tips.caches, positions, seen, tips.start + first, tips.splits)
+        execution = self._pass(tips.caches, PassTokens(positions, seen, tips.start + first, tips.splits))
         return model.run(self.target_ids(token).reshape(1, -1), hidden, execution), bias
 
 
 class _Levels:
-    """The `Growth` of a `LevelGraph`: hidden states `[1, n * k, H]` and biases `[n * k, T]` of the frontiers."""
+    """The `Growth` of a `LevelGraph`: hidden states `[1, n * k, H]`, as they are fed back, and biases `[n * k, T]` of
+    the frontiers."""
 
     def __init__(self, graph: LevelGraph, tips: Tips) -> None:
         self._graph, self._tips = graph, tips
+        hidden = tips.states[-1]
         if tips.several is None:
-            self._hidden, self._bias = tips.hidden.expand(-1, graph.each, -1), tips.bias.expand(graph.each, -1)
+            self._hidden, self._bias = hidden.expand(-1, graph.each, -1), tips.bias.expand(graph.each, -1)
         else:
-            self._hidden = torch.index_select(tips.hidden, 1, tips.several.of_tip)
+            self._hidden = torch.index_select(hidden, 1, tips.several.of_tip)
             self._bias = torch.index_select(tips.bias, 0, tips.several.of_tip)
 
     def first(self) -> Tensor:
-        return self._logits(self._tips.hidden)
+        return self._logits(self._tips.states[0])
 
     def logits_after(self, token: Tensor, level: int) -> Tensor:
-        self._hidden, self._bias = self._graph.run_level(token, self._hidden, self._bias, level, self._tips)
-        return self._logits(self._hidden)
+        states, self._bias = self._graph.run_level(token, self._hidden, self._bias, level, self._tips)
+        self._hidden = states[-1]
+        return self._logits(states[0])
 
     def follow(self, parent: Tensor) -> None:
         several = self._tips.several

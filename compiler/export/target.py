@@ -6,7 +6,6 @@ BranchAttention is one node and takes several rows; `lowering` rewrites the grap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import onnx_ir as ir
 import torch
@@ -17,6 +16,7 @@ from outrider.compiler.export.execution import (
     GraphExecution,
     KvCaches,
     LayerStates,
+    PassTokens,
     RopeTables,
     cache_outputs,
 )
@@ -35,45 +35,22 @@ class TargetGraph(nn.Module):
         self.decoder, self.taps, self.queries = decoder, tuple(taps), queries
         self.tables = RopeTables(decoder.config, positions, decoder.embedding.dtype)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        row_splits: Tensor,
-        attn_bias: Tensor,
-        past_length: Tensor,
-        logit_indices: Tensor,
-        k_caches: Sequence[Tensor],
-        v_caches: Sequence[Tensor],
-        parent: Tensor | None = None,
-        branch: Tensor | None = None,
-        replay: Tensor | None = None,
-        replays: Tensor | None = None,
-        fold: Tensor | None = None,
-        conv_tails: Sequence[Tensor] | None = None,
-        conv_logs: Sequence[Tensor] | None = None,
-        states: Sequence[Tensor] | None = None,
-        state_logs: Sequence[Tensor] | None = None,
-    ) -> tuple[Tensor, ...]:
-        caches = KvCaches(k_caches, v_caches)
-        path = [each for each in (parent, branch, replay, replays, fold) if each is not None]
-        given = zip((*names.STATES[0], *names.STATES[1]), (conv_tails, conv_logs, states, state_logs), strict=True)
-        kept = LayerStates({name: tensors for name, tensors in given if tensors is not None}, path)
-        execution = GraphExecution(
-            self.decoder.config, self.tables, caches, positions.unsqueeze(0), attn_bias, past_length, row_splits,
-            states=kept,
-        )  # fmt: skip
-        hidden, tapped = self.decoder.hidden(token_ids.unsqueeze(0), execution, self.taps)
-        picked = torch.index_select(hidden, -2, logit_indices).squeeze(0)  # a product of 2-D tensors becomes one Gemm
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Map the graph's inputs, by name, to its outputs, in order."""
+        caches, states = KvCaches(inputs), LayerStates(inputs)
+        tokens = PassTokens(
+            inputs[names.POSITIONS].unsqueeze(0),
+            inputs[names.ATTN_BIAS],
+            inputs[names.PAST_LENGTH],
+            inputs[names.ROW_SPLITS],
+        )
+        execution = GraphExecution(self.decoder.config, self.tables, caches, tokens, states)
+        hidden, tapped = self.decoder.hidden(inputs[names.TOKEN_IDS].unsqueeze(0), execution, self.taps)
+        # A product of 2-D tensors becomes one Gemm.
+        picked = torch.index_select(hidden, -2, inputs[names.LOGIT_INDICES]).squeeze(0)
         features = (torch.cat(tapped, -1).squeeze(0).float(),) if tapped else ()
         queries = tuple(q.float() for q in execution.queries) if self.queries else ()
-        return (
-            self.decoder.logits(picked).float(),
-            *features,
-            *caches.presents,
-            *queries,
-            *chain(*kept.presents.values()),
-        )
+        return self.decoder.logits(picked).float(), *features, *caches.presents, *queries, *states.presents.values()
 
 
 def export_target(
@@ -82,25 +59,28 @@ def export_target(
     taps: Sequence[int] = (),
     *,
     queries: bool = False,
-    states: Geometry | None = None,
+    sizes: Geometry | None = None,
 ) -> ir.Model:
     """Export `decoder` over KV caches of `capacity` slots.
 
     With `taps`, the output `features` holds the residual streams that enter these layers, side by side (EAGLE3's
     input). With `queries`, each layer has an output `queries.i`: its queries as attention compares them with keys.
-    `states` has the sizes of states, of a decoder whose layers keep some.
+    `sizes` has those of states, of a decoder whose layers keep some.
     """
     config = decoder.config
     cache: Shape = (names.ROWS, config.num_kv_heads, capacity, config.head_dim)
     layers = range(len(config.attention_layers))
-    shapes = {} if states is None else state_shapes(states)
-    kept = {names.of_layer(name, i): shapes[name] for name in shapes for i in range(len(config.mixer_layers))}
+    shapes = {} if sizes is None else state_shapes(sizes)
+    # A layer has its states one after another, in the order in which it runs them.
+    kept: dict[str, Shape] = {
+        names.of_layer(name, i): shapes[name] for i in range(len(config.mixer_layers)) for name in shapes
+    }
     return trace_target(
         TargetGraph(decoder, capacity, taps, queries=queries),
         cache,
         len(layers),
         decoder.embedding.dtype,
-        states={**_path_shapes(states), **kept} if states is not None and kept else {},
+        states={**_path_shapes(sizes), **kept} if sizes is not None and kept else {},
         outputs={
             names.LOGITS_OUT: (names.LOGITS, config.vocab_size),
             **({names.FEATURES: (names.NEW, len(taps) * config.hidden_size)} if taps else {}),
@@ -142,6 +122,6 @@ def trace_target(
         **states,
     }
     sizes = {names.NEW: 4, names.ROWS: 2, names.ROW_EDGES: 3, names.PLACES: 2, names.VIEW: 8, names.LOGITS: 3}
-    model = trace(module, *arguments(module, inputs, sizes, dtype), outputs=outputs)
+    model = trace(module, *arguments(inputs, sizes, dtype), outputs=outputs)
     name_inputs(model, inputs)
     return model

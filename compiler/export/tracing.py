@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import io
 import logging
 import warnings
@@ -114,27 +113,20 @@ def trace(
 
 
 def arguments(
-    module: nn.Module, inputs: Mapping[str, Shape], sizes: Mapping[str, int], dtype: torch.dtype
+    inputs: Mapping[str, Shape], sizes: Mapping[str, int], dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return example inputs of `module` and their dynamic dimensions, for `trace`, by parameter of its `forward`.
+    """Return examples and dynamic dimensions, for `trace`, of a module whose `forward` takes one mapping, `inputs`.
 
     `inputs` are shapes by the contract's names. Their symbols become dynamic; the example `sizes` of these are all
-    different. Caches, of `dtype`, are elements of one parameter by kind. A parameter without an input is None.
+    different. Caches are of `dtype`.
     """
-    examples: dict[str, Any] = dict.fromkeys(inspect.signature(module.forward).parameters)
-    dynamic = dict(examples)
+    examples, dynamic = dict[str, Any](), dict[str, Any]()
     for name, shape in inputs.items():
-        parameter, layer, _ = name.partition(".")
-        kind = dtype if layer else torch.float32 if name in _REAL else torch.int64
+        kind = dtype if "." in name else torch.float32 if name in _REAL else torch.int64
         # Each in its own memory: equal tensors would become one graph input. Nothing is written, so none is taken.
-        example = torch.empty([sizes[d] if isinstance(d, str) else d for d in shape], dtype=kind)
-        free = {axis: torch.export.Dim.DYNAMIC for axis, d in enumerate(shape) if isinstance(d, str)} or None
-        if layer:
-            for found, each in ((examples, example), (dynamic, free)):
-                found[f"{parameter}s"] = [*(found[f"{parameter}s"] or ()), each]
-        else:
-            examples[name], dynamic[name] = example, free
-    return examples, dynamic
+        examples[name] = torch.empty([sizes[d] if isinstance(d, str) else d for d in shape], dtype=kind)
+        dynamic[name] = {axis: torch.export.Dim.DYNAMIC for axis, d in enumerate(shape) if isinstance(d, str)} or None
+    return {"inputs": examples}, {"inputs": dynamic}
 
 
 @contextlib.contextmanager

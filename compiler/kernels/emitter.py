@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 
 from outrider.compiler.kernels.code import MOST_SOURCES, Nodes, TooLongError, count, sources, write
 from outrider.compiler.kernels.sizes import Size, largest, product, quotient, size
-from outrider.compiler.kernels.values import Kind, ProductInput, RuleTensor, Shape, Stored, Value, Weight
+from outrider.compiler.kernels.values import (
+    Kind,
+    PendingProduct,
+    ProductInput,
+    RuleTensor,
+    Shape,
+    Stored,
+    Value,
+    Weight,
+)
+from outrider.compiler.kernels.workspace import arrange
 from outrider.compiler.models.config import WeightType
 from outrider.plans import names
 from outrider.plans.errors import CheckpointError, PlanError
@@ -29,8 +39,6 @@ _MANY = MOST_SOURCES - 2  # tensors that a rule reads, so that what is made of i
 _LONG = 80  # operations of a rule that others are not made of: its elements are put into memory
 _MOST_SPREAD = 1024  # blocks of a launch whose threads take as many elements as there are
 
-_ALIGNMENT = 256  # bytes: what kernels may assume of an address
-
 Handler = Callable[["Emitter", ir.Node], None]
 
 
@@ -43,6 +51,15 @@ class Weights(Protocol):
     def place(self, size: int, read: Callable[[], NDArray[np.generic]]) -> int:
         """Return the offset of `size` bytes, which may be read now or never."""
         ...
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a launch does for a `part` of the model: the bytes that it moves, its operations; for the reader."""
+
+    part: str
+    moves: Size | str = "0"
+    operations: Size | str = "0"
 
 
 @dataclass
@@ -95,12 +112,16 @@ class Emitter:
     # What handlers read.
 
     def value(self, each: ir.Value | None) -> Value:
+        """Return what a value is; a product that waits for its reader is launched alone."""
+        if (pending := self.pending(each)) is not None:
+            pending.launch()
         assert each is not None
         return self._values[_name(each)]
 
-    def has(self, each: ir.Value) -> bool:
-        """Return whether a value has been computed by what was emitted so far."""
-        return _name(each) in self._values
+    def pending(self, each: ir.Value | None) -> PendingProduct | None:
+        """Return a value that is a product which waits for its reader; None of another."""
+        value = None if each is None else self._values[_name(each)]
+        return value if isinstance(value, PendingProduct) else None
 
     def known(self, each: ir.Value | None) -> tuple[Size, ...] | None:
         """Return the elements of a small tensor of integers that depends on sizes alone; None of another."""
@@ -207,16 +228,13 @@ class Emitter:
         tensors: Mapping[str, str | None],
         numbers: Mapping[str, Size | int | str],
         blocks: Size | str,
+        cost: Cost,
         threads: int = THREADS,
-        *,
         shared: int | str = 0,
-        part: str = "",
-        moves: Size | str = "0",
-        operations: Size | str = "0",
     ) -> None:
         """Add a launch of one of `ENGINE_KERNELS`: all its parameters by name, None for a tensor that is left out.
 
-        Nothing is added for "0" blocks.
+        A block has `shared` bytes of dynamic shared memory. Nothing is added for "0" blocks.
         """
         if str(blocks) == "0":
             return
@@ -231,7 +249,7 @@ class Emitter:
                 tensors=tuple(given.get(name, NO_TENSOR) for name in spec.tensors),
                 numbers=tuple(str(numbers[name]) for name in spec.numbers),
                 blocks=str(blocks), threads=threads, shared=str(shared),
-                part=part, moves=str(moves), operations=str(operations),
+                part=cost.part, moves=str(cost.moves), operations=str(cost.operations),
             )
         )  # fmt: skip
 
@@ -271,8 +289,7 @@ class Emitter:
                 **{symbol: symbol for symbol in names.SYMBOLS},
             },
             spread(elements),
-            part="indices and small tensors",
-            moves=elements * _ITEM[to.kind],
+            Cost("indices and small tensors", elements * _ITEM[to.kind]),
         )
 
     def refusal(self, reason: str) -> PlanError:
@@ -294,7 +311,7 @@ class Emitter:
         for output in self.graph.outputs:
             self._put_out(output)
         items = tuple(self._items.done)
-        offsets, total = _arrange(items, self._areas)
+        offsets, total = arrange(items, self._areas)
         workspace = {name: Place(offset=offsets[name], size=area) for name, area in self._areas.items()}
         counters = max((place.offset + place.size for place in self._counters.values()), default=0)
         return KernelEngine(
@@ -370,40 +387,3 @@ def _destinations(graph: ir.Graph) -> dict[str, str]:
     for each in graph.inputs:
         found.pop(_name(each), None)
     return found
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """Bytes `[offset, end)`, from the `first` to the `last` item that names them."""
-
-    first: int
-    last: int
-    offset: int
-    end: int
-
-
-def _arrange(items: Sequence[Launch | Loop], areas: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Return the offset of each area, by its bytes, and the size of all. What is in use at the same time lies apart.
-
-    An area is in use from the first item that names it to the last; a loop is one item.
-    """
-    uses: dict[str, list[int]] = {}
-    for place, item in enumerate(items):
-        for launch in (item,) if isinstance(item, Launch) else item.launches:
-            for tensor in launch.tensors:
-                if tensor in areas:
-                    uses.setdefault(tensor, []).append(place)
-    offsets, taken = dict[str, int](), list[_Taken]()
-    for name in sorted(areas, key=lambda name: (-areas[name], name)):
-        first, last = (min(uses[name]), max(uses[name])) if name in uses else (0, 0)
-        size = -(-areas[name] // _ALIGNMENT) * _ALIGNMENT
-        offset = 0
-        for other in sorted(taken, key=lambda each: each.offset):
-            if other.last < first or last < other.first:
-                continue
-            if offset + size <= other.offset:
-                break
-            offset = max(offset, other.end)
-        offsets[name] = offset
-        taken.append(_Taken(first, last, offset, offset + size))
-    return offsets, max((each.end for each in taken), default=0)

@@ -9,11 +9,11 @@ from typing import Any
 import onnx_ir as ir
 
 from outrider.compiler.kernels.code import Word
-from outrider.compiler.kernels.elements import softcap
-from outrider.compiler.kernels.emitter import Emitter, Handler
-from outrider.compiler.kernels.products import Output, bytes_of, output_for, part_of, real
+from outrider.compiler.kernels.elements import run_after, softcap
+from outrider.compiler.kernels.emitter import Cost, Emitter, Handler
+from outrider.compiler.kernels.products import Output, add_by_product, bytes_of, output_for, part_of, real
 from outrider.compiler.kernels.sizes import Size, product, quotient, size
-from outrider.compiler.kernels.values import ResidualSum, RuleTensor, Shape, Stored, Weight
+from outrider.compiler.kernels.values import RuleTensor, Shape, Stored, Weight
 from outrider.plans import names
 from outrider.plans.formulas import formula
 from outrider.plans.kernel_engine import TURN, Launch
@@ -48,10 +48,10 @@ def _name_of(stored: Stored | None) -> str | None:
 
 
 def rms_norm(e: Emitter, node: ir.Node) -> None:
-    weight, sums = e.value(node.inputs[1]), [e.value(each) for each in (node.inputs[0], *node.inputs[2:3]) if each]
+    weight = e.value(node.inputs[1])
     assert isinstance(weight, Weight)
-    summed = next((each.total for each in sums if isinstance(each, ResidualSum)), None)
-    x, added = (summed, None) if summed is not None else (real(e, node.inputs[0]), _optional(e, node, 2))
+    summed = add_by_product(e, node) if len(node.inputs) > 2 else None
+    x, added = (real(e, node.inputs[0]), _optional(e, node, 2)) if summed is None else (summed, None)
     rows, width = product(x.shape[:-1]), x.shape[-1]
     if width.number is None or norm_bytes(width.number) > MOST_SHARED:
         raise e.refusal(f"a norm of {width} numbers; rows of up to {MOST_SHARED // norm_bytes(1)} fit into every GPU")
@@ -59,9 +59,8 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
     epsilon = as_number(float, node.attributes.get_float("epsilon", 1e-5))
     total = None
     if added is not None:
-        total = e.new("real", x.shape, node.outputs[1] if len(node.outputs) > 1 else None)
-        if len(node.outputs) > 1:
-            e.set(node.outputs[1], total)
+        total = e.new("real", x.shape, node.outputs[1])
+        e.set(node.outputs[1], total)
     e.launch(
         "outrider_rms_norm",
         {
@@ -70,16 +69,14 @@ def rms_norm(e: Emitter, node: ir.Node) -> None:
         },
         {"size": width, "epsilon": epsilon, "form": normed.form},
         str(rows),
+        Cost(part_of(weight.name), rows * width * ((4 if added is None else 12) + bytes_of(normed)), rows * width * 4),
         shared=norm_bytes(width.number),
-        part=part_of(weight.name),
-        moves=rows * width * ((4 if added is None else 12) + bytes_of(normed)),
-        operations=rows * width * 4,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """The sizes of one attention node."""
+    """The sizes and numbers of one attention node."""
 
     heads: int
     kv_heads: int
@@ -89,6 +86,10 @@ class _Heads:
     view: Size
     tokens: Size
     capacity: Size
+    window: int
+    element: int
+    scale: int
+    softcap: int
 
 
 def unfit_heads(group: int, size: int) -> str | None:
@@ -114,11 +115,12 @@ def attention(e: Emitter, node: ir.Node) -> None:
     assert isinstance(keys, Stored)
     assert isinstance(values, Stored)
     assert k_cache is not None
-    element = _element(e, k_cache)
     of_tokens = given if given is not None else real(e, key)
     h = _Heads(
         number["num_heads"], number["kv_num_heads"], keys.shape[3].number or 0, seen.shape[0], seen.shape[2],
-        seen.shape[3], product(of_tokens.shape[:-1]), keys.shape[2],
+        seen.shape[3], product(of_tokens.shape[:-1]), keys.shape[2], number["window"], _element(e, k_cache),
+        as_number(float, node.attributes.get_float("scale", 1.0)),
+        as_number(float, node.attributes.get_float("softcap", 0.0)),
     )  # fmt: skip
     if (unfit := unfit_heads(h.heads // h.kv_heads, h.size)) is not None:
         raise e.refusal(unfit)
@@ -144,14 +146,13 @@ def attention(e: Emitter, node: ir.Node) -> None:
             "rows": h.rows, "heads": h.heads if asks else 0, "kv_heads": h.kv_heads, "size": h.size, "rotated": rotated,
             "capacity": h.capacity, "query_stride": of_tokens.shape[-1],
             "kv_stride": of_tokens.shape[-1] if packed else h.kv_heads * h.size, "query_place": split[0],
-            "key_place": split[1], "value_place": split[2], "element": element,
+            "key_place": split[1], "value_place": split[2], "element": h.element,
             "epsilon": as_number(float, node.attributes.get_float("epsilon", 0.0)),
             "limit": 0 if turned is None else turned.shape[0],
         },
         h.tokens * ((h.heads if asks else 0) + h.kv_heads),
+        Cost(f"{part}, appending", h.tokens * (8 * width + 12 * h.kv_heads * h.size)),
         threads=min(THREADS, max(32, -(-h.size // 32) * 32)),
-        part=f"{part}, appending",
-        moves=h.tokens * (8 * width + 12 * h.kv_heads * h.size),
     )  # fmt: skip
     if queries is None:
         zero = e.nodes.constant(0)
@@ -160,16 +161,11 @@ def attention(e: Emitter, node: ir.Node) -> None:
         return
     lists, counts = _visible(e, seen, row_splits, h)
     out = _output_of_heads(e, node.outputs[0], (*of_tokens.shape[:-1], size(width)), h.size)
-    _attend(
-        e, h, number["window"], element, part,
-        {
-            "queries": queries.name, "keys": keys.name, "values": values.name, "row_splits": row_splits.name,
-            "lists": lists.name, "counts": counts.name,
-        },
-        _name_of(_optional(e, node, 13)), out,
-        as_number(float, node.attributes.get_float("scale", 1.0)),
-        as_number(float, node.attributes.get_float("softcap", 0.0)),
-    )  # fmt: skip
+    tensors = {
+        "queries": queries.name, "keys": keys.name, "values": values.name, "row_splits": row_splits.name,
+        "lists": lists.name, "counts": counts.name, "sinks": _name_of(_optional(e, node, 13)),
+    }  # fmt: skip
+    _attend(e, h, part, tensors, out)
 
 
 def _output_of_heads(e: Emitter, output: ir.Value, shape: Shape, head: int) -> Output:
@@ -220,37 +216,25 @@ def _visible(e: Emitter, bias: Stored, row_splits: Stored, h: _Heads) -> tuple[S
             {"bias": bias.name, "row_splits": row_splits.name, "lists": lists.name, "counts": counts.name},
             {"rows": h.rows, "places": h.places, "view": h.view},
             h.tokens,
-            part="visible keys",
-            moves=h.tokens * h.view * 8,
+            Cost("visible keys", h.tokens * h.view * 8),
         )
         e.shared |= {key: lists, f"{key}.counts": counts}
     return e.shared[key], e.shared[f"{key}.counts"]
 
 
-def _attend(
-    e: Emitter,
-    h: _Heads,
-    window: int,
-    element: int,
-    part: str,
-    tensors: Mapping[str, str | None],
-    sinks: str | None,
-    out: Output,
-    scale: int,
-    softcap: int,
-) -> None:
+def _attend(e: Emitter, h: _Heads, part: str, tensors: Mapping[str, str | None], out: Output) -> None:
     """Attend with some tokens at a time, so that what chunks of keys leave stays small."""
     group, most_view = h.heads // h.kv_heads, e.limits[names.VIEW]
-    widest = min(window, most_view) if window else most_view
+    widest = min(h.window, most_view) if h.window else most_view
     chunk_bytes = h.heads * -(-widest // CHUNK) * (2 + h.size) * 4
     at_once = max(1, min(_MOST_TOKENS, _PARTIAL_BYTES // chunk_bytes))
-    view: Size | str = f"min({h.view}, {window})" if window else h.view
+    view: Size | str = f"min({h.view}, {h.window})" if h.window else h.view
     chunks = f"({view} + {CHUNK - 1}) // {CHUNK}"
     partial = e.new("real", (size(at_once * chunk_bytes // 4),))
     counters = e.counter(f"finished.{h.heads}", 4 * _MOST_TOKENS * h.heads)
     first = f"{TURN} * {at_once}"
     tokens = f"min({h.tokens} - {first}, {at_once})"
-    itemsize = 4 if element == 0 else 2
+    itemsize = 4 if h.element == 0 else 2
     room = attention_room(group, h.size, itemsize)
     # Few tokens are shared out to more blocks, which read keys again for each head.
     heads = f"1 + {group - 1} * min(1, max(0, {h.tokens} - {_FEW_TOKENS}))"
@@ -260,19 +244,21 @@ def _attend(
         e.launch(
             "outrider_attend",
             {
-                **tensors, "sinks": sinks, "partial": partial.name, "counters": counters, "out": out.to,
+                **tensors, "partial": partial.name, "counters": counters, "out": out.to,
                 "out_scales": out.scales, "out_sums": out.sums,
             },
             {
                 "rows": h.rows, "heads": h.heads, "kv_heads": h.kv_heads, "size": h.size, "capacity": h.capacity,
-                "view": h.view, "chunks": chunks, "first_token": first, "window": window, "element": element,
-                "scale": scale, "softcap": softcap, "form": out.form, "at_once": heads, "room": room,
+                "view": h.view, "chunks": chunks, "first_token": first, "window": h.window, "element": h.element,
+                "scale": h.scale, "softcap": h.softcap, "form": out.form, "at_once": heads, "room": room,
             },
             f"{tokens} * {parts} * ({chunks})",
+            Cost(
+                part,
+                f"({view}) * {2 * h.kv_heads * h.size * itemsize}",
+                f"{tokens} * ({view}) * {4 * h.heads * h.size}",
+            ),
             shared=attention_bytes(heads, h.size, room),
-            part=part,
-            moves=f"({view}) * {2 * h.kv_heads * h.size * itemsize}",
-            operations=f"{tokens} * ({view}) * {4 * h.heads * h.size}",
         )  # fmt: skip
 
     e.loop(quotient(h.tokens, at_once), body)
@@ -333,5 +319,6 @@ LAYERS: dict[tuple[str, str], Handler] = {
     (CPU_DOMAIN, "TreeExpand"): draft_op,
     (CPU_DOMAIN, "TreeRerank"): draft_op,
     (DOMAIN, "DraftSample"): draft_op,
+    (DOMAIN, "RunAfter"): run_after,
 }
 """Handlers by domain and operator."""

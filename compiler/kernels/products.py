@@ -13,14 +13,12 @@ from math import prod
 
 import onnx_ir as ir
 
-from outrider.compiler.kernels.elements import ELEMENTS
-from outrider.compiler.kernels.emitter import Emitter, Handler, spread
+from outrider.compiler.kernels import indexing
+from outrider.compiler.kernels.emitter import Cost, Emitter, Handler, spread
 from outrider.compiler.kernels.sizes import Size, product, quotient, size
 from outrider.compiler.kernels.values import (
     PendingProduct,
     ProductInput,
-    ResidualSum,
-    RuleTensor,
     Shape,
     Stored,
     Weight,
@@ -142,51 +140,13 @@ def _input(e: Emitter, each: ir.Value | None, form: int, part: str) -> ProductIn
             {"x": stored.name, "to": made.name, "scales": made.scales, "sums": made.sums},
             {"blocks": blocks, "form": form},
             spread(blocks, _WARPS),
-            part=f"input of {part}",
-            moves=elements * (4 + _BYTES[form]),
+            Cost(f"input of {part}", elements * (4 + _BYTES[form])),
         )
         e.formed[key] = made
     return replace(e.formed[key], shape=stored.shape)
 
 
 # Products.
-
-
-def _with_residual(e: Emitter, output: ir.Value, shape: Shape) -> tuple[Stored, Stored] | None:
-    """Return what the norm after a product adds it to, and the memory of the sum, which the product then computes.
-
-    None where nothing does, where another reads the product as well, or where the other summand comes later.
-    """
-    uses = output.uses()
-    if len(uses) != 1 or output in e.graph.outputs:
-        return None
-    use = next(iter(uses))
-    norm, place = use.node, use.idx
-    if (norm.domain, norm.op_type) != (CPU_DOMAIN, "RmsNorm") or place not in (0, 2) or len(norm.inputs) < 3:
-        return None
-    other = norm.inputs[2 - place]
-    value = e.value(other) if other is not None and e.has(other) else None
-    if not isinstance(value, Stored | RuleTensor) or value.shape != shape:
-        return None
-    residual = real(e, other)
-    total = norm.outputs[1] if len(norm.outputs) > 1 else None
-    summed = e.new("real", shape, total)
-    if total is not None:
-        e.set(total, summed)
-    e.set(output, ResidualSum(summed))
-    return residual, summed
-
-
-def _waits_for_unit(e: Emitter, node: ir.Node, outputs: int) -> bool:
-    """Leave a product to the gated unit that alone reads it. Return whether there is one."""
-    uses = node.outputs[0].uses()
-    if len(uses) != 1 or outputs % (2 * _MATRIX) or node.outputs[0] in e.graph.outputs:
-        return False
-    reader = next(iter(uses)).node
-    if (reader.domain, reader.op_type) != (CPU_DOMAIN, "GatedUnit"):
-        return False
-    e.set(node.outputs[0], PendingProduct(node))
-    return True
 
 
 def _weight_of(e: Emitter, node: ir.Node) -> tuple[Weight, bool]:
@@ -208,8 +168,12 @@ def multiply(e: Emitter, node: ir.Node) -> None:
     weight, turned = _weight_of(e, node)
     outputs, inputs = weight.shape if turned else weight.shape[::-1]
     if _is_half(e, weight, turned=turned):
-        if not _waits_for_unit(e, node, outputs):
-            _multiply_halves(e, node, node.outputs[0], 0)
+        stored, element = e.half_weight(weight, turned=turned)
+        of = _OnTensorCores(
+            "half_product", element, {"weight": stored}, {"element": element}, _part_of_product(e, node), inputs,
+            outputs, 2 * inputs * outputs, half_bytes,
+        )  # fmt: skip
+        e.set(node.outputs[0], PendingProduct(outputs, partial(_multiply, e, of, node)))
         return
     x = real(e, node.inputs[0])
     rows, to = product(x.shape[:-1]), e.new("real", (*x.shape[:-1], size(outputs)), node.outputs[0])
@@ -218,32 +182,21 @@ def multiply(e: Emitter, node: ir.Node) -> None:
         {"x": x.name, "weight": e.stored(weight).name, "to": to.name},
         {"rows": rows, "inputs": inputs, "outputs": outputs, "turned": int(turned)},
         f"{-(-outputs // THREADS)} * ({quotient(rows, _ROWS_AT_ONCE)})",
-        part=_part_of_product(e, node),
-        moves=rows * (4 * (inputs + outputs)) + 4 * inputs * outputs,
-        operations=rows * (2 * inputs * outputs),
+        Cost(
+            _part_of_product(e, node),
+            rows * (4 * (inputs + outputs)) + 4 * inputs * outputs,
+            rows * (2 * inputs * outputs),
+        ),
     )
     e.set(node.outputs[0], to)
 
 
-def _multiply_halves(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> None:
-    """Launch a product with weights of halves, and the gated `unit` after it, which gives `output`."""
-    weight, turned = _weight_of(e, node)
-    of_weight, inputs = weight.shape if turned else weight.shape[::-1]
-    stored, element = e.half_weight(weight, turned=turned)
-    part = _part_of_product(e, node)
-    x = _input(e, node.inputs[0], element, part)
-    of = _OnTensorCores(
-        "half_product", {"weight": stored}, {"element": element}, part, inputs, of_weight,
-        2 * inputs * of_weight, half_bytes,
-    )  # fmt: skip
-    _multiply(e, of, node, output, unit, x, {"x": x.name})
-
-
 @dataclass(frozen=True)
 class _OnTensorCores:
-    """A product's `kernel`, and what its launch depends on."""
+    """A product's `kernel`, the form of its input, and what else its launch depends on."""
 
     kernel: str
+    form: int
     weight: Mapping[str, str]
     numbers: Mapping[str, int]
     part: str
@@ -259,34 +212,46 @@ def _multiply(
     e: Emitter,
     of: _OnTensorCores,
     node: ir.Node,
-    output: ir.Value,
-    unit: int,
-    x: ProductInput,
-    given: Mapping[str, str],
+    output: ir.Value | None = None,
+    *,
+    unit: int = 0,
+    residual: Stored | None = None,
 ) -> None:
-    """Launch a product whose rows were `given` in the form that it reads, and the gated `unit` after it, which gives
-    `output`."""
-    outputs = of.outputs // 2 if unit else of.outputs
+    """Launch a product, with the gated `unit` after it or with its sum with the `residual` stream."""
+    output = node.outputs[0] if output is None else output
+    x, outputs = _input(e, node.inputs[0], of.form, of.part), of.outputs // 2 if unit else of.outputs
     rows, shape = product(x.shape[:-1]), (*x.shape[:-1], size(outputs))
-    summed = None if unit else _with_residual(e, output, shape)
-    to = output_for(e, output, shape) if summed is None else Output(0, summed[1].name)
+    if residual is None:
+        to = output_for(e, output, shape)
+    else:
+        total = e.new("real", shape, output)
+        e.set(output, total)
+        to = Output(0, total.name)
+    given = {"integers": x.name, "scales": x.scales, "sums": x.sums} if of.form == INTEGERS else {"x": x.name}
     tensors = {**of.weight, "to": to.to, "to_scales": to.scales, "to_sums": to.sums}
     numbers: dict[str, Size | int | str] = {"rows": rows, "inputs": of.inputs, "outputs": outputs, **of.numbers}
     numbers |= {"unit": unit, "form": to.form}
-    blocks = f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})"
-    moves, operations = rows * (bytes_of(to) * outputs) + of.weight_bytes, rows * (2 * of.inputs * of.outputs)
-    if summed is not None:
+    moves = rows * (bytes_of(to) * outputs) + of.weight_bytes
+    if residual is not None:
         moves += rows * (4 * outputs)
     e.launch(
         f"outrider_{of.kernel}",
-        {**given, **tensors, "residual": None if summed is None else summed[0].name},
+        {**given, **tensors, "residual": None if residual is None else residual.name},
         numbers,
-        blocks,
+        f"{-(-outputs // _MATRIX)} * ({quotient(rows, _MATRIX)})",
+        Cost(of.part, rows * _row_bytes(x.form, of.inputs) + moves, rows * (2 * of.inputs * of.outputs)),
         shared=of.shared(f"({rows})"),
-        part=of.part,
-        moves=rows * _row_bytes(x.form, of.inputs) + moves,
-        operations=operations,
     )
+
+
+def add_by_product(e: Emitter, norm: ir.Node) -> Stored | None:
+    """Return the sum before a norm, computed by the product that is one of its summands, if one waits for the norm."""
+    for summand, other in ((2, 0), (0, 2)):
+        pending = e.pending(norm.inputs[summand])
+        if pending is not None:
+            pending.launch(norm.outputs[1], residual=real(e, norm.inputs[other]))
+            return e.stored(e.value(norm.outputs[1]))
+    return None
 
 
 def _row_bytes(form: int, inputs: int) -> int:
@@ -310,29 +275,19 @@ def _of_layout(layout: QuantLayout) -> dict[str, int]:
 
 
 def quant_matmul(e: Emitter, node: ir.Node) -> None:
-    if not _waits_for_unit(e, node, _layout(node).outputs):
-        _multiply_integers(e, node, node.outputs[0], 0)
-
-
-def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -> None:
-    """Launch a product with quantised weights, and the gated `unit` after it, which gives `output`."""
-    layout, packed, part = _layout(node), _packed(e, node), _part_of_product(e, node)
-    x = _input(e, node.inputs[0], INTEGERS, part)
-    assert x.scales is not None
-    assert x.sums is not None
+    layout, part = _layout(node), _part_of_product(e, node)
     of = _OnTensorCores(
-        "quant_product", {"packed": packed}, _of_layout(layout), part, layout.inputs, layout.outputs, layout.size,
-        partial(quant_bytes, layout.bits),
+        "quant_product", INTEGERS, {"packed": _packed(e, node)}, _of_layout(layout), part, layout.inputs,
+        layout.outputs, layout.size, partial(quant_bytes, layout.bits),
     )  # fmt: skip
-    _multiply(e, of, node, output, unit, x, {"integers": x.name, "scales": x.scales, "sums": x.sums})
+    e.set(node.outputs[0], PendingProduct(layout.outputs, partial(_multiply, e, of, node)))
 
 
 def gated_unit(e: Emitter, node: ir.Node) -> None:
     unit = UNITS.index(node.attributes.get_string("activation", "silu"))
-    value = e.value(node.inputs[0])
-    if isinstance(value, PendingProduct):
-        launch = _multiply_integers if value.node.domain == CPU_DOMAIN else _multiply_halves
-        launch(e, value.node, node.outputs[0], unit)
+    pending = e.pending(node.inputs[0])
+    if pending is not None and pending.outputs % (2 * _MATRIX) == 0:
+        pending.launch(node.outputs[0], unit=unit)
         return
     both = real(e, node.inputs[0])
     width, rows = (both.shape[-1].number or 0) // 2, product(both.shape[:-1])
@@ -342,9 +297,7 @@ def gated_unit(e: Emitter, node: ir.Node) -> None:
         {"both": both.name, "to": to.name},
         {"rows": rows, "size": width, "unit": unit},
         spread(rows * width),
-        part="gated unit",
-        moves=rows * (12 * width),
-        operations=rows * (20 * width),
+        Cost("gated unit", rows * (12 * width), rows * (20 * width)),
     )
     e.set(node.outputs[0], to)
 
@@ -360,8 +313,7 @@ def quant_gather(e: Emitter, node: ir.Node) -> None:
         {"ids": ids.name, "packed": packed, "to": to.name},
         {"count": count, "inputs": layout.inputs, "outputs": layout.outputs, **_of_layout(layout)},
         spread(count * layout.inputs),
-        part=part_of(packed),
-        moves=count * (5 * layout.inputs),
+        Cost(part_of(packed), count * (5 * layout.inputs)),
     )
     e.set(node.outputs[0], to)
 
@@ -371,7 +323,8 @@ def gather(e: Emitter, node: ir.Node) -> None:
     table = e.value(node.inputs[0])
     halves = isinstance(table, Weight) and table.dtype.kind == "f" and len(table.shape) == 2 and e.dtype != "float32"
     if not halves or node.attributes.get_int("axis", 0) != 0:
-        return ELEMENTS["Gather"](e, node)
+        indexing.gather(e, node)
+        return
     assert isinstance(table, Weight)
     (outputs, inputs), ids = table.shape, e.stored(e.value(node.inputs[1]))
     stored, element = e.half_weight(table, turned=True)
@@ -381,11 +334,9 @@ def gather(e: Emitter, node: ir.Node) -> None:
         {"ids": ids.name, "weight": stored, "to": to.name},
         {"count": count, "inputs": inputs, "outputs": outputs, "element": element},
         spread(count * inputs),
-        part=part_of(table.name),
-        moves=count * (6 * inputs),
+        Cost(part_of(table.name), count * (6 * inputs)),
     )
     e.set(node.outputs[0], to)
-    return None
 
 
 PRODUCTS: dict[tuple[str, str], Handler] = {

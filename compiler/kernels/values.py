@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -65,23 +65,19 @@ class ProductInput:
     sums: str | None = None
 
 
-@dataclass(frozen=True)
-class ResidualSum:
-    """A product that has been added to the residual stream, for the norm after it: `total` has the sum."""
+class LaunchProduct(Protocol):
+    """Launches a product: a gated `unit` after it gives `output`, or its sum with the `residual` stream."""
 
-    total: Stored
+    def __call__(self, output: ir.Value | None = None, *, unit: int = 0, residual: Stored | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
 class PendingProduct:
-    """A product that waits for the gated unit after it: one kernel computes both."""
+    """A product that its first reader launches, with what comes after it in the same kernel, or alone. Its weight has
+    so many `outputs`."""
 
-    node: ir.Node
-
-
-@dataclass(frozen=True)
-class ZeroedSum:
-    """A sum that an export multiplies by zero, only to have it computed first: launches are in order anyway."""
+    outputs: int
+    launch: LaunchProduct
 
 
-Value = Stored | RuleTensor | Weight | ProductInput | ResidualSum | PendingProduct | ZeroedSum
+Value = Stored | RuleTensor | Weight | ProductInput | PendingProduct

@@ -10,7 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.compiler.lowering.attention import CpuAttention
 from outrider.compiler.lowering.experts import CpuExperts, CpuRoute, PackExperts
-from outrider.compiler.lowering.own_ops import CpuNorms, FuseSkipNorms, OwnKernels
+from outrider.compiler.lowering.own_ops import CpuNorms, OwnKernels
 from outrider.compiler.lowering.products import FuseProjections, GatedUnitOfProduct
 from outrider.compiler.lowering.quantized import PackQuantized
 from outrider.compiler.lowering.rule import Lowering, Rule, apply_rules
@@ -27,7 +27,6 @@ OUR_ARITHMETIC: tuple[Rule, ...] = (
     CpuRoute(),
     CpuExperts(),
     PackExperts(),
-    FuseSkipNorms(),
     CpuAttention(),
     CpuNorms(),
 )

@@ -74,6 +74,9 @@ def _weight(product: ir.Node) -> ir.TensorProtocol:
 class FuseProjections(Rule):
     """Products of one value with three matrices or more (q, k and v) become one product and a Split.
 
+    A schedule of this backend, found here and not exported: the model's arithmetic is independent products, and types
+    of weights are per tensor (checkpoints and `quantize` mix them), so that only after them it is known which can be
+    one.
     A small model's step is dispatch and weight traffic: one product streams the same weights with fewer starts of the
     thread pool, and quantises its row once. Each output column is summed as before, so no bit changes. With two
     products (gate and up) the Split costs at least as much as the saved start.

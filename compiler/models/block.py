@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov
-from outrider.compiler.models.decoder import DecoderLayer, Execution, Linear, RmsNorm
+from outrider.compiler.models.decoder import DecoderLayer, Execution, Linear, RmsNorm, run_layers
 
 
 class MarkovHead(nn.Module):
@@ -95,11 +95,7 @@ class BlockHead(nn.Module):
         attends over the layer's kept context, all of it, and over the block: all of it, or with `config.causal` the
         slots up to the query's.
         """
-        h = embedded
-        for index, layer in enumerate(self.layers):
-            h = layer(h, index, execution)
-        out: Tensor = self.norm(h)
-        return out
+        return run_layers(self.layers, embedded, execution, self.norm)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return scores `[..., draft_vocab]` of the draft vocabulary for hidden states of `run`, without the bias.

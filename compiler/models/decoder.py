@@ -8,7 +8,7 @@ under its own name, and `F.rms_norm` / `F.embedding` become single ops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
 from outrider.compiler.models.mixers import DeltaConfig, MixerConfig, ShortConvConfig
-from outrider.compiler.models.ops import gelu_unit, silu_unit, softcap
+from outrider.compiler.models.ops import add_norm, gelu_unit, silu_unit, softcap
 
 
 class Execution(Protocol):
@@ -164,15 +164,21 @@ class DecoderLayer(nn.Module):
             self.down = Linear(c.intermediate_size, hidden, c.mlp_bias)
 
     def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
-        x = _normed(h, self.attention_norm)
+        """Return the residual stream after the layer, both `[..., hidden]`."""
+        return run_layers([self], h, execution, first=index)[0]
+
+    def branch(self, x: Tensor, h: Tensor, index: int, execution: Execution) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after attention, or what stands in its place, and what the MLP adds to it.
+
+        `h` is the stream before the layer, `x` the same normed.
+        """
         mixer = self.conv or self.delta or self._attend
         mixed: Tensor = mixer(x, index, execution)
-        h = self._add(h, mixed, self.attention_out_norm)
-        x = _normed(h, self.mlp_norm)
+        x, h = add_and_norm(h, self._scaled(mixed, self.attention_out_norm), self.mlp_norm)
         if self.experts is not None:
-            return self._add(h, self.experts(x), self.mlp_out_norm)
+            return h, self._scaled(self.experts(x), self.mlp_out_norm)
         unit = silu_unit if self.config.activation == "silu" else gelu_unit
-        return self._add(h, self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
+        return h, self._scaled(self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
 
     def _attend(self, x: Tensor, index: int, execution: Execution) -> Tensor:
         q, k, norms, gate = self.q(x), self.k(x), (self.q_norm, self.k_norm), None
@@ -185,10 +191,10 @@ class DecoderLayer(nn.Module):
         out: Tensor = self.o(attended if gate is None else attended * torch.sigmoid(gate))
         return out
 
-    def _add(self, h: Tensor, out: Tensor, norm: RmsNorm | None) -> Tensor:
-        """Return the residual stream `h` with what attention or the MLP adds to it."""
+    def _scaled(self, out: Tensor, norm: RmsNorm | None) -> Tensor:
+        """Return what a mixer or the MLP adds to the residual stream, by their output."""
         scale, out = self.config.residual_scale, _normed(out, norm)
-        return h + (out if scale == 1.0 else out * scale)
+        return out if scale == 1.0 else out * scale
 
 
 class Decoder(nn.Module):
@@ -220,11 +226,8 @@ class Decoder(nn.Module):
 
         `token_ids` may be `[1, N]`, for `[1, N, hidden]`.
         """
-        h, tapped = self.embed(token_ids), {}
-        for index, layer in enumerate(self.layers):
-            tapped[index] = h
-            h = layer(h, index, execution)
-        return h, [tapped[index] for index in taps]
+        h, entering = run_layers(self.layers, self.embed(token_ids), execution)
+        return h, [entering[index] for index in taps]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the residual stream that enters the first layer, `[..., hidden]` for tokens int64 `[...]`."""
@@ -238,6 +241,28 @@ class Decoder(nn.Module):
         if c.logit_divisor != 1.0:
             logits = logits / c.logit_divisor
         return logits if c.logit_softcap is None else softcap(logits, c.logit_softcap)
+
+
+def run_layers(
+    layers: Iterable[nn.Module], h: Tensor, execution: Execution, norm: RmsNorm | None = None, first: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the residual stream after `layers`, numbered from `first`, and the streams that enter each; `h` enters the
+    first. The stream after them is normed if there is a `norm`."""
+    added, entering = None, []
+    for index, layer in enumerate(layers, first):
+        assert isinstance(layer, DecoderLayer)
+        x, h = add_and_norm(h, added, layer.attention_norm)
+        entering.append(h)
+        h, added = layer.branch(x, h, index, execution)
+    return add_and_norm(h, added, norm)[0], entering
+
+
+def add_and_norm(h: Tensor, added: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
+    """Return the residual stream with what is added to it, normed and as it is."""
+    if added is None or norm is None:
+        h = h if added is None else h + added
+        return _normed(h, norm), h
+    return add_norm(h, norm.weight, added, norm.eps)
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:

@@ -35,8 +35,8 @@ class DecoderDraft(nn.Module):
     def fuse(self, features: Tensor) -> Tensor:
         raise NotImplementedError("a decoder reads no features")
 
-    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> Tensor:
-        return self.decoder.hidden(token_ids, execution)[0]
+    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> tuple[Tensor, ...]:
+        return (self.decoder.hidden(token_ids, execution)[0],)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden.squeeze(0)).unsqueeze(0)  # 2-D, so that the product becomes one Gemm
@@ -82,7 +82,7 @@ class Eagle3Draft(_HeadDraft):
         self.head = head
         self.embedding = target_embedding if head.embedding is None else head.embedding
 
-    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> Tensor:
+    def run(self, token_ids: Tensor, hidden: Tensor | None, execution: Execution) -> tuple[Tensor, ...]:
         if hidden is None:
             raise ValueError("a head reads features")
         return self.head.layer(hidden, F.embedding(token_ids, self.embedding), execution)

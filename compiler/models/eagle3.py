@@ -1,9 +1,9 @@
 """The EAGLE3 draft head: one decoder layer over the target's features and the embedding of the token that follows.
 
 At position i the head sees the pair (feature i, token i+1). `fuse` makes h of the target's three residual streams,
-`layer` maps h and an embedding to the next h, and `logits` scores the draft vocabulary. The next level of a draft feeds
-that h back. Like the decoder, the head computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs) and leaves
-rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840).
+`layer` maps h and an embedding to the next h, and `logits` scores the draft vocabulary for it, normed. The next level
+of a draft feeds h back. Like the decoder, the head computes on flat tokens `[N, hidden]` (`[1, N, hidden]` in graphs)
+and leaves rotation and attention to an `Execution`. Source: EAGLE-3 (arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.models.decoder import Execution, Linear, RmsNorm
+from outrider.compiler.models.decoder import Execution, Linear, RmsNorm, add_and_norm
 from outrider.compiler.models.eagle3_config import TAPS, Eagle3Config
 from outrider.compiler.models.ops import silu_unit
 
@@ -60,20 +60,19 @@ class Eagle3Head(nn.Module):
         h: Tensor = self.fc(features)
         return h
 
-    def layer(self, h: Tensor, embedded: Tensor, execution: Execution, index: int = 0) -> Tensor:
-        """Return the h `[..., H]` that `logits` reads and the next level feeds back.
+    def layer(self, h: Tensor, embedded: Tensor, execution: Execution, index: int = 0) -> tuple[Tensor, Tensor]:
+        """Return what `logits` reads, normed, and the h that the next level feeds back, both `[..., H]`.
 
         `embedded` `[..., H]` are the embeddings of the tokens paired with `h`; `index` is the layer number passed to
         the execution, which differs between the levels of one graph.
         """
-        c = self.config
         x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(h)), dim=-1)
-        h = h + self.o(execution.attend(index, self.q(x), self.k(x), self.v(x)))
-        x = self.mlp_norm(h)
-        h = h + self.down(silu_unit(self.gate(x), self.up(x)))
-        return self.norm(h) if c.norm_output else h
+        attended = execution.attend(index, self.q(x), self.k(x), self.v(x))
+        x, h = add_and_norm(h, self.o(attended), self.mlp_norm)
+        normed, h = add_and_norm(h, self.down(silu_unit(self.gate(x), self.up(x))), self.norm)
+        return normed, normed if self.config.norm_output else h
 
-    def logits(self, h: Tensor) -> Tensor:
-        """Return scores `[..., draft_vocab]` of the draft vocabulary for the h of `layer`, normed exactly once."""
-        scores: Tensor = self.lm_head(h if self.config.norm_output else self.norm(h))
+    def logits(self, normed: Tensor) -> Tensor:
+        """Return scores `[..., draft_vocab]` of the draft vocabulary for what `layer` returns first."""
+        scores: Tensor = self.lm_head(normed)
         return scores

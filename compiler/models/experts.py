@@ -5,7 +5,8 @@ What the ops mean stands in `plugins.ops`. In PyTorch they compute the chosen ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +39,12 @@ class Experts(nn.Module):
         out: Tensor
         if c.clamped is None:
             weights = route(x, self.router, c.top_k, int(c.normalise))
-            out = mixture_of_experts(x, weights, self.gate, self.up, self.down)
+            out = mixture_of_experts(x, weights, [self.gate, self.up, self.down])
         else:
             weights = biased_route(x, self.router, self.router_bias, c.top_k, int(c.normalise))
-            biases = self.gate_bias, self.up_bias, self.down_bias
-            out = clamped_mixture_of_experts(
-                x, weights, self.gate, self.up, self.down, *biases, c.clamped.alpha, c.clamped.limit
-            )
+            products = [self.gate, self.up, self.down]
+            biases = [self.gate_bias, self.up_bias, self.down_bias]
+            out = clamped_mixture_of_experts(x, weights, products, biases, c.clamped.alpha, c.clamped.limit)
         return out
 
 
@@ -61,18 +61,15 @@ def biased_route(x: Tensor, router: Tensor, bias: Tensor, top_k: int, normalise:
 
 
 @route.register_fake
-def _(x: Tensor, router: Tensor, *_: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], router.shape[1]), dtype=torch.float32)
-
-
 @biased_route.register_fake
-def _(x: Tensor, router: Tensor, *_: Tensor | int) -> Tensor:
+def _(x: Tensor, router: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], router.shape[1]), dtype=torch.float32)
 
 
 @torch.library.custom_op("outrider::mixture_of_experts", mutates_args=())
-def mixture_of_experts(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return what the experts of non-zero weight make of `x`, summed in ascending order."""
+def mixture_of_experts(x: Tensor, weights: Tensor, products: Sequence[Tensor]) -> Tensor:
+    """Return what the experts of non-zero weight make of `x`, summed in ascending order, by gate, up and down."""
+    gate, up, down = products
 
     def compute(rows: Tensor, e: int) -> Tensor:
         return (F.silu(rows @ gate[e]) * (rows @ up[e])) @ down[e]
@@ -82,18 +79,10 @@ def mixture_of_experts(x: Tensor, weights: Tensor, gate: Tensor, up: Tensor, dow
 
 @torch.library.custom_op("outrider::clamped_mixture_of_experts", mutates_args=())
 def clamped_mixture_of_experts(
-    x: Tensor,
-    weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate_bias: Tensor,
-    up_bias: Tensor,
-    down_bias: Tensor,
-    alpha: float,
-    limit: float,
+    x: Tensor, weights: Tensor, products: Sequence[Tensor], biases: Sequence[Tensor], alpha: float, limit: float
 ) -> Tensor:
     """Return the same with biases and the clamped unit."""
+    (gate, up, down), (gate_bias, up_bias, down_bias) = products, biases
 
     def compute(rows: Tensor, e: int) -> Tensor:
         low = (rows @ gate[e] + gate_bias[e]).clamp(max=limit)
@@ -104,13 +93,15 @@ def clamped_mixture_of_experts(
 
 
 @mixture_of_experts.register_fake
-def _(x: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
 @clamped_mixture_of_experts.register_fake
-def _(x: Tensor, *_: Tensor | float) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
+
+
+EXPERT_OPS = tuple(
+    getattr(torch.ops.outrider, name).default
+    for name in ("route", "biased_route", "mixture_of_experts", "clamped_mixture_of_experts")
+)
 
 
 def _weights(logits: Tensor, top_k: int, normalise: int) -> Tensor:

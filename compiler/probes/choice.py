@@ -25,8 +25,8 @@ _APART = {
 """Ops that move or compare numbers, or round each step of an element by itself: a row of theirs has no company."""
 
 _PROPOSING = {  # in drafters
-    "": {"CumSum", "Log", "ReduceSum"},
-    DOMAIN: {"DraftSample"},
+    "": {"CumSum", "Log"},
+    DOMAIN: {"DraftSample", "RunAfter"},
     CPU_DOMAIN: {"TreeExpand", "TreeRerank"},
 }
 """Ops by which a drafter turns logits into proposals, once a tip. They are not probed: proposals change no token."""

@@ -54,7 +54,6 @@ _ATTENTION = replace(  # whose bias may be of any precision
         for spec in OPS["BranchAttention"].schema.inputs
     ),
 )
-_OPTIONAL = ("sinks", "bias", "b", "skip", names.POSITIONS, "cos", "sin", "q_norm", "k_norm", "queries")
 _BIASED_ROUTE = replace(
     OPS["Route"].schema,
     name="BiasedRoute",
@@ -73,4 +72,4 @@ for _schema in (
     *LAYER_OPS,
 ):
     if not defs.has(_schema.name, DOMAIN):
-        defs.register_schema(onnx_schema(_schema, optional=_OPTIONAL))
+        defs.register_schema(onnx_schema(_schema))

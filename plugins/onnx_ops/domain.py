@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from onnx import defs, helper
 
 from outrider.plugins.schema import AttributeSpec, OpSchema, TensorSpec
@@ -13,8 +11,8 @@ VERSION = 1
 OPSET = 24  # the standard opset of the function bodies, the first opset with TensorScatter
 
 
-def onnx_schema(schema: OpSchema, optional: Collection[str] = ()) -> defs.OpSchema:
-    """Return an op's schema for ONNX; `optional` names tensors that may be left out.
+def onnx_schema(schema: OpSchema) -> defs.OpSchema:
+    """Return an op's schema for ONNX.
 
     Tensors that may be of several types share a type variable where these are the same.
     """
@@ -23,7 +21,7 @@ def onnx_schema(schema: OpSchema, optional: Collection[str] = ()) -> defs.OpSche
 
     def parameter(spec: TensorSpec) -> defs.OpSchema.FormalParameter:
         options = defs.OpSchema.FormalParameterOption
-        option = options.Optional if spec.name in optional else options.Single
+        option = options.Optional if spec.optional else options.Single
         shape = f"[{', '.join(map(str, spec.shape))}]"
         return defs.OpSchema.FormalParameter(spec.name, variables[spec.dtype], shape, param_option=option)
 

@@ -8,7 +8,7 @@ from outrider.plans import names
 from outrider.plugins.cuda.launches import ROW_THREADS, Scratch, make_launch
 from outrider.plugins.ops import kv_blocks
 from outrider.plugins.ops.kv_blocks import Floats, Ints, blocks_in_reach, candidate_blocks
-from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.op import Op, Tensors
 from outrider.plugins.schema import AttributeSpec, OpSchema, Reduction, TensorSpec, one, per_new_token
 
 SCHEMA = OpSchema(
@@ -67,41 +67,32 @@ OP = Op(
 
 
 def block_select(
-    queries: Floats,
-    kept_indices: Ints,
-    key_max: Floats,
-    key_min: Floats,
-    layer_windows: Ints,
-    row: int,
-    covered: int,
-    budget: int,
-    retrieval: int,
-    *,
-    block_size: int,
-    sink_blocks: int,
-    window_blocks: int,
-    reduction: int,
-    most_queries: int,
+    tensors: Tensors, *, block_size: int, sink_blocks: int, window_blocks: int, reduction: int, most_queries: int
 ) -> Ints:
-    """Select blocks `[layers, KV heads, retrieval]`, ascending, then -1, for `queries` `[layers, N, width]`."""
-    key_max, key_min = key_max[row], key_min[row]
+    """Select blocks `[layers, KV heads, retrieval]`, ascending, then -1, by the tensors of BlockSelect."""
+    (row,), (covered,), (budget,), (kept,) = (
+        tensors[name] for name in (names.ROW, names.COVERED, names.BUDGET, names.KEPT_COUNT)
+    )
+    key_max, key_min = tensors[names.KEY_MAX][row], tensors[names.KEY_MIN][row]
     layers, heads, head_dim, _ = key_max.shape
     candidates = candidate_blocks(covered, block_size, sink_blocks, window_blocks)
     count = min(budget, candidates)
-    chosen = np.full((layers, heads, retrieval), -1, np.int64)
-    asked = kept_indices[-1:] if reduction == 2 else kept_indices[-most_queries:]
+    chosen = np.full(tensors[names.SELECTED].shape, -1, np.int64)
+    kept_indices = tensors[names.KEPT_INDICES][:kept]
+    asked = kept_indices[-1:] if reduction == Reduction.LAST else kept_indices[-most_queries:]
     for layer in range(layers):
-        if window := int(layer_windows[layer]):
+        if window := int(tensors[names.LAYER_WINDOWS][layer]):
             recent = min(count, blocks_in_reach(window, block_size, window_blocks))
             chosen[layer, :, :count] = [*range(count - recent), *range(candidates - recent, candidates)]
             continue
         for head in range(heads):
-            mine = queries[layer, asked].reshape(len(asked), heads, -1, head_dim)[:, head].reshape(-1, head_dim)
+            queries = tensors[names.QUERIES][layer, asked].reshape(len(asked), heads, -1, head_dim)
+            mine = queries[:, head].reshape(-1, head_dim)
             scores = np.stack([_score(q, key_max[layer, head], key_min[layer, head])[:candidates] for q in mine])
             total = scores[0].copy()
             for other in scores[1:]:
                 with np.errstate(invalid="ignore", over="ignore"):
-                    total = np.maximum(total, other) if reduction == 0 else total + other
+                    total = np.maximum(total, other) if reduction == Reduction.MAX else total + other
             best = np.argsort(-_worth(total), kind="stable")[:count]
             chosen[layer, head, :count] = np.sort(best)
     return chosen

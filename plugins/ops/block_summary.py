@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from numpy.typing import NDArray
-
 from outrider.plans import names
 from outrider.plugins.cuda.launches import THREADS, make_launch
 from outrider.plugins.ops import kv_blocks
-from outrider.plugins.ops.kv_blocks import Floats, Ints, candidate_blocks
-from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.kv_blocks import candidate_blocks
+from outrider.plugins.ops.op import Op, Tensors
 from outrider.plugins.reference.kv_slots import from_slots
 from outrider.plugins.schema import KV, OpSchema, one
 
@@ -58,23 +54,13 @@ OP = Op(
 )  # fmt: skip
 
 
-def block_summary(
-    kv: NDArray[Any],
-    layer_windows: Ints,
-    row: int,
-    covered: int,
-    summarised: int,
-    key_max: Floats,
-    key_min: Floats,
-    *,
-    block_size: int,
-    sink_blocks: int,
-    window_blocks: int,
-) -> None:
-    """Summarise the keys of a row's blocks from block `summarised` on, in place, of layers without a window."""
-    seeing_all = layer_windows == 0
-    for block in range(summarised, candidate_blocks(covered, block_size, sink_blocks, window_blocks)):
+def block_summary(tensors: Tensors, *, block_size: int, sink_blocks: int, window_blocks: int) -> None:
+    """Summarise the keys of a row's blocks from block `summarised` on, in place, of layers without a window, by the
+    tensors of BlockSummary."""
+    (row,), (covered,), (first_block,) = tensors[names.ROW], tensors[names.COVERED], tensors[names.SUMMARISED]
+    seeing_all = tensors[names.LAYER_WINDOWS] == 0
+    for block in range(first_block, candidate_blocks(covered, block_size, sink_blocks, window_blocks)):
         first = (sink_blocks + block) * block_size
-        keys = from_slots(kv[::2, row, :, first : first + block_size])[seeing_all]
-        key_max[row, seeing_all, ..., block] = keys.max(axis=2)
-        key_min[row, seeing_all, ..., block] = keys.min(axis=2)
+        keys = from_slots(tensors[names.KV][::2, row, :, first : first + block_size])[seeing_all]
+        tensors[names.KEY_MAX][row, seeing_all, ..., block] = keys.max(axis=2)
+        tensors[names.KEY_MIN][row, seeing_all, ..., block] = keys.min(axis=2)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
-from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.op import Op, Tensors
 from outrider.plugins.reference.kv_slots import from_slots, to_slots
 from outrider.plugins.schema import (
     ANY_FLOAT,
@@ -53,18 +53,18 @@ SCHEMA = OpSchema(
         ATTN_BIAS,
         per_row(names.PAST_LENGTH),
         ROW_SPLITS,
-        TensorSpec("sinks", ANY_FLOAT, ("num_heads",)),
-        TensorSpec(names.POSITIONS, INTEGER, (1, names.NEW)),
-        TensorSpec("cos", ANY_FLOAT, ("positions", "rotated / 2")),
-        TensorSpec("sin", ANY_FLOAT, ("positions", "rotated / 2")),
-        TensorSpec("q_norm", ANY_FLOAT, ("head_dim",)),
-        TensorSpec("k_norm", ANY_FLOAT, ("head_dim",)),
+        TensorSpec("sinks", ANY_FLOAT, ("num_heads",), optional=True),
+        TensorSpec(names.POSITIONS, INTEGER, (1, names.NEW), optional=True),
+        TensorSpec("cos", ANY_FLOAT, ("positions", "rotated / 2"), optional=True),
+        TensorSpec("sin", ANY_FLOAT, ("positions", "rotated / 2"), optional=True),
+        TensorSpec("q_norm", ANY_FLOAT, ("head_dim",), optional=True),
+        TensorSpec("k_norm", ANY_FLOAT, ("head_dim",), optional=True),
     ),
     outputs=(
         TensorSpec("out", ANY_FLOAT, (1, names.NEW, _QUERY_WIDTH)),
         TensorSpec(names.cache_output("k_cache"), ANY_FLOAT, _CACHE),
         TensorSpec(names.cache_output("v_cache"), ANY_FLOAT, _CACHE),
-        TensorSpec("queries", ANY_FLOAT, (names.NEW, _QUERY_WIDTH)),
+        TensorSpec("queries", ANY_FLOAT, (names.NEW, _QUERY_WIDTH), optional=True),
     ),
     attributes=(
         AttributeSpec("num_heads", int),
@@ -96,26 +96,16 @@ def softcap_scores(scores: NDArray[np.float64], softcap: float) -> NDArray[np.fl
 
 
 def branch_attention(
-    q: Float,
-    k: Float,
-    v: Float,
-    k_cache: Float,
-    v_cache: Float,
-    attn_bias: NDArray[np.float32],
-    past_length: NDArray[np.int64],
-    row_splits: NDArray[np.int64],
-    sinks: Float | None = None,
-    *,
-    num_heads: int,
-    kv_num_heads: int,
-    scale: float,
-    softcap: float = 0.0,
+    tensors: Tensors, *, num_heads: int, kv_num_heads: int, scale: float, softcap: float = 0.0
 ) -> tuple[Float, Float, Float]:
-    """Return `(out, k_cache_out, v_cache_out)`; shapes as in the schema of BranchAttention, sums in float64.
+    """Return `(out, k_cache_out, v_cache_out)` by the inputs of BranchAttention that attending takes: all up to
+    `row_splits`, and `sinks`. Sums are in float64.
 
     The leading 1 of `q`, `k`, `v` may be left out; `out` has the shape and dtype of `q`. Caches may be of any type that
     `kv_slots` knows: new keys and values are attended to as the caches keep them.
     """
+    q, k, v, k_cache, v_cache = (tensors[name] for name in ("q", "k", "v", "k_cache", "v_cache"))
+    attn_bias, row_splits, sinks = tensors[names.ATTN_BIAS], tensors[names.ROW_SPLITS], tensors.get("sinks")
     head_dim = q.shape[-1] // num_heads
     view = attn_bias.shape[-1]
     queries = q.reshape(-1, num_heads, head_dim)
@@ -124,7 +114,7 @@ def branch_attention(
     k_cache_out, v_cache_out = k_cache.copy(), v_cache.copy()
     out = np.zeros(queries.shape, dtype=np.float64)
 
-    for row, past in enumerate(past_length.tolist()):
+    for row, past in enumerate(tensors[names.PAST_LENGTH].tolist()):
         first, end = row_splits[row : row + 2].tolist()
         appended = slice(past, past + end - first)
         k_cache_out[row, :, appended] = to_slots(keys[first:end].swapaxes(0, 1), k_cache.dtype)

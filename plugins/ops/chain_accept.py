@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plugins.cuda.launches import COUNTER, Scratch, make_launch
 from outrider.plugins.ops import row_choices as rows
-from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.op import Op, Tensors
 from outrider.plugins.ops.row_choices import SamplingSlots
 from outrider.plugins.ops.tree_accept import Accepted, walk_trees
 from outrider.plugins.reference.choice import filtered_weights, sampling_of
@@ -115,22 +115,12 @@ class WeighedChains(Accepted):
     trials: NDArray[np.float64]
 
 
-def chain_accept(
-    logits: NDArray[np.float32],
-    logit_indices: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    branch: NDArray[np.int64],
-    slots: SamplingSlots,
-    token_ids: NDArray[np.int64],
-    parent: NDArray[np.int64],
-    draft_probs: NDArray[np.float32],
-    skip_sample_adjustment: NDArray[np.int64],
-    by_rejection: NDArray[np.int64],
-) -> WeighedChains:
-    """Apply the rule of arXiv 2211.17192 to chains of branches with rejection, and TreeAccept's rule to others.
-
-    Shapes as in the schema of ChainAccept.
-    """
+def chain_accept(tensors: Tensors) -> WeighedChains:
+    """Apply the rule of arXiv 2211.17192 to chains of branches with rejection, and TreeAccept's rule to others, by the
+    inputs of ChainAccept."""
+    slots, logit_indices, logits = SamplingSlots.among(tensors), tensors[names.LOGIT_INDICES], tensors[names.LOGITS_OUT]
+    branch, positions = tensors[names.BRANCH], tensors[names.POSITIONS]
+    token_ids, parent = tensors[names.TOKEN_IDS], tensors[names.PARENT]
     place_of = {row: place for place, row in enumerate(logit_indices.tolist())}
     trials = np.full((len(logit_indices), 2), np.nan)
 
@@ -138,7 +128,7 @@ def chain_accept(
         b, position = int(branch[node]), int(positions[node])
         weights = filtered_weights(logits[place_of[node]], sampling_of(slots.sampling, b))
         key = slots.key(b, position, Purpose.TARGET)
-        if not by_rejection[b]:
+        if not tensors[names.BY_REJECTION][b]:
             token = race(weights, key)
             return token, next((row for row in place_of if parent[row] == node and token_ids[row] == token), None)
         drafted = next((row for row in place_of if parent[row] == node), None)
@@ -146,12 +136,12 @@ def chain_accept(
             return race(weights, key), None  # the bonus
 
         x, r = int(token_ids[drafted]), uniform(*slots.key(b, position, Purpose.REJECTION))
-        p, q = target_probability(weights), draft_probability(draft_probs[place_of[drafted]])
+        p, q = target_probability(weights), draft_probability(tensors[names.DRAFT_PROBS][place_of[drafted]])
         trials[place_of[drafted]] = r / 2**_DRAW_BITS, _ratio(int(p[x]), int(q[x]))
         if accepts(r, int(p[x]), int(q[x])):
             return x, drafted
         rest = residual(p, q)
-        if skip_sample_adjustment[b] or not rest.any():
+        if tensors[names.SKIP_SAMPLE_ADJUSTMENT][b] or not rest.any():
             return race(weights, key), None
         return race(rest, key), None
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from outrider.plugins.cuda.launches import Launch
 from outrider.plugins.schema import OpSchema
 from outrider.plugins.tensorrt.plugin import Declined, Plugin
+
+Tensors = Mapping[str, NDArray[Any]]
+"""Tensors by their names in an op's schema: what the rules of ops with many take, as `native.create` does."""
 
 
 @dataclass(frozen=True)

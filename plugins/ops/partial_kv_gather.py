@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plugins.cuda.launches import ROW_THREADS, make_launch
 from outrider.plugins.ops import kv_blocks
-from outrider.plugins.ops.kv_blocks import Ints, candidate_blocks
-from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.kv_blocks import candidate_blocks
+from outrider.plugins.ops.op import Op, Tensors
 from outrider.plugins.schema import ANY_KV, INTEGER, KV, SLOT, OpSchema, TensorSpec, one
 
 _RESIDENT = TensorSpec(names.RESIDENT, INTEGER, (names.ROWS, *kv_blocks.RETRIEVED))
@@ -55,18 +52,10 @@ OP = Op(
 )  # fmt: skip
 
 
-def partial_kv_gather(
-    kv: NDArray[Any],
-    row: int,
-    covered: int,
-    selected: Ints,
-    partial_kv: NDArray[Any],
-    *,
-    block_size: int,
-    sink_blocks: int,
-    window_blocks: int,
-) -> int:
-    """Copy a row's sink, selected blocks and window to the front of the row in `partial_kv`; return the slot count."""
+def partial_kv_gather(tensors: Tensors, *, block_size: int, sink_blocks: int, window_blocks: int) -> int:
+    """Copy a row's sink, selected blocks and window to the front of the row in `partial_kv`, by the tensors of
+    PartialKvGather; return the number of slots."""
+    (row,), (covered,), selected = tensors[names.ROW], tensors[names.COVERED], tensors[names.SELECTED]
     sink = sink_blocks * block_size
     window = sink + block_size * candidate_blocks(covered, block_size, sink_blocks, window_blocks)
     count = int((selected[0, 0] >= 0).sum())
@@ -75,7 +64,7 @@ def partial_kv_gather(
         retrieved = [
             sink + block * block_size + t for block in selected[layer, head, :count] for t in range(block_size)
         ]
-        tokens = np.array([*range(sink), *retrieved, *range(window, covered)], np.int64)
+        kept = np.array([*range(sink), *retrieved, *range(window, covered)], np.int64)
         planes = slice(2 * layer, 2 * layer + 2)
-        partial_kv[planes, row, head, :filled] = kv[planes, row, head, tokens]
-    return filled
+        tensors[_PARTIAL_KV.name][planes, row, head, :filled] = tensors[names.KV][planes, row, head, kept]
+    return int(filled)

@@ -45,7 +45,7 @@ SCHEMA = OpSchema(
         TensorSpec(names.REPLAY, "int64", ("branches", "log")),
         TensorSpec(names.REPLAYS, *_BY_BRANCH),
         TensorSpec(names.FOLD, *_BY_BRANCH),
-        TensorSpec("bias", "float32", ("channels",)),
+        TensorSpec("bias", "float32", ("channels",), optional=True),
     ),
     outputs=(
         TensorSpec("out", *_X),

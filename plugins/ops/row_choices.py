@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plans.sampling import SETTINGS
 from outrider.plugins.cuda.launches import STATUS, Launch, Scratch, Sizes
+from outrider.plugins.ops.op import Tensors
 from outrider.plugins.reference.choice import choice, sampling_of
 from outrider.plugins.reference.race import RaceKey
 from outrider.plugins.schema import INTEGER, AttributeSpec, OpSchema, Purpose, TensorSpec, one, per_new_token
@@ -48,6 +49,11 @@ class SamplingSlots:
     sampling: NDArray[np.float64]
     seed: NDArray[np.uint64]
     stream: NDArray[np.int64]
+
+    @classmethod
+    def among(cls, tensors: Tensors) -> SamplingSlots:
+        """Return those of an op's tensors."""
+        return cls(tensors[names.SAMPLING], tensors[names.SEED], tensors[names.STREAM])
 
     def key(self, branch: int, position: int, purpose: Purpose) -> RaceKey:
         """Return the race for the token after `position`: a race is numbered by the token that it draws."""

@@ -52,8 +52,8 @@ SCHEMA = OpSchema(
         TensorSpec(names.REPLAY, "int64", ("branches", "log")),
         TensorSpec(names.REPLAYS, *_BY_BRANCH),
         TensorSpec(names.FOLD, *_BY_BRANCH),
-        TensorSpec("b", *_GATE),
-        TensorSpec("skip", *_BY_HEAD),
+        TensorSpec("b", *_GATE, optional=True),
+        TensorSpec("skip", *_BY_HEAD, optional=True),
     ),
     outputs=(
         TensorSpec("out", "float32", (1, names.NEW, "heads * values")),

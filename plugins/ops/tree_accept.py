@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from outrider.plans import names
 from outrider.plugins.cuda.launches import COUNTER, make_launch
 from outrider.plugins.ops import row_choices as rows
-from outrider.plugins.ops.op import Op
+from outrider.plugins.ops.op import Op, Tensors
 from outrider.plugins.ops.row_choices import SamplingSlots
 from outrider.plugins.ops.sample import ROW_SHARES
 from outrider.plugins.schema import OpSchema, Purpose
@@ -91,21 +91,15 @@ def walk_trees(
     return Accepted(committed, np.array(counts, dtype=np.int64), np.array(sorted(kept), dtype=np.int64))
 
 
-def tree_accept(
-    logits: NDArray[np.float32],
-    logit_indices: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    branch: NDArray[np.int64],
-    slots: SamplingSlots,
-    token_ids: NDArray[np.int64],
-    parent: NDArray[np.int64],
-    purpose: Purpose = Purpose.TARGET,
-) -> Accepted:
-    """Walk every tree of the step along the target's own choices; shapes as in the schema of TreeAccept."""
-    place_of = {row: place for place, row in enumerate(logit_indices.tolist())}
+def tree_accept(tensors: Tensors, purpose: Purpose = Purpose.TARGET) -> Accepted:
+    """Walk every tree of the step along the target's own choices, by the inputs of TreeAccept."""
+    slots, rows = SamplingSlots.among(tensors), tensors[names.LOGIT_INDICES]
+    branch, positions = tensors[names.BRANCH], tensors[names.POSITIONS]
+    token_ids, parent = tensors[names.TOKEN_IDS], tensors[names.PARENT]
+    place_of = {row: place for place, row in enumerate(rows.tolist())}
 
     def step(node: int) -> tuple[int, int | None]:
-        x = slots.choose(logits[place_of[node]], int(branch[node]), int(positions[node]), purpose)
+        x = slots.choose(tensors[names.LOGITS_OUT][place_of[node]], int(branch[node]), int(positions[node]), purpose)
         return x, next((row for row in place_of if parent[row] == node and token_ids[row] == x), None)
 
-    return walk_trees(logit_indices, parent, step)
+    return walk_trees(rows, parent, step)

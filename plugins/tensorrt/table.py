@@ -37,7 +37,10 @@ from outrider.plugins.tensorrt.plugin import Declined, Plugin
 PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
     **dict.fromkeys(QUANT_OPS, Declined("TensorRT fuses dequantised weights with the product that reads them")),
     **dict.fromkeys(("BiasedRoute", *EXPERT_OPS), EXPERTS_DECLINED),
-    **dict.fromkeys(("SiluUnit", "GeluUnit", "Softcap"), Declined("TensorRT fuses their standard ops")),
+    **dict.fromkeys(
+        ("AddNorm", "RunAfter", "SiluUnit", "GeluUnit", "Softcap"),
+        Declined("TensorRT fuses their standard ops"),
+    ),
     **{name: op.plugins for name, op in OPS.items()},
 }
 """By the op type of a graph's node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from outrider.compiler.export.execution import cache_outputs
-from outrider.compiler.export.ops import attention
+from outrider.compiler.export.ops import branch_attention as attention_op
 from outrider.compiler.export.target import trace_target
+from outrider.compiler.models.decoder import RmsNorm, add_and_norm
 from outrider.compiler.models.ops import gelu_unit, softcap
 from outrider.plans import names
 from outrider.plugins.ops.bim_mask import bim_mask
@@ -70,7 +71,7 @@ class Forms(nn.Module):
         self.forms, self.queries = tuple(forms), queries
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(Layer(form) for form in forms)
-        self.norm = nn.RMSNorm(HIDDEN, eps=1e-6)
+        self.norm = RmsNorm(HIDDEN, 1e-6)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape) * (1.0 if parameter.dim() == 1 else 0.25)
@@ -79,39 +80,28 @@ class Forms(nn.Module):
             for name, table in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
                 self.register_buffer(f"{name}_{rotated}", torch.from_numpy(table.astype(np.float32)))
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        row_splits: Tensor,
-        attn_bias: Tensor,
-        past_length: Tensor,
-        logit_indices: Tensor,
-        k_caches: Sequence[Tensor],
-        v_caches: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        x = self.embedding(token_ids.unsqueeze(0))
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        x, added = self.embedding(inputs[names.TOKEN_IDS].unsqueeze(0)), None
         presents: list[Tensor] = []
         queries: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             form = layer.form
-            normed = self.norm(x)
+            normed, x = add_and_norm(x, added, self.norm)
             q, k, v = (getattr(layer, name)(normed) for name in "qkv")
-            turned: tuple[Tensor | None, ...] = (None,) * 3
-            if form.rotated:
-                turned = positions.unsqueeze(0), *(getattr(self, f"{name}_{form.rotated}") for name in ("cos", "sin"))
-            norms = (None, None) if layer.norms is None else (norm.weight for norm in layer.norms)
-            out, k_out, v_out, asked = attention(
-                q, k, v, k_caches[index], v_caches[index], attn_bias, past_length, row_splits, layer.sinks, *turned,
-                *norms, HEADS, KV_HEADS, HEAD_DIM**-0.5, 0, 1, form.softcap, form.window, 1e-6,
+            cos, sin = (getattr(self, f"{x}_{form.rotated}") if form.rotated else None for x in ("cos", "sin"))
+            q_norm, k_norm = (None, None) if layer.norms is None else (norm.weight for norm in layer.norms)
+            out, k_out, v_out, asked = attention_op(
+                q, k, v, inputs[names.k_cache(index)], inputs[names.v_cache(index)],
+                *(inputs[name] for name in (names.ATTN_BIAS, names.PAST_LENGTH, names.ROW_SPLITS)),
+                layer.sinks, inputs[names.POSITIONS].unsqueeze(0) if form.rotated else None, cos, sin, q_norm, k_norm,
+                HEADS, KV_HEADS, HEAD_DIM**-0.5, 0, 1, form.softcap, form.window, 1e-6,
             )  # fmt: skip
             queries.append(asked)
             presents += (k_out, v_out)
-            x = x + layer.o(out)
-            normed = self.norm(x)
-            x = x + layer.down(gelu_unit(layer.gate(normed), layer.up(normed)))
-        picked = torch.index_select(x, -2, logit_indices).squeeze(0)
+            normed, x = add_and_norm(x, layer.o(out), self.norm)
+            added = layer.down(gelu_unit(layer.gate(normed), layer.up(normed)))
+        picked = torch.index_select(add_and_norm(x, added, None)[1], -2, inputs[names.LOGIT_INDICES]).squeeze(0)
         logits = softcap(self.head(self.norm(picked)).float(), 4.0)
         return logits, *presents, *(tuple(q.float() for q in queries) if self.queries else ())
 
@@ -139,12 +129,12 @@ class Forms(nn.Module):
                 ready.append(heads.reshape(len(x), -1))
             bias = feeds["attn_bias"]
             found[names.queries(i)] = ready[0]
+            given = {"q": ready[0], "k": ready[1], "v": v} | feeds | own
+            given |= {"k_cache": feeds[names.k_cache(i)], "v_cache": feeds[names.v_cache(i)]}
+            given |= {"attn_bias": window_bias(bias, form.window)} if form.window else {}
             out, *caches = branch_attention(
-                ready[0], ready[1], v, feeds[names.k_cache(i)], feeds[names.v_cache(i)],
-                window_bias(bias, form.window) if form.window else bias,
-                feeds["past_length"], feeds["row_splits"], own.get("sinks"),
-                num_heads=HEADS, kv_num_heads=KV_HEADS, scale=HEAD_DIM**-0.5, softcap=form.softcap,
-            )  # fmt: skip
+                given, num_heads=HEADS, kv_num_heads=KV_HEADS, scale=HEAD_DIM**-0.5, softcap=form.softcap
+            )
             for name, cache in zip((names.k_cache(i), names.v_cache(i)), caches, strict=True):
                 found[names.cache_output(name)] = cache
             x = x + out @ own["o.weight"].T
@@ -163,7 +153,7 @@ def export_forms(module: Forms, capacity: int) -> ir.Model:
         **dict.fromkeys(cache_outputs(len(layers), 1), cache),
         **({names.queries(i): (names.NEW, HEADS * HEAD_DIM) for i in layers} if module.queries else {}),
     }
-    return trace_target(module, cache, len(layers), module.head.weight.dtype, outputs)
+    return trace_target(module, cache, len(layers), module.head.weight.dtype, outputs, {})
 
 
 def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], parents: Sequence[Sequence[int]]) -> Arrays:

@@ -14,10 +14,11 @@ import onnx_ir as ir
 import pytest
 
 from outrider.compiler.backends import BACKEND_CLASSES
-from outrider.compiler.engines.torch_converters import ATTENTION, is_plain
+from outrider.compiler.engines.torch_converters import is_plain
+from outrider.compiler.export.ops import branch_attention
 from outrider.compiler.export.tracing import traced_of
 from outrider.compiler.lowering import lower
-from outrider.compiler.lowering.own_ops import FuseSkipNorms
+from outrider.compiler.lowering.own_ops import CpuNorms
 from outrider.compiler.lowering.products import FuseProjections, GatedUnitOfProduct
 from outrider.compiler.lowering.rule import Rule
 from outrider.compiler.probes.choice import probed_ops
@@ -88,7 +89,7 @@ def test_every_backend_computes_the_references(name: str, target: str, rows: int
 @pytest.mark.parametrize(("name", "plain"), [("gemma 2", 0), ("gpt-oss", 0), ("smollm 3", 3), ("phi 3", 1)])
 def test_the_torch_front_end_knows_which_attention_it_converts(name: str, plain: int) -> None:
     nodes = traced_of(export_forms(module(name), CAPACITY)).program.graph.nodes
-    attention = [node for node in nodes if node.target is ATTENTION]
+    attention = [node for node in nodes if node.target is branch_attention]
     assert len(attention) == len(FORMS[name])
     assert sum(map(is_plain, attention)) == plain
 
@@ -131,7 +132,7 @@ def test_sinks_are_written_out_on_cuda(tmp_path: Path, monkeypatch: pytest.Monke
     assert by_rule["ScatterAttention"].applied == len(FORMS["gpt-oss"])
 
 
-@pytest.mark.parametrize("left_out", [FuseProjections, GatedUnitOfProduct, FuseSkipNorms])
+@pytest.mark.parametrize("left_out", [FuseProjections, GatedUnitOfProduct, CpuNorms])
 def test_where_a_rule_does_not_run_nothing_else_changes(
     left_out: type[Rule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +180,7 @@ def test_on_the_cpu_a_layer_is_six_nodes_of_ours(name: str) -> None:
     forms, counts = FORMS[name], Counter((node.domain, node.op_type) for node in model.graph)
     applied = {r.rule: r.applied for r in reports}
     assert applied["CpuAttention"] == applied["GatedUnitOfProduct"] == applied["FuseProjections"] == len(forms)
-    assert applied["FuseSkipNorms"] == 2 * len(forms) - 1  # not the first, nor that of picked rows
+    assert applied["CpuNorms"] == counts[CPU_DOMAIN, "RmsNorm"] == 2 * len(forms) + 1
     assert {domain for domain, _ in counts} == {"", CPU_DOMAIN}
     assert "row_splits" not in {value.name for value in model.graph.inputs}
     assert applied["OwnKernels"] == counts[CPU_DOMAIN, "Softcap"] == 1

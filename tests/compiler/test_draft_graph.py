@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from numpy.typing import NDArray
 
 from outrider.compiler.checkpoint import load_decoder
-from outrider.compiler.export import export_draft
+from outrider.compiler.export import DraftOptions, export_draft
 from outrider.compiler.lowering import lower
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.drafting import DecoderDraft, Eagle3Draft
@@ -130,7 +130,7 @@ class DraftEngine:
         target: str = CPU,
         vocabulary: int = VOCABULARY,
     ) -> None:
-        graph = export_draft(model, tree, CAPACITY, vocabulary, slots=slots)
+        graph = export_draft(model, tree, CAPACITY, vocabulary, DraftOptions(slots=slots))
         self.reports = lower("draft", graph, target, rows=1)
         self.engine = write_engine(graph, folder, "draft")
         self._session = cpu_session(folder / "draft.onnx")
@@ -258,9 +258,9 @@ class HeadOracle:
         embedded = F.embedding(torch.tensor(tokens[1:]), self.embedding)
         for token in [*path, None]:
             execution = CausalExecution(self.head.config, 1, len(hidden), "cpu")
-            out = self.head.layer(hidden, embedded, execution)
+            normed, out = self.head.layer(hidden, embedded, execution)
             if token is None:
-                return torch.log_softmax(self.head.logits(out[-1]).double(), -1).detach().numpy()
+                return torch.log_softmax(self.head.logits(normed[-1]).double(), -1).detach().numpy()
             hidden = torch.cat([hidden, out[-1:]])
             embedded = torch.cat([embedded, F.embedding(torch.tensor([token]), self.embedding)])
         raise AssertionError

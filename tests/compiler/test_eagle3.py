@@ -124,9 +124,9 @@ def expect_numpy(head: Eagle3Head, tensors: dict[str, Tensor], changes: dict[str
         positions = list(range(START + first, START + last))
         embedded = table[tokens[first:last]]
         execution.positions = positions
-        h = head.layer(head.fuse(h), embedded, execution)
+        normed, h = head.layer(head.fuse(h), embedded, execution)
         residual = oracle.level(expected, embedded.double().numpy(), positions)
         expected = oracle.fed_back(residual)
         agree(h, expected)
-        agree(head.logits(h), oracle.logits(residual))
+        agree(head.logits(normed), oracle.logits(residual))
         h, expected = h[-1:], expected[-1:]

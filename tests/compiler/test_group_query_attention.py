@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.compiler.checkpoint import load_decoder
-from outrider.compiler.export import export_draft, export_target
+from outrider.compiler.export import DraftOptions, export_draft, export_target
 from outrider.compiler.lowering import lower
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.drafting import DecoderDraft
@@ -33,7 +33,7 @@ def test_what_a_step_reads_on_the_host_are_sizes(decoder: Decoder, monkeypatch: 
     in_float32(monkeypatch)
     model, layers = export_target(decoder, CAPACITY), decoder.config.num_layers
     once = ("FuseProjections", "GroupQueryAttention", "UnbranchedBody")  # the body of the gated unit
-    applied = {**dict.fromkeys(once, layers), "FuseSkipNormsCuda": 2 * layers - 1, "CopiedSizes": 1}
+    applied = {**dict.fromkeys(once, layers), "SkipNorm": 2 * layers - 1, "CopiedSizes": 1}
     assert {r.rule: r.applied for r in lower("target", model, CUDA, rows=1) if r.applied} == applied
     graph = ir.to_proto(model).graph
     made = {output: node for node in graph.node for output in node.output}
@@ -78,7 +78,8 @@ def test_what_its_kernel_does_not_rotate_is_rotated_outside(
     head_dim: int, positions: int, outside: int, decoder: Decoder
 ) -> None:
     one = Decoder(replace(decoder.config, num_layers=1, head_dim=head_dim)).half().eval()
-    graph = export_draft(DecoderDraft(one), Tree(top_k=2, depth=1, nodes=4), CAPACITY, 300, positions=positions)
+    options = DraftOptions(positions=positions)
+    graph = export_draft(DecoderDraft(one), Tree(top_k=2, depth=1, nodes=4), CAPACITY, 300, options)
     reports = {report.rule: report for report in lower("draft", graph, CUDA, 1)}
     assert reports["GroupQueryAttention"].applied == 2
     assert sum(node.op_type == "RotaryEmbedding" for node in graph.graph) == outside

@@ -61,18 +61,21 @@ def test_the_partial_cache_holds_what_the_references_choose(long: Runtime, lengt
     assert covered == length
     most, least = np.zeros_like(own[names.KEY_MAX]), np.zeros_like(own[names.KEY_MIN])
     windows = np.zeros(kv.shape[0] // 2, np.int64)
-    block_summary(kv, windows, 0, covered, 0, most, least, **LAYOUT)
+    tensors = own | {"kv": kv, "layer_windows": windows, "key_max": most, "key_min": least}
+    tensors |= {"row": np.array([0]), "covered": np.array([covered]), "summarised": np.array([0])}
+    block_summary(tensors, **LAYOUT)
     blocks = max(0, covered // 4 - 3)  # after those, the last sequence that had the buffers has left its own
     np.testing.assert_array_equal(own[names.KEY_MAX][..., :blocks], most[..., :blocks])
     np.testing.assert_array_equal(own[names.KEY_MIN][..., :blocks], least[..., :blocks])
     expected = np.zeros_like(own[names.KV])
-    filled = partial_kv_gather(kv, 0, covered, own[names.SELECTED], expected, **LAYOUT)
+    filled = partial_kv_gather(tensors | {"partial_kv": expected}, **LAYOUT)
     assert filled == min(covered, 4 + 12 + 8 + covered % 4)
     np.testing.assert_array_equal(own[names.KV][:, :, :, :filled], expected[:, :, :, :filled])
     # The blocks are the best by the queries of the pass that filled it: those of the prompt's last chunk.
     asked = replayed_queries(long, length)
     rows = np.arange(len(asked[0]))
-    chosen = block_select(asked, rows, most, least, windows, 0, covered, 3, 3, **LAYOUT, reduction=0, most_queries=8)
+    tensors |= {"queries": asked, "kept_indices": rows, "kept_count": np.array([len(rows)]), "budget": np.array([3])}
+    chosen = block_select(tensors, **LAYOUT, reduction=0, most_queries=8)
     np.testing.assert_array_equal(own[names.SELECTED], chosen)
     assert queries.shape[0] == len(asked)
 

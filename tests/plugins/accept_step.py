@@ -39,7 +39,7 @@ class AcceptStep:
             np.testing.assert_array_equal(self.trials, expected.trials)
 
     def assert_equals_reference(self):
-        self.assert_equals(self.reference(slots=self.slots, **self.tensors))
+        self.assert_equals(self.reference(self.tensors | vars(self.slots)))
 
     def assert_untouched(self):
         assert all((output == POISON).all() for output in self.outputs.values())

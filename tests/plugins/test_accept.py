@@ -240,7 +240,7 @@ def test_greedy_chains_commit_what_tree_accept_commits(seed, straight):
     q[rng.random(len(q)) < 0.3] = np.eye(5)[rng.integers(5)]
     arrays = (logits, logit_indices, 7 + depth_of(parent), branch)
     step = chain_step(equal_slots(3), *arrays, token_ids, parent, q).run()
-    step.assert_equals(tree_accept(*arrays, equal_slots(3), token_ids, parent))
+    step.assert_equals(tree_accept(step.tensors | vars(step.slots)))
 
 
 def drawn_from(drafter, gamma, skip=0):

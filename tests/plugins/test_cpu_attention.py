@@ -111,7 +111,7 @@ def expected(
     taken = {name: inputs[name] for name in (*INPUTS[:8], "sinks") if name in inputs}
     if window:
         taken["attn_bias"] = window_bias(taken["attn_bias"], window)
-    return branch_attention(**taken, num_heads=heads, kv_num_heads=kv_heads, scale=scale, softcap=softcap)
+    return branch_attention(taken, num_heads=heads, kv_num_heads=kv_heads, scale=scale, softcap=softcap)
 
 
 def expected_bits(

@@ -95,7 +95,8 @@ def test_summaries_grow_block_by_block_and_are_those_of_all_at_once(any_kernels,
         cache.covered[0] = covered
         compare(any_kernels, cache, "BlockSummary")
         cache.summarised[0] = max(cache.summarised[0], cache.candidates(covered))
-    block_summary(cache.kv, cache.layer_windows, cache.row[0], lengths[-1], first, most, least, **cache.layout)
+    expected = {"key_max": most, "key_min": least, "summarised": np.array([first])}
+    block_summary(cache.tensors("BlockSummary") | expected, **cache.layout)
     np.testing.assert_array_equal(cache.key_max, most)
     np.testing.assert_array_equal(cache.key_min, least)
 
@@ -115,19 +116,17 @@ def test_a_summary_is_of_the_keys_between_sink_and_window():
 )  # fmt: skip
 def test_selection_is_the_reference(any_kernels, data, reduction, most_queries, spoiled):
     cache = drawn_for(any_kernels, data)
-    cache.covered[0] = covered = data.draw(st.integers(0, cache.capacity))
+    cache.covered[0] = data.draw(st.integers(0, cache.capacity))
     cache.summary()()
     if spoiled:
         spoil(cache, cache.queries)
-    cache.budget[0] = budget = data.draw(st.integers(0, cache.retrieval))
-    kept = cache.keep(data.draw(st.integers(1, cache.new)))
+    cache.budget[0] = data.draw(st.integers(0, cache.retrieval))
+    cache.keep(data.draw(st.integers(1, cache.new)))
     cache.keep_windows_in_reach()
     cache.selected[:] = -77
     compare(any_kernels, cache, "BlockSelect", reduction=reduction, most_queries=most_queries)
-    expected = block_select(
-        cache.queries, kept, cache.key_max, cache.key_min, cache.layer_windows, cache.row[0], covered, budget,
-        cache.retrieval, **cache.layout, reduction=reduction, most_queries=most_queries,
-    )  # fmt: skip
+    attributes = cache.layout | {"reduction": reduction, "most_queries": most_queries}
+    expected = block_select(cache.tensors("BlockSelect"), **attributes)
     np.testing.assert_array_equal(cache.selected, expected)
 
 
@@ -200,7 +199,7 @@ def test_gathering_is_the_reference_and_copies_only_what_is_not_there(any_kernel
         cache.choose(count)
         compare(any_kernels, cache, "PartialKvGather")
         expected = np.zeros_like(cache.partial_kv)
-        filled = partial_kv_gather(cache.kv, cache.row[0], covered, cache.selected, expected, **cache.layout)
+        filled = partial_kv_gather(cache.tensors("PartialKvGather") | {"partial_kv": expected}, **cache.layout)
         row = cache.row[0]
         np.testing.assert_array_equal(cache.partial_kv[:, row, :, :filled], expected[:, row, :, :filled])
         others = np.arange(cache.kv.shape[1]) != row

@@ -42,9 +42,9 @@ def one_chain(head: Eagle3Head, table: Tensor, features: Tensor, tokens: Tensor,
     for step in range(STEPS):
         length = pair + 1 + step
         execution = CausalExecution(head.config, 1, length)  # type: ignore[arg-type]
-        h = head.layer(rows, embedding(tokens[:length], table), execution)[-1]
-        found.append(h)
-        rows = torch.cat((rows, h[None]))
+        normed, h = head.layer(rows, embedding(tokens[:length], table), execution)
+        found.append(normed[-1])
+        rows = torch.cat((rows, h[-1:]))
     return found
 
 

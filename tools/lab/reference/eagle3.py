@@ -284,6 +284,6 @@ def unroll(head: Eagle3Head, embedding: Tensor, features: Tensor, token_ids: Ten
     states = []
     for step in range(steps):
         embedded = F.embedding(token_ids[:, step : step + pairs].reshape(-1), embedding)
-        h = head.layer(h, embedded, execution, step)
-        states.append(h.view(batch, pairs, -1))
+        normed, h = head.layer(h, embedded, execution, step)
+        states.append(normed.view(batch, pairs, -1))
     return states
