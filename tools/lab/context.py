@@ -40,6 +40,7 @@ from outrider.tools.measuring import (
     print_head,
     run_in_turn,
     run_tool,
+    within,
 )
 from outrider.tools.parting import same_share
 
@@ -123,9 +124,8 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
                     mode, drafter, budget = case
                     return _run(session, tokens, mode, drafter, budget, options)
 
-                made = run_in_turn(
-                    cases, [tokens], options.reps, run, warm_up=(), begin=begin, within=f"{length} tokens of context, "
-                )
+                shown = within(f"{length} tokens of context", begin)
+                made = run_in_turn(cases, [tokens], options.reps, run, warm_up=(), begin=shown)
                 for (mode, drafter, budget), answers in made.items():
                     key = length, drafter, mode, budget
                     found.setdefault(key, []).extend(stats for _, stats in answers)

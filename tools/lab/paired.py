@@ -46,6 +46,7 @@ from outrider.tools.measuring import (
     run_in_turn,
     run_tool,
     spread,
+    within,
 )
 
 HERE = Path(__file__).resolve().parents[2]
@@ -79,8 +80,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             bursts: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
             for start in range(options.starts):  # who allocates first was measured 5 % slower: by turns
                 order = sides if start % 2 else dict(reversed(sides.items()))
-                case = f"{way}, {drafter}, {threads or 'all'} threads, start {start}, "
-                found = _bursts(order, plans, asked | {"prompts": prompts}, options.pairs, begin, case)
+                shown = within(f"{way}, {drafter}, {threads or 'all'} threads, start {start}", begin)
+                found = _bursts(order, plans, asked | {"prompts": prompts}, options.pairs, shown)
                 bursts = {name: [*bursts[name], *found[name]] for name in sides}
             rows.append({"way": way, "drafter": drafter, "threads": threads, "sequences": several} | _row(bursts))
     return {
@@ -108,7 +109,6 @@ def _bursts(
     asked: dict[str, Any],
     pairs: int,
     begin: Callable[[str], None],
-    within: str,
 ) -> dict[str, list[dict[str, Any]]]:
     """What each side printed for its bursts, in pairs, without those that warm up."""
     with ExitStack() as stack:
@@ -117,13 +117,7 @@ def _bursts(
             for name, root in sides.items()
         }
         return run_in_turn(
-            list(sides),
-            [None],
-            pairs,
-            lambda name, *_: running[name].burst(),
-            warm_up=[None] * _WARM_UP,
-            begin=begin,
-            within=within,
+            list(sides), [None], pairs, lambda name, *_: running[name].burst(), warm_up=[None] * _WARM_UP, begin=begin
         )
 
 
