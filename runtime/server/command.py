@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from outrider.commands.arguments import at_least_1, number, whole_number
 from outrider.commands.console import stderr
@@ -20,12 +20,9 @@ from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import MODES
 from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of, load
 from outrider.runtime.prefix_cache.file import check_folder
-from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.server.api_keys import check_shares, read_api_keys, share_of_queue
 from outrider.runtime.server.log_format import LogFormat
-
-if TYPE_CHECKING:
-    from outrider.runtime.server.tracing import Tracing
 
 _KEY = "OUTRIDER_API_KEY"
 
@@ -123,7 +120,7 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     with optional_packages("The server", "serve"):
-        from outrider.runtime.server.app import ServerConfig
+        from outrider.runtime.server.config import ServerConfig
         from outrider.runtime.server.connections import Limits, most_connections
         from outrider.runtime.server.request_log import log_to_stderr
         from outrider.runtime.server.service import Service
@@ -151,7 +148,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.mode,
         max_waiting_per_client=share_of_queue(arguments.max_waiting, arguments.max_waiting_per_key, len(keys)),
     )
-    tracing: Tracing | None = None
+    tracing = None
     if arguments.telemetry:
         with optional_packages("Telemetry", "telemetry"):
             from outrider.runtime.server.tracing import tracing_by_environment
