@@ -16,7 +16,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from outrider.plans.errors import OutriderError, PlanError, RequestError
-from outrider.plans.template_sandbox import Sandbox, check_size
+from outrider.plans.template_budget import check_size
+from outrider.plans.template_sandbox import Sandbox
 from outrider.plans.text_check import check_text
 
 REPAIR = (
