@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from outrider.runtime.options.options import Options
     from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
     from outrider.runtime.prefix_cache.stats import PrefixCacheStats
+    from outrider.runtime.request_queue import SchedulerConfig
     from outrider.runtime.runtime import Runtime
-    from outrider.runtime.scheduler import SchedulerConfig
     from outrider.runtime.scheduler_stats import SchedulerStats
     from outrider.runtime.session import Session
     from outrider.runtime.stats import Stats
@@ -33,7 +33,7 @@ _MODULES = {
     "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
     "prefix_cache.stats": ("PrefixCacheStats",),
     "runtime": ("Runtime",),
-    "scheduler": ("SchedulerConfig",),
+    "request_queue": ("SchedulerConfig",),
     "scheduler_stats": ("SchedulerStats",),
     "session": ("Session",),
     "stats": ("Stats",),

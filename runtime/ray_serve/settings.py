@@ -14,7 +14,7 @@ from outrider.runtime.branch_request import Mode
 from outrider.runtime.exactness import Exactness
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
 from outrider.runtime.ray_serve.following import Failover
-from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.server.api_keys import check_shares
 from outrider.runtime.server.log_format import LogFormat
 
