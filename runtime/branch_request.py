@@ -17,7 +17,7 @@ from outrider.runtime.options.options import OPTIONS, Options
 from outrider.runtime.options.request import Request, resolve
 from outrider.runtime.sampling import new_seed
 from outrider.runtime.text.grammars import Grammars
-from outrider.runtime.text.prompt import prepare_prompt
+from outrider.runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
 
 Mode = Literal["in-one-sequence", "batching"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -56,6 +56,12 @@ class RequestChecks:
     manifest: Manifest
     grammars: Grammars
     tokenizer: Tokenizer
+
+    def prompt(
+        self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None
+    ) -> str | Sequence[int]:
+        """The prompt, or that of `messages`; see `choose_prompt`."""
+        return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target, variables)
 
     def alone(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> Request:
         """A request for a sequence of its own, in a row that is `shared` with others or not."""

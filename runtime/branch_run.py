@@ -23,8 +23,8 @@ def run_branches(loop: StepLoop, call: BranchRequest, stats: Stats) -> Run:
         if loop.begin(prefix, {each.drafter for each in asked} | set(call.keep_for), call.mode, owner=owner):
             stats.reused_tokens = len(prefix)
         else:
-            stats.reused_tokens = stats.cached_tokens = loop.recall_prefix()
-        for _ in loop.compute_prefix():
+            stats.reused_tokens = stats.cached_tokens = loop.shared.recall()
+        for _ in loop.shared.compute():
             if all(each.cancelled for each in asked):
                 break
             stats.prefill_passes += 1

@@ -8,8 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import NoReturn, Self, Unpack, cast, overload
 
-import numpy as np
-
 from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import ClosedError, RequestError
 from outrider.plans.manifest import Manifest
@@ -41,7 +39,7 @@ from outrider.runtime.session import Session
 from outrider.runtime.stats import Stats
 from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.runtime.text.grammars import Grammars
-from outrider.runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
+from outrider.runtime.text.prompt import Messages, TemplateVariables, is_one_prompt, prepare_prompt
 
 
 class Runtime:
@@ -178,11 +176,11 @@ class Runtime:
 
         Raises RequestError, before anything runs.
         """
-        if messages is not None or _is_one(prompt):
+        if messages is not None or is_one_prompt(prompt):
             one = cast("str | Sequence[int] | None", prompt)
             return self.stream(one, messages=messages, chat_template_kwargs=chat_template_kwargs, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
-        asked = [self._ask(self._choose(each, None, chat_template_kwargs), options) for each in prompts]
+        asked = [self._ask(self._checks.prompt(each, None, chat_template_kwargs), options) for each in prompts]
         handles: list[Handle] = []
         try:
             for each in asked:
@@ -203,7 +201,7 @@ class Runtime:
 
         Raises RequestError for what `generate` refuses, such as a text that does not fit the context.
         """
-        chosen = self._choose(prompt, messages, chat_template_kwargs)
+        chosen = self._checks.prompt(prompt, messages, chat_template_kwargs)
         return len(prepare_prompt(chosen, [], [], self.tokenizer, self.manifest.target).ids)
 
     def submit(
@@ -225,7 +223,7 @@ class Runtime:
         of one branch serves one request at a time. `on_round` is called in a thread of the runtime. Raises
         RequestError, BusyError where too many wait, and ClosedError once the runtime is closed.
         """
-        chosen = self._choose(prompt, messages, chat_template_kwargs)
+        chosen = self._checks.prompt(prompt, messages, chat_template_kwargs)
         return self.submit_all([(chosen, options)], priority=priority, deadline=deadline, client=client)[0]
 
     def submit_all(
@@ -244,11 +242,6 @@ class Runtime:
     def _ask(self, prompt: str | Sequence[int], options: Options) -> Request:
         shared = self.scheduler_config.shares_rows(self.manifest.target)
         return self._checks.alone(prompt, options, shared=shared)
-
-    def _choose(
-        self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None
-    ) -> str | Sequence[int]:
-        return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target, variables)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -333,7 +326,7 @@ class Runtime:
     ) -> Stream:
         """Generate as `generate` does, a span of tokens and text per step; no engine is taken before the first one."""
         self._check_open()
-        chosen = self._choose(prompt, messages, chat_template_kwargs)
+        chosen = self._checks.prompt(prompt, messages, chat_template_kwargs)
         return Stream(self._once(self._checks.alone(chosen, options)))
 
     def _once(self, asked: Request) -> Run:
@@ -401,10 +394,3 @@ class Runtime:
         """Return the most probable continuations of `prompt` by beam search, best first. Raises RequestError."""
         with self.session() as session:
             return beam_search(session, prompt, **options)
-
-
-def _is_one(prompt: object) -> bool:
-    """Whether it is one prompt: a text, or token ids, and no list of such."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not len(prompt):
-        return True
-    return isinstance(prompt[0], int | np.integer)

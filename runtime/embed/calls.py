@@ -11,15 +11,12 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.plans.check import session_bytes
 from outrider.plans.errors import BusyError, ClosedError, RequestError
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import reason_against
 from outrider.runtime.embed.c_memory import Bytes, CMemory
-from outrider.runtime.embed.handles import CallbackError, Handles, InvalidArgumentError, Kind, QueueFullError
+from outrider.runtime.embed.handles import Handles, InvalidArgumentError, Kind, QueueFullError
 from outrider.runtime.embed.options import (
     BRANCH_KEYS,
     OF_A_BRANCH,
@@ -32,7 +29,7 @@ from outrider.runtime.embed.options import (
     open_options,
     refuse,
 )
-from outrider.runtime.embed.requests import Functions, Notifier, OpenRequest, OpenSession, seconds
+from outrider.runtime.embed.requests import Functions, Notifier, OpenRequest, OpenSession, ProgramFunctions, seconds
 from outrider.runtime.embed.status import Status, describe_error
 from outrider.runtime.generation import Generation
 from outrider.runtime.runtime import Runtime
@@ -50,7 +47,6 @@ class Form(IntEnum):
 
 _THE_PLAN = "pass the folder that `outrider build` has made"
 MOST_STOPPING = 10.0  # seconds that the process's end waits for sessions
-MOST_SAID = 512  # bytes of what an exception of the program's says
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Calls:
 
     def __init__(self, ffi: Any, lib: Any) -> None:
         self._ffi, self._lib, self._handles = ffi, lib, Handles()
-        self._memory, self._notifier = CMemory(ffi), Notifier()
+        self._memory, self._notifier, self._program = CMemory(ffi), Notifier(), ProgramFunctions(ffi)
 
     def _guarded(self, name: str) -> Callable[..., int]:
         method = getattr(self, name)
@@ -118,12 +114,9 @@ class Calls:
         self._handles.get(Kind.TEXT, text).give(data, length)
 
     def open(self, plan: Any, length: int, options: Any, options_length: int, out: Any) -> None:
-        path, given = (
-            self._memory.read_path(plan, length, "plan", _THE_PLAN),
-            self._memory.read_text(options, options_length, "options"),
-        )
-        runtime = Runtime.load(path, **open_options(given))
-        out[0] = self._handles.add(Kind.RUNTIME, runtime)
+        path = self._memory.read_path(plan, length, "plan", _THE_PLAN)
+        given = open_options(self._memory.read_text(options, options_length, "options"))
+        out[0] = self._handles.add(Kind.RUNTIME, Runtime.load(path, **given))
 
     def drain(self, runtime: int, timeout_ms: int) -> None:
         loaded: Runtime = self._handles.get(Kind.RUNTIME, runtime)
@@ -204,21 +197,7 @@ class Calls:
         self._params(params).add(self._key(key, length), "ints", self._memory.read_ids(values, count))
 
     def add_function(self, params: int, call: Any, function: Any, user: Any) -> None:
-        self._params(params).functions.append(partial(self._change_logits, call, function, user))
-
-    def _change_logits(
-        self, call: Any, function: Any, user: Any, tokens: list[int], logits: NDArray[np.float32]
-    ) -> None:
-        """Call a function of logits, by `call` of the library's. Raises CallbackError."""
-        said, row = self._ffi.new("char[]", MOST_SAID), self._ffi.from_buffer("float[]", logits, require_writable=True)
-        returned = call(function, user, self._memory.ids(tokens), len(tokens), row, len(logits), said, MOST_SAID)
-        self._check_said(said, "the function of logits")
-        if returned:
-            raise CallbackError(f"the function of logits gave up: it returned {returned}")
-
-    def _check_said(self, said: Any, who: str) -> None:
-        if text := self._ffi.string(said).decode("utf-8", "replace"):
-            raise CallbackError(f"{who} threw an exception, {text}; it must return")
+        self._params(params).functions.append(partial(self._program.change_logits, call, function, user))
 
     def _params(self, params: int) -> Params:
         held: Params = self._handles.get(Kind.PARAMS, params)
@@ -277,13 +256,7 @@ class Calls:
         request = OpenRequest(handle, functions, self._memory, self._notifier)
         out[0] = number = self._handles.add(Kind.REQUEST, request)
         if function:
-            request.notify(partial(self._notify, call, function, user, number))
-
-    def _notify(self, call: Any, function: Any, user: Any, number: int) -> None:
-        """Call a notification, by `call` of the library's. Raises CallbackError."""
-        said = self._ffi.new("char[]", MOST_SAID)
-        call(function, user, number, said, MOST_SAID)
-        self._check_said(said, "the notification")
+            request.notify(partial(self._program.notify, call, function, user, number))
 
     def next(self, request: int, timeout_ms: int, span: Any) -> None:
         span[0] = self._handles.get(Kind.REQUEST, request).next(seconds(timeout_ms))

@@ -24,6 +24,7 @@ from outrider.runtime.generation import Generation, Span
 from outrider.runtime.handle import Handle
 from outrider.runtime.session import Session
 
+MOST_SAID = 512  # bytes of what an exception of the program's says
 _LOG = logging.getLogger("outrider")
 
 
@@ -115,6 +116,31 @@ class Notifier:
                 function()
             except Exception:
                 _LOG.exception("a notification failed")
+
+
+class ProgramFunctions:
+    """Calls functions of the program's, each by a `call` of the library's. They raise CallbackError."""
+
+    def __init__(self, ffi: Any) -> None:
+        self._ffi, self._memory = ffi, CMemory(ffi)
+
+    def change_logits(
+        self, call: Any, function: Any, user: Any, tokens: list[int], logits: NDArray[np.float32]
+    ) -> None:
+        said, row = self._ffi.new("char[]", MOST_SAID), self._ffi.from_buffer("float[]", logits, require_writable=True)
+        returned = call(function, user, self._memory.ids(tokens), len(tokens), row, len(logits), said, MOST_SAID)
+        self._check(said, "the function of logits")
+        if returned:
+            raise CallbackError(f"the function of logits gave up: it returned {returned}")
+
+    def notify(self, call: Any, function: Any, user: Any, number: int) -> None:
+        said = self._ffi.new("char[]", MOST_SAID)
+        call(function, user, number, said, MOST_SAID)
+        self._check(said, "the notification")
+
+    def _check(self, said: Any, who: str) -> None:
+        if text := self._ffi.string(said).decode("utf-8", "replace"):
+            raise CallbackError(f"{who} threw an exception, {text}; it must return")
 
 
 class Functions:

@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
 def test_an_interrupted_run_says_how_to_continue(
     branch_plan: Path, requests: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr("outrider.runtime.batch.command._work", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("outrider.runtime.batch.run._work", Mock(side_effect=KeyboardInterrupt))
     assert main(["batch", str(branch_plan), str(requests), "--out", str(tmp_path / "out")]) == 130
     assert "run the same command again" in " ".join(capsys.readouterr().err.split())
 
