@@ -7,11 +7,6 @@ restored: run it in a clone of its own, with an environment. The same seed chang
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import ast
 import random

@@ -11,11 +11,6 @@ microseconds a round outside the engines. Where a cell has two figures, the firs
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import json
 import subprocess
