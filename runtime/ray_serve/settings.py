@@ -16,7 +16,7 @@ from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
 from outrider.runtime.ray_serve.following import Failover
 from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.server.api_keys import check_shares
-from outrider.runtime.server.log_format import LogFormat
+from outrider.runtime.server.config import LogFormat
 
 Routing = Literal["prefix", "balanced", "round-robin"]
 

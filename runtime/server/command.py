@@ -22,7 +22,7 @@ from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of
 from outrider.runtime.prefix_cache.file import check_folder
 from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.server.api_keys import check_shares, read_api_keys, share_of_queue
-from outrider.runtime.server.log_format import LogFormat
+from outrider.runtime.server.config import LogFormat
 
 _KEY = "OUTRIDER_API_KEY"
 

@@ -1,4 +1,4 @@
-"""What a server, or a Serve application, is set up with."""
+"""What a server, or a Serve application, is set up with; read without the server's packages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from outrider.plans.errors import RequestError
 from outrider.runtime.server.api_keys import check_shares
 
+LogFormat = Literal["json", "text"]
 _OPTIONS = (
     "max_body_bytes", "drain_seconds", "max_choices", "allow_origins", "allow_hosts", "protect_metrics",
     "share_prefixes", "tokens_per_minute",
