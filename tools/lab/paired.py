@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.identity import git_sha
 from outrider.tools.lab.child import Child, ChildError
 from outrider.tools.measuring import (
     Column,
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 bursts = {name: [*bursts[name], *found[name]] for name in sides}
             rows.append({"way": way, "drafter": drafter, "threads": threads, "sequences": several} | _row(bursts))
     return {
-        "commits": {name: _commit(root) for name, root in sides.items()},
+        "commits": {name: git_sha(root) for name, root in sides.items()},
         "plan": str(options.plan),
         "starts": options.starts,
         "pairs": options.pairs,
@@ -147,12 +147,6 @@ def _row(bursts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def _python(root: Path) -> Path:
     return root / ".venv" / "bin" / "python"
-
-
-def _commit(root: Path) -> str:
-    """Commit of a checkout, with "+" where its files differ from it."""
-    asked = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

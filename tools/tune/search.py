@@ -34,6 +34,7 @@ from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import RoundTrace, Watcher
+from outrider.tools.bench.prompts import held_out_of
 from outrider.tools.bench.variants import tokens_of_block
 from outrider.tools.measuring import run_in_turn, within
 from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
@@ -104,15 +105,13 @@ def tune_plan(
     *,
     drafter: str | None = None,
     overrides: Sequence[str] = (),
-    search: Search | None = None,
     progress: Progress = lambda *_: None,
 ) -> Tuning:
     """Choose the tree of `drafter` (default: the plan's first that has one).
 
     `recipe` was read with `overrides`. Raises `RequestError`, `RecipeError` and `PlanError` for what cannot be tuned.
     """
-    search = search or Search()
-    manifest = read_manifest(plan)
+    search, manifest = Search(), read_manifest(plan)
     settings = tunable(manifest, drafter)
     check_same_source(recipe, plan, manifest)
     section = next(d for d in recipe.drafters if d.name == settings.name)
@@ -123,7 +122,7 @@ def tune_plan(
             f"count is {runs.count} and new is {runs.new_tokens}; pass at least 1 prompt, and from {2 * search.nodes} "
             f"to {context - 2} new tokens: the plan's context is {context}."
         )
-    texts = _prompts(recipe, runs.prompts)[: runs.count]
+    texts = read_prompts(runs.prompts or held_out_of(recipe))[: runs.count]
     known = manifest.models[settings.name].vocab_size
     widest = 1 if section.acceptance == "rejection" else known  # rejection goes with chains
     search = replace(search, top_ks=tuple(k for k in search.top_ks if k <= widest))
@@ -155,13 +154,6 @@ def tunable(manifest: Manifest, name: str | None) -> GraphDrafter:
         asked = "" if name is None else f" {name!r}"
         raise RequestError(f"The plan has no drafter{asked} with a tree (kinds eagle3, block and model); it has {has}.")
     return found
-
-
-def _prompts(recipe: Recipe, path: Path | None) -> list[str]:
-    path = path or recipe.held_out_path
-    if path is None:
-        raise RequestError('The recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.')
-    return read_prompts(path)
 
 
 class _Bench:

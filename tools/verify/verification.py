@@ -19,11 +19,12 @@ from outrider.compiler.identity import plan_identity
 from outrider.compiler.opening import stores_integers
 from outrider.compiler.recipe import Recipe, check_same_recipe
 from outrider.plans.backends import BACKENDS
-from outrider.plans.errors import PlanError, RecipeError, RequestError
+from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.manifest import Manifest, rejects
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
+from outrider.tools.bench.prompts import held_out_of
 from outrider.tools.parting import Parting
 from outrider.tools.verify.agreement import DrafterCheck, compare_drafters
 from outrider.tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
@@ -123,13 +124,13 @@ def verify_plan(
     tokens of plain decoding. With partial KV they run after long contexts too, in every mode: lossless must give the
     tokens of full KV, and how far lossy drifts is reported. On a backend that promises exactness every op, and the
     target in chunks, is probed on this machine. `progress` gets pieces of work done, and of how many.
-    Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that
-    cannot be run or an oracle that is not installed, `CheckpointError` where the oracle cannot load the checkpoint,
+    Raises `RequestError` when the recipe names no held-out text, for numbers of prompts or tokens that cannot be run
+    or an oracle that is not installed, `CheckpointError` where the oracle cannot load the checkpoint,
     `PlanError` when the plan was built from something else.
     """
     if extent.prompts < 1:
         raise RequestError(f"prompts is {extent.prompts}; run at least 1.")
-    texts = _prompts(recipe, extent.held_out)
+    texts = read_prompts(extent.held_out or held_out_of(recipe))
     opened = open_plan(plan)
     check_same_source(recipe, plan, opened.manifest)
     backend = choose_backend(opened.manifest.backends, None).backend
@@ -200,16 +201,6 @@ def check_same_source(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
             f"{plan} was not built from {recipe.checkpoint_path} and the drafters as they are now: a checkpoint's "
             "files are others; build the plan again, or bring back the checkpoint"
         )
-
-
-def _prompts(recipe: Recipe, file: Path | None) -> list[str]:
-    path = file or recipe.held_out_path
-    if path is None:
-        raise RecipeError(
-            'The recipe has no held_out file; pass --prompts FILE.jsonl with a {"prompt": ...} object per line, or add '
-            "`held_out: FILE.jsonl` to the recipe."
-        )
-    return read_prompts(path)
 
 
 def _compare(
