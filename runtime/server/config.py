@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +13,6 @@ from outrider.plans.errors import RequestError
 from outrider.runtime.server.api_keys import check_shares
 
 LogFormat = Literal["json", "text"]
-_OPTIONS = (
-    "max_body_bytes", "drain_seconds", "max_choices", "allow_origins", "allow_hosts", "protect_metrics",
-    "share_prefixes", "tokens_per_minute",
-)  # fmt: skip
-"""What a server and a Serve application are given alike."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,10 @@ class ServerConfig:
     share_prefixes: bool = False
 
     @classmethod
-    def from_options(cls, options: object, **fields: Any) -> ServerConfig:
-        """Make a config of the `options` of a command, or of a Serve application, and of other `fields`."""
-        return cls(**{name: getattr(options, name) for name in _OPTIONS} | fields)
+    def from_options(cls, options: object, **others: Any) -> ServerConfig:
+        """Make a config of what the `options` of a command, or of a Serve application, have of it, and of `others`."""
+        given = {each.name: getattr(options, each.name) for each in fields(cls) if hasattr(options, each.name)}
+        return cls(**given | others)
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "tokens_per_minute"):
@@ -83,3 +79,15 @@ class ServerConfig:
         if self.api_key is None:
             return ()
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a connection has for the head of a request and then for its body, may read nothing of an answer, and
+    may idle between two requests; and how many connections may be open."""
+
+    head_seconds: float = 10.0
+    body_seconds: float = 60.0
+    send_seconds: float = 60.0
+    idle_seconds: float = 15.0
+    max_connections: int = 1024

@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from outrider.runtime.prefix_cache.file import OtherCacheError
 from outrider.runtime.runtime import Runtime
 from outrider.runtime.server.app import make_app
-from outrider.runtime.server.config import ServerConfig
-from outrider.runtime.server.connections import Limits, server_of
+from outrider.runtime.server.config import Limits, ServerConfig
+from outrider.runtime.server.connections import server_of
 from outrider.runtime.server.errors import loading, shutting_down
 from outrider.runtime.server.observer import Tracer
 from outrider.runtime.server.readiness import Phase, Readiness, warm_up
