@@ -29,7 +29,9 @@ FILES = {
     ("runtime/rounds/*.py", "runtime/step_loop.py", "runtime/shared_prefix.py", "runtime/engine.py"): [
         "same_tokens", "features", "branches", "rules", "launched_rounds", "scheduler", "random_use", "step", "cuts",
     ],
-    ("runtime/scheduler.py", "runtime/request_queue.py"): ["scheduler", "scheduler_limits", "features", "random_use", "scheduler_one_branch"],
+    ("runtime/scheduler.py", "runtime/request_queue.py"): [
+        "scheduler", "scheduler_limits", "features", "random_use", "scheduler_one_branch",
+    ],
     ("runtime/kv/cache.py",): [
         "branches", "drafts", "features", "random_use", "kept_slots", "branch_slots", "branch_rows",
     ],
