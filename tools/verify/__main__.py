@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from outrider.commands.arguments import Parser, at_least_1
 from outrider.commands.console import guarded, print_json, progress_bar, stdout
 from outrider.commands.packages import optional_packages
 from outrider.compiler.arguments import add_recipe, recipe_of
+from outrider.tools.measuring import add_arguments
 
 
 def main(arguments: list[str] | None = None, called: str = "python -m outrider.tools.verify") -> int:
@@ -32,10 +32,9 @@ def _parser(called: str) -> Parser:
         "row has other bits.",
         epilog=f"example: {called} build/reference --count 2",
     )
-    parser.add_argument("plan", type=Path, help="folder of the plan")
+    add_arguments(parser, "plan")
     add_recipe(parser)
-    parser.add_argument("--prompts", type=Path, help='JSONL of {"prompt": ...} (default: the recipe\'s held_out)')
-    parser.add_argument("--count", type=at_least_1, default=8, help="prompts to run (default 8)")
+    add_arguments(parser, "prompts count json", count=8)
     parser.add_argument("--new-tokens", type=at_least_1, default=64, help="greedy tokens per prompt (default 64)")
     parser.add_argument(
         "--texts",
@@ -47,7 +46,6 @@ def _parser(called: str) -> Parser:
         help="what runs the checkpoint: transformers, or Outrider's own decoder, which reads config.json as the build "
         "did (default: transformers where it is installed)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
