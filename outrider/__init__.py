@@ -32,37 +32,18 @@ _MODULES = {
     "options.options": ("Options",),
     "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
     "prefix_cache.stats": ("PrefixCacheStats",),
-    "runtime": ("Runtime",),
     "request_queue": ("SchedulerConfig",),
+    "runtime": ("Runtime",),
     "scheduler_stats": ("SchedulerStats",),
     "session": ("Session",),
     "stats": ("Stats",),
 }
 
 __all__ = [
-    "BeamResult",
-    "BusyError",
-    "ClosedError",
-    "EmbedError",
-    "FinishReason",
-    "Generation",
-    "Handle",
-    "MemoryUse",
-    "Options",
-    "OutriderError",
-    "PlanError",
-    "PrefixCache",
-    "PrefixCacheConfig",
-    "PrefixCacheStats",
-    "RequestError",
-    "Runtime",
-    "SchedulerConfig",
-    "SchedulerStats",
-    "Session",
-    "Span",
-    "Stats",
-    "Stream",
-]
+    "BeamResult", "BusyError", "ClosedError", "EmbedError", "FinishReason", "Generation", "Handle", "MemoryUse",
+    "Options", "OutriderError", "PlanError", "PrefixCache", "PrefixCacheConfig", "PrefixCacheStats", "RequestError",
+    "Runtime", "SchedulerConfig", "SchedulerStats", "Session", "Span", "Stats", "Stream",
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours

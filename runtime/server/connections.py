@@ -69,11 +69,7 @@ def most_connections(asked: int | None = None) -> int:
 
 
 def server_of(
-    app: ASGIApp,
-    limits: Limits,
-    drain_seconds: float,
-    end: Callable[[], object],
-    readiness: Readiness | None = None,
+    app: ASGIApp, limits: Limits, drain_seconds: float, end: Callable[[], object], readiness: Readiness | None = None
 ) -> uvicorn.Server:
     """A server of `app` that keeps `limits`.
 

@@ -128,11 +128,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         + ", ".join(f"{name} {count}" for name, count in packages[:_LARGEST])
     )
     rows = [
-        {
-            "kind": kind,
-            "stage": stage.replace("_", " "),
-            **row,
-        }
+        {"kind": kind, "stage": stage.replace("_", " "), **row}
         for kind, stages in report["stages"].items()
         for stage, row in stages.items()
     ]

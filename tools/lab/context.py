@@ -188,10 +188,7 @@ def _chain(runtime: Runtime, tokens: list[int]) -> tuple[str, list[int]]:
 
 
 def _row(
-    runs: Sequence[Stats],
-    plain: Sequence[Stats] | None,
-    verify: dict[str, list[float | None]],
-    same: list[float],
+    runs: Sequence[Stats], plain: Sequence[Stats] | None, verify: dict[str, list[float | None]], same: list[float]
 ) -> dict[str, Any]:
     rates = [stats.decode_tokens_per_second for stats in runs]
     whole = sum(stats.total_ms for stats in runs)

@@ -20,9 +20,9 @@ from typing import Any
 from rich.console import Console
 
 from outrider.commands.arguments import Parser, at_least_0, at_least_1
-from outrider.commands.console import guarded, progress_bar
+from outrider.commands.console import progress_bar
 from outrider.plans.errors import RequestError
-from outrider.tools.measuring import Column, make_table, print_report
+from outrider.tools.measuring import Column, make_table, run_tool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {
@@ -144,11 +144,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return guarded(lambda: _main(_parser().parse_args(arguments)))
-
-
-def _main(options: argparse.Namespace) -> int:
-    return print_report(measure(options), options.json, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _parser() -> Parser:

@@ -99,11 +99,7 @@ def _ways(asked: str | None, branches: int, rows: int) -> list[str]:
 
 
 def _bursts(
-    sides: dict[str, Path],
-    plans: dict[str, Path],
-    asked: dict[str, Any],
-    pairs: int,
-    begin: Callable[[str], None],
+    sides: dict[str, Path], plans: dict[str, Path], asked: dict[str, Any], pairs: int, begin: Callable[[str], None]
 ) -> dict[str, list[dict[str, Any]]]:
     """What each side printed for its bursts, in pairs, without those that warm up."""
     with ExitStack() as stack:
