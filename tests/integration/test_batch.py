@@ -325,7 +325,7 @@ def test_a_plan_that_was_replaced_meanwhile_is_refused(
     branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(
-        "outrider.runtime.batch.loading.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
+        "outrider.runtime.batch.run.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
     )
     assert "is another plan on" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--quiet")
     assert not list((tmp_path / "out" / "parts").iterdir())
