@@ -37,8 +37,8 @@ class Execution(Protocol):
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve each channel of `[..., channels]` with the tokens before on its path; `taps` `[kernel, channels]`,
-        the oldest first."""
-        ...
+        the oldest first. Executions of models without such layers have none."""
+        raise TypeError("the layers of this model attend alone")
 
 
 LayerConfig = DecoderConfig | BlockConfig
