@@ -13,12 +13,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 from outrider.plans.errors import OutputError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 INTERRUPTED = 130
 """The exit status of a command that Ctrl-C has ended."""
@@ -64,7 +61,7 @@ def _unusable(flags: int, mode: str) -> io.TextIOWrapper:
 class _Output(io.FileIO):
     """Standard output whose write errors are `OutputError`s, unlike errors of other files."""
 
-    def write(self, data: ReadableBuffer) -> int:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from outrider.runtime.options.options import Options
     from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig
     from outrider.runtime.prefix_cache.stats import PrefixCacheStats
+    from outrider.runtime.request_queue import SchedulerConfig
     from outrider.runtime.runtime import Runtime
-    from outrider.runtime.scheduler import SchedulerConfig
     from outrider.runtime.scheduler_stats import SchedulerStats
     from outrider.runtime.session import Session
     from outrider.runtime.stats import Stats
@@ -32,37 +32,18 @@ _MODULES = {
     "options.options": ("Options",),
     "prefix_cache.cache": ("PrefixCache", "PrefixCacheConfig"),
     "prefix_cache.stats": ("PrefixCacheStats",),
+    "request_queue": ("SchedulerConfig",),
     "runtime": ("Runtime",),
-    "scheduler": ("SchedulerConfig",),
     "scheduler_stats": ("SchedulerStats",),
     "session": ("Session",),
     "stats": ("Stats",),
 }
 
 __all__ = [
-    "BeamResult",
-    "BusyError",
-    "ClosedError",
-    "EmbedError",
-    "FinishReason",
-    "Generation",
-    "Handle",
-    "MemoryUse",
-    "Options",
-    "OutriderError",
-    "PlanError",
-    "PrefixCache",
-    "PrefixCacheConfig",
-    "PrefixCacheStats",
-    "RequestError",
-    "Runtime",
-    "SchedulerConfig",
-    "SchedulerStats",
-    "Session",
-    "Span",
-    "Stats",
-    "Stream",
-]
+    "BeamResult", "BusyError", "ClosedError", "EmbedError", "FinishReason", "Generation", "Handle", "MemoryUse",
+    "Options", "OutriderError", "PlanError", "PrefixCache", "PrefixCacheConfig", "PrefixCacheStats", "RequestError",
+    "Runtime", "SchedulerConfig", "SchedulerStats", "Session", "Span", "Stats", "Stream",
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours

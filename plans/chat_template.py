@@ -16,7 +16,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from outrider.plans.errors import OutriderError, PlanError, RequestError
-from outrider.plans.template_sandbox import Sandbox, check_size
+from outrider.plans.template_budget import check_size
+from outrider.plans.template_sandbox import Sandbox
 from outrider.plans.text_check import check_text
 
 REPAIR = (
@@ -80,10 +81,7 @@ class ChatTemplate:
         self._forms: dict[frozenset[_Given], dict[str, _Form]] = {}  # at most one for each subset of six
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool,
-        variables: Mapping[str, object],
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
     ) -> str:
         """The prompt text. Raises RequestError and PlanError as `Tokenizer.apply_chat_template` says."""
         names = {name: _plain_data(value, name) for name, value in variables.items()}

@@ -1,10 +1,8 @@
-"""The sandbox in which a chat template runs: Jinja's own, with a limit to what a rendering makes and walks through."""
+"""The sandbox in which a chat template runs: Jinja's own, where a rendering has a budget (`template_budget.py`)."""
 
 from __future__ import annotations
 
 import operator
-import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -18,18 +16,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.utils import Namespace
 from markupsafe import Markup
 
-_LARGEST = 2**22
-"""Characters and elements of what a template makes at once."""
-_MOST_BITS = 2**14
-"""Bits of an integer: Python prints fewer, and divides in a time that grows with their square."""
-_MOST_WORK = 2**28
-"""Characters that a rendering makes, walks through and compares, all in all: a few seconds, and a gigabyte at most."""
-_ELEMENT = 256
-"""Characters for which an element of a list or a mapping counts."""
-_MOST_STEPS = 2**18
-"""Turns of loops and calls of a rendering: a second or two."""
-_MOST_PARTS = 2**18
-"""Values in the lists and mappings that are printed or compared at once."""
+from outrider.plans.template_budget import (
+    ELEMENT,
+    MAKING,
+    MOST_BITS,
+    PLAIN,
+    SIZED,
+    begin_budget,
+    charge,
+    charge_comparison,
+    charge_made,
+    charge_printed,
+    charge_search,
+    charge_step,
+    charge_walk,
+    check_format,
+    check_made,
+    check_numbers,
+    check_size,
+    product_size,
+)
 
 
 class _CodeGenerator(CodeGenerator):
@@ -79,16 +85,6 @@ def _key(node: nodes.Expr) -> nodes.Expr:
     return nodes.Call(nodes.EnvironmentAttribute("hashed"), [node], [], None, None)
 
 
-class _Budget(threading.local):
-    """What is left to the rendering of a thread."""
-
-    steps = _MOST_STEPS
-    work = _MOST_WORK
-
-
-_budget = _Budget()
-
-
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, with a limit to what a template does: turns of loops, calls, sizes of what it makes, and the sum
     of all that it makes, walks through and compares.
@@ -108,7 +104,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=extensions,
             loader=DictLoader({}),
             optimized=False,
-            finalize=_printable,
+            finalize=charge_printed,
         )
         self.filters = {
             name: each if name in _QUICK_FILTERS else self.guarded(name, each)
@@ -125,13 +121,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     @staticmethod
     def begin() -> None:
         """Give the rendering that this thread begins all that one may do."""
-        _budget.steps, _budget.work = _MOST_STEPS, _MOST_WORK
+        begin_budget()
 
     def count_step(self) -> str:
         """Called at every turn of a loop, and at every call."""
-        _budget.steps = left = _budget.steps - 1
-        if left < 0:
-            raise OverflowError(f"it takes more than {_MOST_STEPS} turns of loops and calls")
+        charge_step()
         return ""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -150,11 +144,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def concat(pieces: Iterable[str]) -> str:
         """The text of a block: of a macro, of `set` or of `filter`."""
         texts = list(pieces)
-        _charge(sum(map(len, texts)))
+        charge(sum(map(len, texts)))
         return "".join(texts)
 
     def joined(self, *values: object) -> str:
-        texts = [str(_printable(value)) for value in values]
+        texts = [str(charge_printed(value)) for value in values]
         check_size(sum(map(len, texts)))
         return "".join(texts)
 
@@ -163,7 +157,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         found: Any = True
         for sign, right in zip(rest[::2], rest[1::2], strict=True):
             if right.__class__ is not dict or left.__class__ is not str:  # whose hash is known, or found once
-                _charge_comparison(sign, left, right)
+                charge_comparison(sign, left, right)
             found = _COMPARISONS[sign](left, right)
             if not found:
                 break
@@ -171,29 +165,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return found
 
     def hashed(self, key: Any) -> Any:
-        _charge_walk(key)
+        charge_walk(key)
         return key
 
     def sliced(self, made: Any) -> Any:
-        if isinstance(made, _SIZED):
-            _charge(len(made) * (1 if isinstance(made, str) else 8))
+        if isinstance(made, SIZED):
+            charge(len(made) * (1 if isinstance(made, str) else 8))
         return made
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is str and type(right) is str:
             check_size(size := len(left) + len(right))
-            _charge(size)
+            charge(size)
             return left + right
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            check_size(left.bit_length() * right if abs(left) > 1 else 0, _MOST_BITS)
+            check_size(left.bit_length() * right if abs(left) > 1 else 0, MOST_BITS)
         elif operator == "*" and isinstance(left, int) and isinstance(right, int):
-            check_size(left.bit_length() + right.bit_length(), _MOST_BITS)
+            check_size(left.bit_length() + right.bit_length(), MOST_BITS)
         elif operator == "*":
-            check_size(_product_size(left, right))
-        elif operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
+            check_size(product_size(left, right))
+        elif operator == "+" and isinstance(left, SIZED) and isinstance(right, SIZED):
             check_size(len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
-            _check_format(left, _printable(right))
+            check_format(left, charge_printed(right))
         return self.sliced(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, called: Any, /, *args: Any, **options: Any) -> Any:
@@ -204,26 +198,26 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(called, Macro):
             return super().call(context, called, *args, **options)
         name = getattr(called, "__name__", "")
-        _charge(_ELEMENT * (len(args) + len(options)))
+        charge(ELEMENT * (len(args) + len(options)))
         for each in (*args, *options.values()) if options else args:
             if type(each) is not str:
-                _charge_walk(each)
+                charge_walk(each)
         if isinstance(owner, str):
             if name == "translate":
                 raise SecurityError("texts have no `translate` here")
-            _charge_search(name, owner, next((each for each in args if isinstance(each, str)), ""))
+            charge_search(name, owner, next((each for each in args if isinstance(each, str)), ""))
             if args or options:
-                _check_made(name, owner, args, options)
+                check_made(name, owner, args, options)
         else:
-            _check_numbers(args, options)
+            check_numbers(args, options)
             if isinstance(owner, list | tuple) or name == "copy":
-                _charge_walk(owner)
+                charge_walk(owner)
         made = super().call(context, called, *args, **options)
-        return made if isinstance(made, str) and not isinstance(owner, str) else _taken(made, owner)
+        return made if isinstance(made, str) and not isinstance(owner, str) else charge_made(made, owner)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Jinja's own `format`, with a limit on what it makes."""
-        if type(value) in _PLAIN or super().wrap_str_format(value) is None:
+        if type(value) in PLAIN or super().wrap_str_format(value) is None:
             return None
         text = value.__self__
         kind: Any = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
@@ -244,18 +238,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.count_step()
             value, rest = args[first], args[first + 1 :]
             if lazy:
-                _charge(_ELEMENT * len(value) if hasattr(value, "__len__") else 0)
+                charge(ELEMENT * len(value) if hasattr(value, "__len__") else 0)
             else:
-                if type(value) not in _PLAIN and isinstance(value, Iterator):
+                if type(value) not in PLAIN and isinstance(value, Iterator):
                     value = list(value)
                     args = (*args[:first], value, *rest)
-                _charge_walk(value, weight)
+                charge_walk(value, weight)
             for each in (*rest, *options.values()) if rest or options else ():
                 if type(each) is not str:
-                    _charge_walk(each)
-            if name in _MAKING or rest or options:
-                _check_made(name, value, rest, options)
-            return _taken(function(*args, **options), value)
+                    charge_walk(each)
+            if name in MAKING or rest or options:
+                check_made(name, value, rest, options)
+            return charge_made(function(*args, **options), value)
 
         return guard
 
@@ -265,7 +259,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         @wraps(function)
         def guard(*args: Any) -> Any:
-            _charge_comparison(name, args[first], args[first + 1] if len(args) > first + 1 else None)
+            charge_comparison(name, args[first], args[first + 1] if len(args) > first + 1 else None)
             return function(*args)
 
         return guard
@@ -273,11 +267,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 class _Formatter(SandboxedFormatter):
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        _charge(_ELEMENT)
-        return super().convert_field(_printable(value), conversion)
+        charge(ELEMENT)
+        return super().convert_field(charge_printed(value), conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        _check_format(format_spec, ())
+        check_format(format_spec, ())
         made = super().format_field(value, format_spec)
         check_size(len(made))
         return made
@@ -297,14 +291,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "in": lambda left, right: left in right,
     "notin": lambda left, right: left not in right,
 }
-_SIZED = (str, bytes, list, tuple)
-_HOLDING: tuple[Any, ...] = (list, tuple, type({}.keys()), type({}.values()), type({}.items()))
-_SCALAR = frozenset({int, float, bool, type(None)})
-_DIGITS = re.compile(r"\d+")
-_PLAIN = _SCALAR | {str, list, dict, tuple}
-_PRINTING = {"tojson", "pprint", "string", "join", "format"}
-_MAKING = {"tojson", "pprint", "string", "join", "format", "sum", "indent", "wordwrap"}
-"""Filters that may make much of a little without an argument."""
 _QUICK_FILTERS = {"attr", "count", "d", "default", "first", "last", "length"}
 """They look at a value, and neither walk through it nor make another."""
 _QUICK_TESTS = {
@@ -320,169 +306,6 @@ _WEIGHTS = dict.fromkeys(
 _WEIGHTS |= {"wordwrap": 128, "indent": 8, "tojson": 8}
 _OF_PAGES = {"striptags", "urlize", "xmlattr"}
 """Filters for pages, which take a time that grows with the square of a text."""
-
-
-def check_size(size: int, most: int = _LARGEST) -> None:
-    if size > most:
-        raise OverflowError(f"what it makes is too large, of the size {size}; the sandbox allows {most}")
-
-
-def _charge(work: int) -> None:
-    _budget.work = left = _budget.work - work
-    if left < 0:
-        raise OverflowError(f"all that it makes and compares is too large; the sandbox allows the size {_MOST_WORK}")
-
-
-def _weigh(value: Any) -> tuple[int, int]:
-    """Elements and characters of a value and of what it holds. Raises OverflowError where they are more than is left:
-    lists that hold one another twice double them."""
-    kind = type(value)
-    if kind is str:
-        return 0, len(value)
-    if kind in _SCALAR:
-        return 0, 0
-    waiting, elements, characters = [value], 0, 0
-    while waiting:
-        each = waiting.pop()
-        kind = type(each)
-        if kind is str:
-            characters += len(each)
-            continue
-        if kind in _SCALAR:
-            continue
-        if isinstance(each, str | bytes):
-            characters += len(each)
-        elif isinstance(each, dict):
-            waiting += each
-            waiting += each.values()
-            elements += 2 * len(each)
-        elif isinstance(each, _HOLDING):
-            waiting += each
-            elements += len(each)
-        elif isinstance(each, range):
-            elements += len(each)
-        elif isinstance(each, Namespace):
-            waiting.append(object.__getattribute__(each, "_Namespace__attrs"))
-            elements += 1
-        if elements > _MOST_PARTS:
-            raise OverflowError(f"what it prints or compares is too large, with more than {_MOST_PARTS} parts")
-        if elements * _ELEMENT + characters > _budget.work:
-            _charge(_budget.work + 1)
-    return elements, characters
-
-
-def _charge_walk(value: Any, weight: int = 1) -> None:
-    elements, characters = _weigh(value)
-    _charge(elements * _ELEMENT + characters * weight)
-
-
-def _charge_search(name: str, text: str, sought: str) -> None:
-    """Charge a method of a text: Python compares short patterns, and those sought from the end, at every place."""
-    every = len(sought) if name.startswith("r") or name.endswith("strip") else min(len(sought), 128)
-    _charge(len(text) * (1 + every // 16))
-
-
-def _charge_comparison(sign: str, left: Any, right: Any) -> None:
-    if sign not in ("in", "notin"):
-        elements, characters = _weigh(left)
-        others, more = (0, characters) if right is None else _weigh(right)
-        _charge((elements + others) * _ELEMENT + min(characters, more))
-    elif isinstance(right, str):
-        _charge_search("", right, left if isinstance(left, str) else "")
-    else:
-        _charge_walk(left if isinstance(right, dict) else right)
-
-
-def _taken(made: Any, owner: Any) -> Any:
-    """What a method or a filter has made, charged unless it is its `owner`; elements of an iterator as they come."""
-    if made is owner or made is None or made is True or made is False:
-        return made
-    if isinstance(made, str | list | dict):
-        size = len(made)
-        check_size(size)
-        _charge(size if isinstance(made, str) else size * _ELEMENT)
-    elif isinstance(made, int):
-        check_size(made.bit_length(), _MOST_BITS)
-    elif isinstance(made, bytes):
-        raise SecurityError("it makes bytes")
-    elif isinstance(made, Iterator):
-        return _counted(made)
-    return made
-
-
-def _counted(made: Iterator[Any]) -> Iterator[Any]:
-    for each in made:
-        _charge(_ELEMENT + (8 * len(each) if isinstance(each, _SIZED) else 0))
-        yield each
-
-
-def _printable(value: Any) -> Any:
-    """The value, to be printed. Raises OverflowError where its text would be too long."""
-    if type(value) is str:
-        _charge(len(value))
-    else:
-        elements, characters = _check_printable(value)
-        _charge(elements * _ELEMENT + characters)
-    return value
-
-
-def _check_printable(value: Any) -> tuple[int, int]:
-    elements, characters = _weigh(value)
-    check_size(characters)
-    return elements, characters
-
-
-def _check_numbers(args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    for each in (*args, *options.values()):
-        if isinstance(each, int):
-            check_size(each)
-
-
-def _check_format(pattern: str, values: Any) -> None:
-    """Limit what a format makes: the widths in its text or among `values`, and values of a mapping, printed again."""
-    check_size(sum(int(digits[:8]) for digits in _DIGITS.findall(pattern)) if len(pattern) > 3 else 0)
-    if isinstance(values, tuple) and "*" in pattern:
-        check_size(sum(abs(each) for each in values if isinstance(each, int)))
-    elif isinstance(values, dict):
-        check_size(pattern.count("%") * sum(_weigh(values)))
-
-
-def _check_made(name: str, value: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise OverflowError for a method of a text, or a filter, that would make something too large of `value`."""
-    if name in _PRINTING and (type(value) is not str or args):
-        _check_printable([value, args])
-    given = [*args, *options.values()]
-    texts = [each for each in given if isinstance(each, str)]
-    numbers = [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
-    if name == "replace" and isinstance(value, str) and len(texts) > 1:
-        check_size(len(value) + (value.count(texts[0]) if texts[0] else len(value) + 1) * len(texts[1]))
-    elif name == "join":
-        parts, between = (given[0], value) if isinstance(value, str) and given else (value, texts[0] if texts else "")
-        if isinstance(parts, _SIZED):
-            check_size(sum(len(str(each)) + len(str(between)) for each in parts))
-    elif name == "sum":
-        sizes = [len(each) for each in value if isinstance(each, _SIZED)]
-        check_size(sum(sizes))
-        _charge(len(sizes) * sum(sizes))
-    elif name == "format":
-        _check_format(str(value), options or tuple(args))
-    elif name in ("indent", "wordwrap", "tojson", "pprint", "expandtabs"):
-        widths = max([*numbers, *map(len, texts)], default=4)
-        if not isinstance(value, str):
-            check_size(widths * 16 * (1 + _weigh(value)[0]))  # 16 deep, say
-        elif widths > 64:
-            check_size(widths * (1 + len(value)))
-    else:
-        for number in numbers:
-            check_size(number, 1024 if name == "round" else _LARGEST)
-
-
-def _product_size(left: object, right: object) -> int:
-    """Elements of a repetition."""
-    for repeated, times in ((left, right), (right, left)):
-        if isinstance(repeated, _SIZED) and isinstance(times, int):
-            return len(repeated) * times
-    return 0
 
 
 class _PublicNamespace(Namespace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from outrider.runtime.options.options import OPTIONS, Options
 from outrider.runtime.options.request import Request, resolve
 from outrider.runtime.sampling import new_seed
 from outrider.runtime.text.grammars import Grammars
-from outrider.runtime.text.prompt import prepare_prompt
+from outrider.runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
 
 Mode = Literal["in-one-sequence", "batching"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -37,103 +37,135 @@ MOST_SAMPLES = 1024
 _NO_OPTIONS = ("prompt", "predicted_tokens")
 
 
-def check_alone(
-    prompt: str | Sequence[int],
-    options: Options,
-    manifest: Manifest,
-    grammars: Grammars,
-    tokenizer: Tokenizer,
-    *,
-    shared: bool = False,
-) -> Request:
-    """Check a request for a sequence of its own, in a row that is `shared` with others or not. Raises RequestError."""
-    request = resolve(options, manifest, grammars, shared=shared)
-    given, least = request.generated, request.min_tokens
-    prepared = prepare_prompt(prompt, (), request.stop, tokenizer, manifest.target, generated=given, min_tokens=least)
-    return replace(request, token_ids=prepared.ids)
+@dataclass(frozen=True)
+class BranchRequest:
+    """A checked call: the `branches` after `prefix`, of which at most `parallel` live at once. The prefix's KV is kept
+    for drafters of the branches, and for those of `keep_for`."""
+
+    prefix: list[int]
+    branches: list[Request]
+    mode: Mode
+    parallel: int
+    keep_for: Sequence[str]
 
 
-def check_branches(
-    manifest: Manifest,
-    grammars: Grammars,
-    tokenizer: Tokenizer,
-    prompt: str | Sequence[int],
-    branches: Sequence[BranchPrompt] | None,
-    n: int | None,
-    mode: Mode,
-    options: Options,
-) -> tuple[list[int], list[Request]]:
-    """Check a call; return the shared prefix and the branches after it. Raises RequestError naming the branch."""
-    geometry = manifest.target
-    if geometry.branches < 2:
+@dataclass(frozen=True)
+class RequestChecks:
+    """Checks requests against a plan. All raise RequestError."""
+
+    manifest: Manifest
+    grammars: Grammars
+    tokenizer: Tokenizer
+
+    def prompt(
+        self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None
+    ) -> str | Sequence[int]:
+        """The prompt, or that of `messages`; see `choose_prompt`."""
+        return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target, variables)
+
+    def alone(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> Request:
+        """A request for a sequence of its own, in a row that is `shared` with others or not."""
+        request = resolve(options, self.manifest, self.grammars, shared=shared)
+        given, least = request.generated, request.min_tokens
+        prepared = prepare_prompt(
+            prompt, (), request.stop, self.tokenizer, self.manifest.target, generated=given, min_tokens=least
+        )
+        return replace(request, token_ids=prepared.ids)
+
+    def branches(
+        self,
+        prompt: str | Sequence[int],
+        branches: Sequence[BranchPrompt] | None,
+        n: int | None,
+        max_parallel: int | None,
+        mode: Mode,
+        keep_for: Sequence[str],
+        options: Options,
+    ) -> BranchRequest:
+        """The arguments of `Runtime.stream_branches`. An error of a branch names the branch."""
+        target = self.manifest.target
+        _check_mode(mode, target)
+        if (branches is None) == (n is None):
+            raise RequestError("Pass either `branches`, or `n` for samples of the prompt itself.")
+        prefix = prepare_prompt(prompt, (), (), self.tokenizer, target).ids
+        if branches is None:
+            if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_SAMPLES:
+                raise RequestError(f"n is {shown(n)}; pass a whole number from 1 to {MOST_SAMPLES}.")
+            prefix, last = prefix[:-1], prefix[-1:]
+            given: list[Mapping[str, Any]] = [{"prompt": last}] * n
+        else:
+            given = _mappings(branches)
+        options = cast(Options, {**options, "seed": new_seed() if options.get("seed") is None else options["seed"]})
+        asked = []
+        for place, branch in enumerate(given):
+            try:
+                asked.append(self._branch(place, branch, prefix, mode, options))
+            except RequestError as error:
+                raise RequestError(f"Branch {place}: {error}") from None
+        if len({each.cache_salt for each in asked}) > 1:
+            raise RequestError("Branches have several cache_salts, and share the prompt; pass one for all of them.")
+        parallel = target.branches if max_parallel is None else max_parallel
+        if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= target.branches:
+            raise RequestError(f"max_parallel is {max_parallel!r}; pass a whole number from 1 to {target.branches}.")
+        drafters = ["none", *(drafter.name for drafter in self.manifest.drafters)]
+        if wrong := [name for name in keep_for if name not in drafters]:
+            raise RequestError(f"keep_for names {wrong[0]!r}; the plan has the drafters {', '.join(drafters)}.")
+        return BranchRequest(prefix, asked, mode, parallel, keep_for)
+
+    def _branch(
+        self, place: int, branch: Mapping[str, Any], prefix: list[int], mode: Mode, options: Options
+    ) -> Request:
+        own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS and value is not None}
+        merged = cast(Options, {**options, **own})
+        request = resolve(merged, self.manifest, self.grammars, shared=mode == "in-one-sequence")
+        if request.generated:
+            raise RequestError("generated is of a request that continues alone; leave it out.")
+        if "stream_id" not in own:
+            stream = OPTIONS["stream_id"].kind.check(request.sampling.stream_id + place, "stream_id")
+            request = replace(request, sampling=replace(request.sampling, stream_id=stream))
+        predicted = branch.get("predicted_tokens", request.max_new_tokens)
+        if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 1:
+            raise RequestError(f"predicted_tokens is {shown(predicted)}; pass a whole number of at least 1.")
+        request, beginning = replace(request, predicted_tokens=predicted), branch.get("prompt", "")
+        if callable(beginning):
+            return replace(request, late=self._later(beginning, place, prefix))
+        return replace(request, token_ids=self._begin(beginning, prefix))
+
+    def _begin(self, beginning: str | Sequence[int], prefix: list[int]) -> list[int]:
+        ids = prepare_prompt(beginning, prefix, (), self.tokenizer, self.manifest.target).ids
+        if not ids:
+            raise RequestError("It begins with nothing; pass text or token ids, or ask for `n` samples.")
+        return ids
+
+    def _later(
+        self, prompt: LatePrompt, place: int, prefix: list[int]
+    ) -> Callable[[Mapping[int, Generation], float], list[int] | None]:
+        """The token ids of a late prompt, checked once they are known."""
+
+        def late(ended: Mapping[int, Generation], seconds: float) -> list[int] | None:
+            beginning = prompt(ended, seconds)
+            try:
+                return None if beginning is None else self._begin(beginning, prefix)
+            except RequestError as error:
+                raise RequestError(f"Branch {place}: {error}") from None
+
+        return late
+
+
+def _check_mode(mode: Mode, target: Geometry) -> None:
+    if target.branches < 2:
         raise RequestError("The plan serves one branch; build it with capacity.branches of 2 to 128 for more.")
     if mode not in MODES:
         raise RequestError(f"mode is {shown(mode)}; choose one of {', '.join(MODES)}.")
-    if mode == "batching" and geometry.rows < 2:
+    if mode == "batching" and target.rows < 2:
         raise RequestError("The plan has one row for all branches; build it with capacity.batching for mode batching.")
-    if (branches is None) == (n is None):
-        raise RequestError("Pass either `branches`, or `n` for samples of the prompt itself.")
-    prefix = prepare_prompt(prompt, (), (), tokenizer, geometry).ids
-    given: list[Mapping[str, Any]]
-    if branches is None:
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_SAMPLES:
-            raise RequestError(f"n is {shown(n)}; pass a whole number from 1 to {MOST_SAMPLES}.")
-        prefix, last = prefix[:-1], prefix[-1:]
-        given = [{"prompt": last}] * n
-    elif isinstance(branches, str) or not isinstance(branches, Sequence | np.ndarray):
+
+
+def _mappings(branches: Sequence[BranchPrompt]) -> list[Mapping[str, Any]]:
+    if isinstance(branches, str) or not isinstance(branches, Sequence | np.ndarray):
         raise RequestError(
             f"`branches` is of type {type(branches).__name__}; pass a list, of a text or token ids a branch."
         )
-    else:
-        given = [branch if isinstance(branch, Mapping) else {"prompt": branch} for branch in branches]
-        if not given:
-            raise RequestError("`branches` is empty; there is nothing to continue.")
-    options = cast(Options, {**options, "seed": new_seed() if options.get("seed") is None else options["seed"]})
-    asked = []
-    for place, branch in enumerate(given):
-        try:
-            own = {n: value for n, value in branch.items() if n not in _NO_OPTIONS and value is not None}
-            merged = cast(Options, {**options, **own})
-            request = resolve(merged, manifest, grammars, shared=mode == "in-one-sequence")
-            if request.generated:
-                raise RequestError("generated is of a request that continues alone; leave it out.")
-            if "stream_id" not in own:
-                stream = OPTIONS["stream_id"].kind.check(request.sampling.stream_id + place, "stream_id")
-                request = replace(request, sampling=replace(request.sampling, stream_id=stream))
-            predicted = branch.get("predicted_tokens", request.max_new_tokens)
-            if isinstance(predicted, bool) or not isinstance(predicted, int) or predicted < 1:
-                raise RequestError(f"predicted_tokens is {shown(predicted)}; pass a whole number of at least 1.")
-            beginning = branch.get("prompt", "")
-            if callable(beginning):
-                late = _later(beginning, place, prefix, tokenizer, geometry)
-                asked.append(replace(request, late=late, predicted_tokens=predicted))
-                continue
-            ids = _begin(beginning, prefix, tokenizer, geometry)
-        except RequestError as error:
-            raise RequestError(f"Branch {place}: {error}") from None
-        asked.append(replace(request, token_ids=ids, predicted_tokens=predicted))
-    if len({each.cache_salt for each in asked}) > 1:
-        raise RequestError("Branches have several cache_salts, and share the prompt; pass one for all of them.")
-    return prefix, asked
-
-
-def _begin(beginning: str | Sequence[int], prefix: list[int], tokenizer: Tokenizer, geometry: Geometry) -> list[int]:
-    ids = prepare_prompt(beginning, prefix, (), tokenizer, geometry).ids
-    if not ids:
-        raise RequestError("It begins with nothing; pass text or token ids, or ask for `n` samples.")
-    return ids
-
-
-def _later(
-    prompt: LatePrompt, place: int, prefix: list[int], tokenizer: Tokenizer, geometry: Geometry
-) -> Callable[[Mapping[int, Generation], float], list[int] | None]:
-    """The token ids of a late prompt, checked once they are known."""
-
-    def late(ended: Mapping[int, Generation], seconds: float) -> list[int] | None:
-        beginning = prompt(ended, seconds)
-        try:
-            return None if beginning is None else _begin(beginning, prefix, tokenizer, geometry)
-        except RequestError as error:
-            raise RequestError(f"Branch {place}: {error}") from None
-
-    return late
+    if not len(branches):
+        raise RequestError("`branches` is empty; there is nothing to continue.")
+    return [branch if isinstance(branch, Mapping) else {"prompt": branch} for branch in branches]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import abc
-
-from outrider.runtime.branch_request import Mode
+from outrider.runtime.branch_request import BranchRequest
 from outrider.runtime.generation import FinishReason, Generation, Run, Span
-from outrider.runtime.options.request import Request
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import Stats
 from outrider.runtime.step_loop import StepLoop
@@ -14,28 +11,20 @@ from outrider.runtime.step_loop import StepLoop
 _WAIT = 0.05  # seconds that a beginning which is not known yet is waited for, while nothing runs
 
 
-def run_branches(
-    loop: StepLoop,
-    prefix: abc.Sequence[int],
-    asked: abc.Sequence[Request],
-    max_parallel: int,
-    mode: Mode,
-    stats: Stats,
-    keep_for: abc.Collection[str | None] = (),
-) -> Run:
-    """Yield the spans of all branches as they are committed; at most `max_parallel` live at once. Fills `stats`.
+def run_branches(loop: StepLoop, call: BranchRequest, stats: Stats) -> Run:
+    """Yield the spans of all branches as they are committed. Fills `stats`.
 
     Branches that are predicted to be longest start first, equal ones in the order given; one whose beginning is not
-    known yet starts as soon as it is. The KV of the prefix stays for a next run after the same prefix, if that asks
-    drafters of this run or of `keep_for` only.
+    known yet starts as soon as it is.
     """
+    prefix, asked = call.prefix, call.branches
     with loop.counting(stats):
         owner = asked[0].cache_salt
-        if loop.begin(prefix, {each.drafter for each in asked} | set(keep_for), mode, owner=owner):
+        if loop.begin(prefix, {each.drafter for each in asked} | set(call.keep_for), call.mode, owner=owner):
             stats.reused_tokens = len(prefix)
         else:
-            stats.reused_tokens = stats.cached_tokens = loop.recall_prefix()
-        for _ in loop.compute_prefix():
+            stats.reused_tokens = stats.cached_tokens = loop.shared.recall()
+        for _ in loop.shared.compute():
             if all(each.cancelled for each in asked):
                 break
             stats.prefill_passes += 1
@@ -56,7 +45,7 @@ def run_branches(
                     if beginning is not None:
                         beginnings[place] = beginning
             for place, each in [(place, each) for place, each in waiting if place in beginnings]:
-                if len(running) == max_parallel:
+                if len(running) == call.parallel:
                     break
                 if running and not loop.fits(len(beginnings[place]), each):
                     break

@@ -18,14 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.backends import BACKENDS
-from outrider.plans.errors import PlanError
+from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.machine import available_cores, instruction_set, processor
 from outrider.plans.manifest import Manifest, Probe
 from outrider.plans.onnx_operators import check_operators
@@ -69,6 +69,25 @@ class ProbeResult:
             f"probed this machine, on which the plan has not run before: rows of {self.ops} ops have the same bits "
             f"alone and among up to {ROWS} ({1e3 * self.seconds:.0f} ms)"
         )
+
+
+def check_exactness(exactness: str) -> None:
+    """Raise `RequestError` unless `exactness` is one of `Exactness`."""
+    if exactness not in get_args(Exactness):
+        raise RequestError(f"exactness is {exactness!r}; pass one of {', '.join(get_args(Exactness))}.")
+
+
+def run_probe(plan: Plan, probe: Probe | None, threads: int, exactness: Exactness) -> ProbeResult | None:
+    """Probe as `exactness` says; None for a backend that promises nothing, and where it is unchecked.
+
+    Raises `PlanError` as `ensure_exact`.
+    """
+    if probe is None:
+        return None
+    if exactness == "unchecked":
+        _LOG.warning("%s runs unchecked: drafts and neighbours may change its tokens on this machine", plan.root)
+        return None
+    return ensure_exact(plan, probe, threads)
 
 
 def ensure_exact(plan: Plan, probe: Probe, threads: int) -> ProbeResult:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import NoReturn, Self, Unpack, cast, get_args, overload
-
-import numpy as np
+from typing import NoReturn, Self, Unpack, cast, overload
 
 from outrider.plans.backends import BACKENDS
 from outrider.plans.errors import ClosedError, RequestError
-from outrider.plans.manifest import Manifest, Probe
+from outrider.plans.manifest import Manifest
 from outrider.plans.plan import Plan, open_plan
 from outrider.plans.skeleton import read_skeleton
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.backends import DRIVERS, BackendChoice, choose_backend
-from outrider.runtime.backends.base import Settings
+from outrider.runtime.backends.base import Settings, check_threads
 from outrider.runtime.backends.shared_engines import SharedEngines
 from outrider.runtime.beam_search import BeamOptions, BeamResult, beam_search
-from outrider.runtime.branch_request import BranchPrompt, Mode, check_alone, check_branches
+from outrider.runtime.branch_request import BranchPrompt, BranchRequest, Mode, RequestChecks
 from outrider.runtime.branch_run import run_branches
 from outrider.runtime.drafters import make_memories
-from outrider.runtime.exactness import Exactness, ProbeResult, ensure_exact, kernels_here
+from outrider.runtime.exactness import Exactness, check_exactness, kernels_here, run_probe
 from outrider.runtime.execution.assembly import LoadedPlan
 from outrider.runtime.files import MappedFiles, check_not_replaced
 from outrider.runtime.generation import Generation, Run, Stream
@@ -35,30 +32,14 @@ from outrider.runtime.options.request import Request
 from outrider.runtime.pass_prices import load_prices
 from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, state_shapes, token_shapes
 from outrider.runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
-from outrider.runtime.scheduler import Scheduler, SchedulerConfig, check_place_in_queue
+from outrider.runtime.request_queue import SchedulerConfig, check_place_in_queue
+from outrider.runtime.scheduler import Scheduler
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.session import Session
 from outrider.runtime.stats import Stats
 from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.runtime.text.grammars import Grammars
-from outrider.runtime.text.prompt import Messages, TemplateVariables, choose_prompt, prepare_prompt
-
-MAX_THREADS = 1024
-_LOG = logging.getLogger("outrider")
-
-
-def check_threads(threads: int) -> None:
-    """Raise `RequestError` unless `threads` is a number of threads."""
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
-        raise RequestError(
-            f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
-        )
-
-
-def check_exactness(exactness: str) -> None:
-    """Raise `RequestError` unless `exactness` is one of `Exactness`."""
-    if exactness not in get_args(Exactness):
-        raise RequestError(f"exactness is {exactness!r}; pass one of {', '.join(get_args(Exactness))}.")
+from outrider.runtime.text.prompt import Messages, TemplateVariables, is_one_prompt, prepare_prompt
 
 
 class Runtime:
@@ -82,11 +63,12 @@ class Runtime:
         self._plan, self.backend, self.passed_over = plan, chosen.backend, chosen.passed_over
         self.skeleton = read_skeleton(plan)
         backend_plan = plan.manifest.backends[self.backend]
-        self.probed = _probe(plan, backend_plan.probe, settings.threads, exactness)
+        self.probed = run_probe(plan, backend_plan.probe, settings.threads, exactness)
         driver = DRIVERS[self.backend].make(backend_plan, settings)
         engines = {name: driver.load(plan.file(engine.file), engine) for name, engine in backend_plan.engines.items()}
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, plan.manifest.target.vocab_size)
+        self._checks = RequestChecks(plan.manifest, self.grammars, self.tokenizer)
         memories, prices = make_memories(plan.manifest.drafters), load_prices(plan, self.backend, settings.threads)
         shared = self.tokenizer, self.grammars, memories, prices, files
         check_not_replaced(plan)
@@ -196,11 +178,11 @@ class Runtime:
 
         Raises RequestError, before anything runs.
         """
-        if messages is not None or _is_one(prompt):
+        if messages is not None or is_one_prompt(prompt):
             one = cast("str | Sequence[int] | None", prompt)
             return self.stream(one, messages=messages, chat_template_kwargs=chat_template_kwargs, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
-        asked = [self._ask(self._choose(each, None, chat_template_kwargs), options) for each in prompts]
+        asked = [self._ask(self._checks.prompt(each, None, chat_template_kwargs), options) for each in prompts]
         handles: list[Handle] = []
         try:
             for each in asked:
@@ -221,7 +203,7 @@ class Runtime:
 
         Raises RequestError for what `generate` refuses, such as a text that does not fit the context.
         """
-        chosen = self._choose(prompt, messages, chat_template_kwargs)
+        chosen = self._checks.prompt(prompt, messages, chat_template_kwargs)
         return len(prepare_prompt(chosen, [], [], self.tokenizer, self.manifest.target).ids)
 
     def submit(
@@ -243,7 +225,7 @@ class Runtime:
         of one branch serves one request at a time. `on_round` is called in a thread of the runtime. Raises
         RequestError, BusyError where too many wait, and ClosedError once the runtime is closed.
         """
-        chosen = self._choose(prompt, messages, chat_template_kwargs)
+        chosen = self._checks.prompt(prompt, messages, chat_template_kwargs)
         return self.submit_all([(chosen, options)], priority=priority, deadline=deadline, client=client)[0]
 
     def submit_all(
@@ -260,15 +242,8 @@ class Runtime:
         return self._serve().submit(requests, priority, deadline, client=client)
 
     def _ask(self, prompt: str | Sequence[int], options: Options) -> Request:
-        return self._check(prompt, options, shared=self.scheduler_config.shares_rows(self.manifest.target))
-
-    def _check(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> Request:
-        return check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
-
-    def _choose(
-        self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None
-    ) -> str | Sequence[int]:
-        return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target, variables)
+        shared = self.scheduler_config.shares_rows(self.manifest.target)
+        return self._checks.alone(prompt, options, shared=shared)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -353,7 +328,8 @@ class Runtime:
     ) -> Stream:
         """Generate as `generate` does, a span of tokens and text per step; no engine is taken before the first one."""
         self._check_open()
-        return Stream(self._once(self._check(self._choose(prompt, messages, chat_template_kwargs), options)))
+        chosen = self._checks.prompt(prompt, messages, chat_template_kwargs)
+        return Stream(self._once(self._checks.alone(chosen, options)))
 
     def _once(self, asked: Request) -> Run:
         """Generate in a sequence of its own; no engine is taken before the first pass."""
@@ -405,29 +381,14 @@ class Runtime:
         given, plus the branch's place. Raises RequestError, before anything runs.
         """
         self._check_open()
-        asked = check_branches(self.manifest, self.grammars, self.tokenizer, prompt, branches, n, mode, options)
-        most = self.manifest.target.branches
-        parallel = most if max_parallel is None else max_parallel
-        if isinstance(parallel, bool) or not isinstance(parallel, int) or not 1 <= parallel <= most:
-            raise RequestError(f"max_parallel is {max_parallel!r}; pass a whole number from 1 to {most}.")
-        drafters = ["none", *(drafter.name for drafter in self.manifest.drafters)]
-        if wrong := [name for name in keep_for if name not in drafters]:
-            raise RequestError(f"keep_for names {wrong[0]!r}; the plan has the drafters {', '.join(drafters)}.")
-        stats = Stats(sequences=len(asked[1]))
-        return Stream(self._branches(*asked, parallel, mode, stats, keep_for), stats)
+        call = self._checks.branches(prompt, branches, n, max_parallel, mode, keep_for, options)
+        stats = Stats(sequences=len(call.branches))
+        return Stream(self._branches(call, stats), stats)
 
-    def _branches(
-        self,
-        prefix: list[int],
-        asked: list[Request],
-        parallel: int,
-        mode: Mode,
-        stats: Stats,
-        keep_for: Sequence[str],
-    ) -> Run:
+    def _branches(self, call: BranchRequest, stats: Stats) -> Run:
         engine = self.engines.borrow()
         try:
-            yield from run_branches(engine, prefix, asked, parallel, mode, stats, keep_for)
+            yield from run_branches(engine, call, stats)
         finally:
             self.engines.give_back(engine)  # the next borrower begins afresh, however this run ended
 
@@ -435,19 +396,3 @@ class Runtime:
         """Return the most probable continuations of `prompt` by beam search, best first. Raises RequestError."""
         with self.session() as session:
             return beam_search(session, prompt, **options)
-
-
-def _is_one(prompt: object) -> bool:
-    """Whether it is one prompt: a text, or token ids, and no list of such."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not len(prompt):
-        return True
-    return isinstance(prompt[0], int | np.integer)
-
-
-def _probe(plan: Plan, probe: Probe | None, threads: int, exactness: Exactness) -> ProbeResult | None:
-    if probe is None:
-        return None
-    if exactness == "unchecked":
-        _LOG.warning("%s runs unchecked: drafts and neighbours may change its tokens on this machine", plan.root)
-        return None
-    return ensure_exact(plan, probe, threads)

@@ -14,17 +14,15 @@ import weakref
 from collections import abc
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from time import monotonic, perf_counter
 
 from outrider.plans.errors import BusyError, ClosedError, OutriderError, PlanError, RequestError
-from outrider.plans.manifest import Geometry
-from outrider.runtime.branch_request import MODES, Mode
 from outrider.runtime.generation import FinishReason, Generation, GrowingGeneration, Span
 from outrider.runtime.handle import Handle
-from outrider.runtime.numbers import as_real, shown
 from outrider.runtime.options.request import Request
+from outrider.runtime.request_queue import QueuedRequest, QueueRoom, RequestQueue, SchedulerConfig
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.sequence import CommittedTokens, Sequence
 from outrider.runtime.stats import Stats
@@ -34,121 +32,6 @@ from outrider.runtime.text.stream import TextStream
 
 _LOG = logging.getLogger("outrider")
 _IDLE = 10.0  # seconds after which the thread of a scheduler without work ends; the next request starts another
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """How requests are served.
-
-    `max_running` at once (default: as many as the plan has branches), `max_waiting` before more are refused, and
-    `max_waiting_per_client` of those of one client, where requests name theirs (default: all of them). At most
-    `prefill_tokens` of prompts go into a pass in which others decode: what one may delay the others by (default: the
-    plan's chunk). `mode` is that of branches (default: a row each, where the plan has them). With `overlap`, the text
-    of a pass is made out, searched for stop strings and handed on while the next pass runs.
-    """
-
-    max_running: int | None = None
-    max_waiting: int = 1024
-    prefill_tokens: int | None = None
-    mode: Mode | None = None
-    overlap: bool = True
-    max_waiting_per_client: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting", "prefill_tokens", "max_waiting_per_client"):
-            value, optional = getattr(self, name), name != "max_waiting"
-            if (value is None and optional) or (type(value) is int and value >= 1):
-                continue
-            raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
-        if self.mode is not None and self.mode not in MODES:
-            raise RequestError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}.")
-        if not isinstance(self.overlap, bool):
-            raise RequestError(f"overlap is {self.overlap!r}; pass True or False.")
-
-    def mode_on(self, target: Geometry) -> Mode:
-        """Return how sequences of a plan lie in the KV cache."""
-        return self.mode or ("batching" if target.rows > 1 else "in-one-sequence")
-
-    def shares_rows(self, target: Geometry) -> bool:
-        """Return whether requests share a row of the KV cache."""
-        return target.branches > 1 and self.mode_on(target) == "in-one-sequence"
-
-
-def check_place_in_queue(priority: object, deadline: object) -> None:
-    """Raise RequestError for a priority that is no whole number, and a deadline that is no time to come."""
-    if type(priority) is not int:
-        raise RequestError(f"priority is {shown(priority)}; pass a whole number, 0 for the usual one.")
-    if deadline is not None and ((seconds := as_real(deadline)) is None or seconds <= 0):
-        raise RequestError(f"deadline is {shown(deadline)}; pass seconds from now, more than 0.")
-
-
-@dataclass(frozen=True)
-class Queue:
-    """Who waits: `waiting` requests, `own` of them those of the client that asks; `free` of `places` can begin."""
-
-    config: SchedulerConfig
-    waiting: int
-    own: int
-    free: int
-    places: int
-    client: str | None
-
-    @property
-    def _share(self) -> int:
-        """How many requests of the client may wait."""
-        most, share = self.config.max_waiting, self.config.max_waiting_per_client
-        return most if self.client is None or share is None else min(most, share)
-
-    @property
-    def room(self) -> int:
-        """How many more are taken: those that can begin, and those that may wait."""
-        return min(self.config.max_waiting - self.waiting, self._share - self.own) + self.free
-
-    def check(self, count: int) -> None:
-        """Raise RequestError for more than can be taken at once, and BusyError for more than are taken now."""
-        if count > (most := self._share + self.places):
-            raise RequestError(f"{count} requests are made at once, and at most {most} can be; make fewer at a time.")
-        if count > self.config.max_waiting - self.waiting + self.free:
-            raise BusyError(
-                f"The queue is full: {self.waiting} requests wait already, and {count} more are not taken now. "
-                "Try again later."
-            )
-        if count > self.room:
-            raise BusyError(
-                f"Too many requests of this client wait: {self.own} already, and its share of the queue is "
-                f"{self._share}; {count} more are not taken now. Try again later."
-            )
-
-
-@dataclass(eq=False)
-class _Queued:
-    """A submitted request; those of one client start in the order of their ranks."""
-
-    rank: tuple[int, int]
-    asked: Request
-    handle: Handle
-    submitted: float
-    deadline: float | None
-    cancel: threading.Event  # the request's own; the caller's event sets it too
-    given: threading.Event | None
-    client: str | None = None
-    begun: bool = False  # whether its first tokens have been delivered
-    queued_ms: float = 0.0
-
-    @property
-    def place(self) -> int:
-        """The request's own number."""
-        return self.rank[1]
-
-    @property
-    def cancelled(self) -> bool:
-        if self.given is not None and self.given.is_set():
-            self.cancel.set()
-        return self.cancel.is_set()
-
-    @property
-    def late(self) -> bool:
-        return self.deadline is not None and monotonic() >= self.deadline
 
 
 class Scheduler:
@@ -179,13 +62,9 @@ class Scheduler:
         self._drafters: set[str | None] = {drafter.name for drafter in manifest.drafters}
         self._numbers = count()
         self._changed = threading.Condition()
-        self._waiting: list[_Queued] = []
-        # Start-time fair queuing (Goyal et al., 1996): the tokens that clients with a request here have been granted,
-        # and the count of the client that started last: a client that returns starts from it.
-        self._granted: dict[str | None, int] = {}
-        self._level = 0
+        self._queue = RequestQueue(config, self._most)
         self._running: list[Sequence] = []
-        self._by_place: dict[int, _Queued] = {}
+        self._by_place: dict[int, QueuedRequest] = {}
         self._stats = SchedulerStats(kv_slots=slots)
         self._showing: Future[None] | None = None
         self._thread: threading.Thread | None = None
@@ -212,24 +91,23 @@ class Scheduler:
         until = None if deadline is None else monotonic() + deadline
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._closed or self._queue(client).room >= len(asked))
+                self._changed.wait_for(lambda: self._closed or self._room(client).room >= len(asked))
             if self._closed:
                 raise ClosedError("The runtime takes no more requests: it was closed.")
             try:
-                self._queue(client).check(len(asked))
+                self._room(client).check(len(asked))
             except BusyError:
                 self._stats.refused += len(asked)
                 raise
             made = [self._made(each, -priority, until, client) for each in asked]
-            self._enter(client)
-            self._waiting += made
+            self._queue.add(made, client, self._by_place.values())
             self._stats.submitted += len(made)
             if self._thread is None:
                 self._start()
             self._changed.notify_all()
         return [request.handle for request in made]
 
-    def _made(self, asked: Request, rank: int, until: float | None, client: str | None) -> _Queued:
+    def _made(self, asked: Request, rank: int, until: float | None, client: str | None) -> QueuedRequest:
         """Build the request, with an event of its own that ends it."""
         cancel, given = threading.Event(), asked.cancel
 
@@ -240,24 +118,10 @@ class Scheduler:
 
         asked = replace(asked, cancel=cancel)
         place = rank, next(self._numbers)
-        return _Queued(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
+        return QueuedRequest(place, asked, Handle(end), perf_counter(), until, cancel, given, client)
 
-    def _enter(self, client: str | None) -> None:
-        """A client with no waiting request starts from the current level, without credit for its idle time."""
-        waiting = {each.client for each in self._waiting}
-        here = waiting | {each.client for each in self._by_place.values()}
-        self._granted = {each: granted for each, granted in self._granted.items() if each in here}
-        if client not in waiting:
-            self._granted[client] = max(self._granted.get(client, 0), self._level)
-
-    def _next(self) -> _Queued:
-        """The waiting request that starts next: of the client that has been granted least, the first by its rank."""
-        first = min(self._waiting, key=lambda each: (self._granted[each.client], each.place))
-        return min((each for each in self._waiting if each.client == first.client), key=lambda each: each.rank)
-
-    def _queue(self, client: str | None) -> Queue:
-        own = sum(each.client == client for each in self._waiting)
-        return Queue(self.config, len(self._waiting), own, self._most - len(self._by_place), self._most, client)
+    def _room(self, client: str | None) -> QueueRoom:
+        return self._queue.room(client, len(self._by_place))
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._work, name="outrider-scheduler", daemon=True)
@@ -267,7 +131,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """A copy of the counts."""
         with self._changed:
-            return replace(self._stats, waiting=len(self._waiting), running=len(self._by_place))
+            return replace(self._stats, waiting=len(self._queue.waiting), running=len(self._by_place))
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests, and finish the present ones or, without `drain`, cancel them.
@@ -277,7 +141,7 @@ class Scheduler:
         with self._changed:
             self._closed = True
             if not drain:
-                for request in [*self._waiting, *self._by_place.values()]:
+                for request in [*self._queue.waiting, *self._by_place.values()]:
                     request.cancel.set()
             self._changed.notify_all()
             if threading.current_thread() is self._thread:  # called by a rule of a request's: it would wait for itself
@@ -300,7 +164,7 @@ class Scheduler:
         with self._changed:
             self._thread = None
             self._changed.notify_all()
-            if self._waiting:  # one came while this thread was ending
+            if self._queue.waiting:  # one came while this thread was ending
                 self._start()
 
     def _take(self) -> StepLoop:
@@ -322,9 +186,9 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait for work; return False when the thread should end."""
         with self._changed:
-            while not (self._waiting or self._running):
+            while not (self._queue.waiting or self._running):
                 if self._closed or not self._changed.wait(_IDLE):
-                    return bool(self._waiting)
+                    return bool(self._queue.waiting)
             return True
 
     def _turn(self, texts: ThreadPoolExecutor, loop: StepLoop) -> None:
@@ -377,9 +241,7 @@ class Scheduler:
     def _expire(self) -> None:
         """End waiting requests that were cancelled or are past their deadline; cancel running ones past theirs."""
         with self._changed:
-            over = [each for each in self._waiting if each.late or each.cancelled]
-            if over:
-                self._waiting = [each for each in self._waiting if each not in over]
+            over = self._queue.remove_over()
             late = [each for each in self._by_place.values() if not each.cancelled and each.late]
             self._changed.notify_all()
         for each in over:
@@ -389,7 +251,7 @@ class Scheduler:
         for each in late:
             each.cancel.set()
 
-    def _end_unbegun(self, request: _Queued, reason: FinishReason) -> None:
+    def _end_unbegun(self, request: QueuedRequest, reason: FinishReason) -> None:
         """End a request that never ran, with the tokens that it has given elsewhere, if any."""
         asked, ids = request.asked, request.asked.token_ids
         stats = Stats(len(ids), total_ms=request.queued_ms, resumed_tokens=len(asked.generated))
@@ -403,15 +265,13 @@ class Scheduler:
         """Start waiting requests in their order, while there are free places and room in the KV cache."""
         while len(self._running) < self._most:
             with self._changed:
-                if not self._waiting:
+                if not self._queue.waiting:
                     return
-                request = self._next()
+                request = self._queue.next()
                 asked = request.asked
                 if self._running and not loop.fits(len(asked.token_ids), asked):
                     return
-                self._waiting.remove(request)
-                self._level = self._granted[request.client]
-                self._granted[request.client] += len(asked.token_ids) + asked.max_new_tokens
+                self._queue.start(request)
                 self._by_place[request.place] = request
                 self._changed.notify_all()
             request.queued_ms = (perf_counter() - request.submitted) * 1000
@@ -437,7 +297,7 @@ class Scheduler:
             result = replace(result, finish_reason=FinishReason.DEADLINE)
         self._end(request, result, span.error)
 
-    def _end(self, request: _Queued, result: Generation | None, error: Exception | None = None) -> None:
+    def _end(self, request: QueuedRequest, result: Generation | None, error: Exception | None = None) -> None:
         with self._changed:
             self._by_place.pop(request.place, None)
             self._stats.finished += 1
@@ -457,7 +317,7 @@ class Scheduler:
             self._catch_up()
         if waiting:
             with self._changed:
-                over, self._waiting = self._waiting, []
+                over = self._queue.clear()
             for request in over:
                 self._end(request, None, error)
         for request in list(self._by_place.values()):

@@ -20,6 +20,7 @@ from outrider.runtime.execution.program import Program
 from outrider.runtime.generation import Generation, Run, Stream
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import Request, resolve, resolve_drafter
+from outrider.runtime.rounds.alone import look_ahead, read, time_round
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.stats import StageClock, Stats
 from outrider.runtime.step_loop import StepLoop
@@ -72,7 +73,7 @@ class Session:
         if self._loop is None or self._sequence is None:
             loop = self._pool.borrow(ids)
             there = loop.sequences
-            if ids and loop.prefix_cache is not None and len(there) == 1 and not loop.prefix and loop.cache.alone:
+            if ids and loop.prefix_cache is not None and len(there) == 1 and not loop.parts.prefix and loop.cache.alone:
                 self._sequence = there[0]
             else:
                 loop.begin()
@@ -262,7 +263,7 @@ class Session:
         with self._exclusive:
             loop, sequence = self._take()
             drafts = bool(chain) if drafter is None else drafter != "none"
-            return loop.time_round(sequence, chain, drafts=drafts, partial=partial)
+            return time_round(loop.parts, sequence, chain, drafts=drafts, partial=partial)
 
     # Beam search.
 
@@ -284,7 +285,7 @@ class Session:
         self._changes += 1
         loop, sequence = self._take()
         sequence.tokens += prompt.ids
-        return loop.read(sequence, request, stats)
+        return read(loop.parts, sequence, request, stats)
 
     def look_ahead(self, tokens: list[int], distance: int, visible: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Logits f32 `[tokens, vocab]`, a view until the next pass, of tokens that do not belong to the sequence.
@@ -293,7 +294,7 @@ class Session:
         says which of the slots after the sequence each one sees, those of these tokens included.
         """
         loop, sequence = self._take()
-        return loop.look_ahead(sequence, tokens, distance, visible)
+        return look_ahead(loop.parts, sequence, tokens, distance, visible)
 
 
 def _nothing() -> None:

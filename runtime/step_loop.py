@@ -32,7 +32,7 @@ from outrider.runtime.kv.cache import KvCache
 from outrider.runtime.options.request import Request
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.prefix_cache.client import CacheClient
-from outrider.runtime.rounds.alone import logits_of, look_ahead, read, time_round
+from outrider.runtime.rounds.alone import logits_of
 from outrider.runtime.rounds.launched import LaunchedRounds
 from outrider.runtime.rounds.parts import Parts
 from outrider.runtime.rounds.retry import prompt_damaged, roll_back
@@ -40,6 +40,7 @@ from outrider.runtime.rounds.show import show
 from outrider.runtime.rounds.step import step
 from outrider.runtime.sampling import SamplingParams
 from outrider.runtime.sequence import CommittedTokens, Sequence
+from outrider.runtime.shared_prefix import SharedPrefix
 from outrider.runtime.stats import StageClock, Stats
 from outrider.runtime.text.stream import TextStream
 
@@ -66,8 +67,7 @@ class StepLoop:
         self.programs: dict[str, Program] = parts.programs
         self.cache: KvCache = parts.cache
         self.drafting: Drafting = parts.drafting
-        self.mode: Mode = "in-one-sequence"
-        self._prefix_computed, self._owner = 0, ""  # of the prefix
+        self.shared = SharedPrefix(parts)
         self._free: list[int] = []
         self._live, self._open = parts.live, parts.open
         self._launched = LaunchedRounds(parts)
@@ -90,18 +90,8 @@ class StepLoop:
         _LOG.info("warmed up %d rounds in %.1f s", rounds, perf_counter() - started)
 
     @property
-    def prefix(self) -> list[int]:
-        """The tokens that all sequences share."""
-        return self.parts.prefix
-
-    @property
     def prefix_cache(self) -> CacheClient | None:
         return self.parts.prefix_cache
-
-    @property
-    def passes(self) -> int:
-        """Number of the target's passes."""
-        return self.parts.passes
 
     # Between runs.
 
@@ -116,20 +106,17 @@ class StepLoop:
         """Forget all sequences. New ones continue the owner's `prefix`, use these drafters, and share a row or have one
         each.
 
-        Returns whether the KV of the prefix is here: else `compute_prefix` gives it.
+        Returns whether the KV of the prefix is here: else `shared.compute` gives it.
         """
         self._launched.outstanding = None
         prefix, pooled = list(prefix), mode == "in-one-sequence"
-        same = self.mode == mode and self._owner == owner and self.prefix == prefix
-        here = bool(prefix) and same and self._prefix_computed == len(prefix)
-        here = here and self.drafting.has_prefix(prefix, set(drafters))
+        here = self.shared.begin(prefix, owner, mode) and self.drafting.has_prefix(prefix, set(drafters))
         if here:
             self.cache.rewind()
         else:
             self.cache.arrange(pooled=pooled)
-            self._prefix_computed = 0
+            self.shared.computed = 0
         self.drafting.begin(prefix, set(drafters), pooled=pooled, here=here)
-        self.mode, self.parts.prefix, self._owner = mode, prefix, owner
         self._free = list(range(self._geometry.branches - 1, -1, -1))
         for number in self._free:
             self._set_greedy(number)
@@ -142,29 +129,6 @@ class StepLoop:
             self.prefix_cache.forget()
         self.parts.paused = 0.0
         return here
-
-    def recall_prefix(self) -> int:
-        """Copy in what the prefix cache knows of a prefix that has just begun; how many tokens that is."""
-        if self.prefix_cache is not None:
-            self._prefix_computed = self.prefix_cache.recall_prefix(self.prefix, self._owner)
-        return self._prefix_computed
-
-    def compute_prefix(self) -> Iterator[None]:
-        """Compute what the prefix lacks of KV, a pass at a time; before each of them, the caller may stop."""
-        chunk, prefill = self._geometry.prefill_chunk, self.programs[names.PREFILL]
-        began = self._prefix_computed
-        while tokens := self.prefix[self._prefix_computed : self._prefix_computed + chunk]:
-            yield
-            self.cache.begin({})
-            self.cache.append(tokens, self._prefix_computed, 0)
-            prefill.run()
-            self.parts.passes += 1
-            self.cache.commit_prefix(len(tokens))
-            for drafter in self.drafting.of_prefix:
-                drafter.sync_prefix(self._prefix_computed, len(tokens))
-            self._prefix_computed += len(tokens)
-        if self.prefix_cache is not None and self._prefix_computed > began:
-            self.prefix_cache.keep_prefix(self.prefix, self._owner)
 
     @property
     def sequences(self) -> abc.Sequence[Sequence]:
@@ -218,7 +182,7 @@ class StepLoop:
         Capacity is reserved: where a sequence ends never depends on its neighbours. Drafts take what is left, but for
         those by rejection, which tokens depend on.
         """
-        shared = len(self.prefix)
+        shared = len(self.parts.prefix)
         ends = [(self._end(shared + tokens, request), request)]
         ends += [(each.generation.end, each.generation.request) for each in self._open.values()]
         own = [end - shared + self._reserved(each) for end, each in ends]
@@ -235,8 +199,8 @@ class StepLoop:
         """A sequence of `tokens` after the prefix; it gets `number`, one that is free, or the lowest."""
         number = self._free[-1] if number is None else number
         self._free.remove(number)
-        shared = len(self.prefix)
-        sequence = Sequence(id, number, [*self.prefix, *tokens], shared=shared, computed=shared)
+        shared = len(self.parts.prefix)
+        sequence = Sequence(id, number, [*self.parts.prefix, *tokens], shared=shared, computed=shared)
         self._open[number] = sequence
         self.cache.open(number)
         self.drafting.open(sequence)
@@ -371,8 +335,6 @@ class StepLoop:
         """
         return show(self.parts, committed)
 
-    # Logits, and passes of their own of a sequence that is alone.
-
     def logits_of(self, sequence: Sequence, index: int) -> NDArray[np.float32]:
         """Logits f32 `[vocab]` that the `index`-th token of the sequence's last round was chosen by, its rules applied:
         a view."""
@@ -380,17 +342,3 @@ class StepLoop:
         if chosen_by is not None and chosen_by.overtaken:
             self._launched.drop(sequence)
         return logits_of(self.parts, sequence, index)
-
-    def read(self, sequence: Sequence, request: Request, stats: Stats) -> NDArray[np.float32] | None:
-        """Give all of the sequence's tokens KV; logits f32 `[1, vocab]` after them, None if it was cancelled."""
-        return read(self.parts, sequence, request, stats)
-
-    def look_ahead(
-        self, sequence: Sequence, tokens: list[int], distance: int, visible: NDArray[np.bool_]
-    ) -> NDArray[np.float32]:
-        """Logits of tokens that do not belong to the sequence; see `Session.look_ahead`."""
-        return look_ahead(self.parts, sequence, tokens, distance, visible)
-
-    def time_round(self, sequence: Sequence, chain: abc.Sequence[int], *, drafts: bool, partial: bool) -> float:
-        """Milliseconds of the target's part of a round; see `Session.time_round`."""
-        return time_round(self.parts, sequence, chain, drafts=drafts, partial=partial)

@@ -110,7 +110,7 @@ def test_nothing_refers_to_documents_outside_the_tree() -> None:
 def test_command_lines_are_known_to_commands_alone(package: str) -> None:
     """Neither `commands` nor a command's module is imported by anything that is no command."""
     commands = re.compile(
-        rf"{package}/(__main__|arguments|cli/\w+|batch/command|server/command|embed/command|ray_serve/command|ray_serve/__main__)\.py"
+        rf"{package}/(__main__|arguments|cli/\w+|batch/command|batch/run|server/command|embed/command|ray_serve/command|ray_serve/__main__)\.py"
     )
     known = {
         f"{NAME}.{relative(p).removesuffix('.py').replace('/', '.')}"
@@ -174,7 +174,7 @@ TELLS_THE_TIME = {
     "runtime/server/app.py",  # to clients: `created`
     "runtime/server/stamps.py",
     "runtime/server/record.py",  # to collectors of traces
-    "runtime/batch/command.py",  # how long a batch took, told by processes of several machines; nothing waits by it
+    "runtime/batch/run.py",  # how long a batch took, told by processes of several machines; nothing waits by it
     "runtime/batch/ray_run.py",
 }
 

@@ -114,16 +114,16 @@ def _version(manifest: Manifest, backend: str) -> str:
     return ", ".join(sorted(builders)) or f"onnxruntime {ort.__version__}"
 
 
-def git_sha() -> str | None:
-    """Commit of the checkout that measures, with -dirty where its files are others; None outside of one."""
-    if not (_ROOT / ".git").exists():  # installed, perhaps below somebody else's repository
+def git_sha(root: Path = _ROOT) -> str | None:
+    """Commit of a checkout, with -dirty where its files are others; None outside of one. Default: the one that
+    measures."""
+    if not (root / ".git").exists():  # installed, perhaps below somebody else's repository
         return None
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
     except OSError:  # without git
         return None
-    return done.stdout.strip() or None
 
 
 _TASKS = Path("/proc/self/task")

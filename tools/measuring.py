@@ -49,7 +49,6 @@ def run_in_turn(
     *,
     warm_up: Sequence[Item] | None = None,
     begin: Callable[[str], None] | None = None,
-    within: str = "",
     leave: Callable[[Case, Item, OutriderError], Iterable[Case]] | None = None,
 ) -> dict[Case, list[Result]]:
     """Run every case on each of `items` `reps` times, after runs on `warm_up` (default: the first item) that do not
@@ -57,19 +56,18 @@ def run_in_turn(
     one before it.
 
     `run` gets the repetition too, 0 in the warm-up. Returns the results of each case, by repetition and item: those at
-    one index are a pair. `begin` is called before every run with a text that starts with `within`; without it there is
-    a progress bar. `leave` names the cases that cannot continue after an error, whose results are dropped; a case that
-    is not among them is run again.
+    one index are a pair. `begin` is called with a text before every run; without it there is a progress bar. `leave`
+    names the cases that cannot continue after an error, whose results are dropped; a case that is not among them is
+    run again.
     """
     warm_up = items[:1] if warm_up is None else warm_up
     if begin is None:
         with measuring([1.0] * (len(cases) * (len(warm_up) + reps * len(items)))) as shown:
-            return run_in_turn(cases, items, reps, run, warm_up=warm_up, begin=shown, leave=leave, within=within)
+            return run_in_turn(cases, items, reps, run, warm_up=warm_up, begin=shown, leave=leave)
     found: dict[Case, list[Result]] = {case: [] for case in cases}
     for repetition, index, item, case in turns(cases, items, reps, warm_up):
         while case in found:
-            doing = f"repetition {repetition}, prompt {index}, {case}" if repetition else f"warming up {case}"
-            begin(f"{within}{doing}")
+            begin(f"repetition {repetition}, prompt {index}, {case}" if repetition else f"warming up {case}")
             try:
                 result = run(case, item, repetition)
             except OutriderError as error:
@@ -102,6 +100,11 @@ def measuring(
             index += 1
 
         yield begin
+
+
+def within(what: str, begin: Callable[[str], None]) -> Callable[[str], None]:
+    """`begin`, whose texts start with `what`."""
+    return lambda text: begin(f"{what}, {text}")
 
 
 # Figures

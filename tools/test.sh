@@ -31,9 +31,9 @@ step "mypy and pytest"
 (mypy || code=$?; echo "types $((SECONDS - began)) s"; exit ${code:-0}) > build/mypy.txt & types=$!  # beside the tests
 status=0
 processes=$(($(getconf _NPROCESSORS_ONLN) + 1))  # one more than cores: tests wait for servers and for each other
-python -m pytest -p outrider.tools.suite -n $((processes < 4 ? processes : 4)) --dist loadfile --no-loadscope-reorder "${quick[@]}" "$@" || status=$?
+python -m pytest -p outrider.tools.lab.suite -n $((processes < 4 ? processes : 4)) --dist loadfile --no-loadscope-reorder "${quick[@]}" "$@" || status=$?
 wait $types || status=$?
 cat build/mypy.txt
 lap tests
-python -m outrider.tools.suite > build/suite/table.txt
+python -m outrider.tools.lab.suite > build/suite/table.txt
 exit $status

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from numpy.typing import DTypeLike
 
+from outrider.plans.errors import RequestError
 from outrider.plans.manifest import BackendPlan, Engine
+from outrider.runtime.backends.shared_engines import SharedEngines
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.kv.memory import KvMemory
 
-if TYPE_CHECKING:
-    from outrider.runtime.backends.shared_engines import SharedEngines
+MAX_THREADS = 1024
+
+
+def check_threads(threads: int) -> None:
+    """Raise `RequestError` unless `threads` is a number of threads."""
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
+        raise RequestError(
+            f"threads is {threads!r}; pass a whole number from 0 (the backend chooses) to {MAX_THREADS}."
+        )
 
 
 class BoundEngine(Protocol):

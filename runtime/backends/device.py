@@ -20,7 +20,7 @@ from outrider.plugins import native
 from outrider.plugins.cuda.device_op import DeviceOp
 from outrider.plugins.cuda.launches import STATUS
 from outrider.runtime.backends.device_contract import Device
-from outrider.runtime.backends.device_exchange import DeviceExchange, Landing, wait_for_all
+from outrider.runtime.backends.device_exchange import Block, DeviceExchange, wait_for_all
 from outrider.runtime.backends.device_kv import DeviceKv, KvShape
 from outrider.runtime.backends.device_layout import TABLES, UNSEEN, Layout, lay_out
 from outrider.runtime.backends.recorder import Recorder
@@ -64,18 +64,16 @@ class DeviceBuffers(Buffers):
         with device.lock():
             try:
                 self._make(plan, lay_out(plan))
-                pool = self._pool()
-                landings = [Landing(self.device, self._layout, self.arrays) for _ in range(2)]
+                block = Block(device, self._block, self._twin, self._layout)
+                pool, changes = self._pool(), self._changes()
+                self.exchange = DeviceExchange(
+                    block, self._recorder, self.arrays, changes, pool, marks, records_engines
+                )
             except PlanError as error:
                 raise PlanError(
                     f"a session of this plan needs {session_bytes(plan) / 1e9:.1f} GB on the GPU and on the host, more "
                     f"than there is ({error}); build the plan with a smaller capacity.context"
                 ) from None
-            statuses = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
-            self.exchange = DeviceExchange(
-                device, self._recorder, self._twin, self._block, self._layout, statuses, self._changes(), pool,
-                landings, marks, records_engines,
-            )  # fmt: skip
             made = device.mark()
         device.wait_for(made)
 

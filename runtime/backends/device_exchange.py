@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,24 +22,48 @@ from outrider.runtime.backends.token_pool import TokenPool
 from outrider.runtime.execution.buffers import Call
 
 
+@dataclass(frozen=True)
+class Block:
+    """The small buffers of a session: one block of the device's memory at `address`, and its twin of pinned memory."""
+
+    device: Device
+    address: int
+    twin: PinnedMemory
+    layout: Layout
+
+    def upload(self) -> None:
+        part = self.layout.sent
+        self.device.to_device(self.address + part.start, self.twin.address + part.start, part.stop - part.start)
+
+    def download(self, to: int | None = None) -> None:
+        """Copy what stages write to the twin, or to pinned memory at `to`."""
+        part = self.layout.fetched
+        there = self.twin.address + part.start if to is None else to
+        self.device.to_host(there, self.address + part.start, part.stop - part.start)
+
+
 class Landing:
     """Pinned memory of the host for what stages write of the small buffers."""
 
-    def __init__(self, device: Device, layout: Layout, twins: Mapping[str, NDArray[Any]]) -> None:
-        part = layout.fetched
-        self._memory = memory = device.pinned(part.stop - part.start)
+    def __init__(self, block: Block, twins: Mapping[str, NDArray[Any]]) -> None:
+        part = block.layout.fetched
+        self._memory = memory = block.device.pinned(part.stop - part.start)
         self.address = memory.address
         self.arrays = {
             name: memory.array(offset - part.start, twins[name].shape, twins[name].dtype)
-            for name, offset in layout.offsets.items()
+            for name, offset in block.layout.offsets.items()
             if part.start <= offset < part.stop
         }
-        statuses = [array for name, array in self.arrays.items() if name.rpartition(".")[2] == names.STATUS]
-        self._statuses = (memory.array(layout.status - part.start, (1,), np.int64), *statuses)
+        own = memory.array(block.layout.status - part.start, (1,), np.int64)
+        self._statuses = (own, *statuses_of(self.arrays))
 
     @property
     def fault(self) -> int:
         return max(int(status.max()) for status in self._statuses)
+
+
+def statuses_of(arrays: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
+    return [array for name, array in arrays.items() if name.rpartition(".")[2] == names.STATUS]
 
 
 _SENT = -1  # the mark of the last upload; those of landings have their numbers
@@ -49,26 +74,21 @@ class DeviceExchange:
 
     def __init__(
         self,
-        device: Device,
+        block: Block,
         recorder: Recorder | None,
-        twin: PinnedMemory,
-        block: int,
-        layout: Layout,
-        statuses: Sequence[NDArray[np.int64]],
+        twins: Mapping[str, NDArray[Any]],
         changes: TableChanges,
         pool: TokenPool,
-        landings: Sequence[Landing],
         marks: dict[int, Any],
         records_engines: bool,
     ) -> None:
         self.records, self.records_engines = recorder is not None, records_engines
-        self._device, self._recorder = device, recorder
-        self._twin, self._block, self._layout = twin, block, layout
-        self._statuses = (twin.array(layout.status, (1,), np.int64), *statuses)
+        self._block, self._device, self._recorder = block, block.device, recorder
+        self._statuses = (block.twin.array(block.layout.status, (1,), np.int64), *statuses_of(twins))
         self.changes = changes
         self.prepare = changes.prepare
         self.take_tokens, self.keep_tokens = pool.take, pool.keep
-        self._landings, self._marks, self._landing = landings, marks, 0
+        self._landings, self._marks, self._landing = [Landing(block, twins) for _ in range(2)], marks, 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -96,19 +116,17 @@ class DeviceExchange:
         return run
 
     def upload(self) -> None:
-        part = self._layout.sent
-        self._device.to_device(self._block + part.start, self._twin.address + part.start, part.stop - part.start)
+        self._block.upload()
         self.changes.put()
 
     def download(self) -> None:
-        part = self._layout.fetched
-        self._device.to_host(self._twin.address + part.start, self._block + part.start, part.stop - part.start)
+        self._block.download()
 
     def land(self) -> int:
-        part, number = self._layout.fetched, 1 - self._landing
+        number = 1 - self._landing
         self._wait_for(number)  # of a round that nobody has collected
         with self._device.lock():
-            self._device.to_host(self._landings[number].address, self._block + part.start, part.stop - part.start)
+            self._block.download(self._landings[number].address)
             self._marks[number] = self._device.mark()
         self._landing = number
         return number

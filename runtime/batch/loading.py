@@ -11,8 +11,8 @@ from outrider.plans.errors import RequestError
 from outrider.runtime.batch.folder import BatchState
 from outrider.runtime.exactness import Exactness, foreign_kernels, kernels_that_count
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.runtime import Runtime
-from outrider.runtime.scheduler import SchedulerConfig
 
 _QUEUE = 2**20  # requests: it is never full, as `Answering` bounds what is under way, in every thread
 

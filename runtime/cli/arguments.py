@@ -20,8 +20,8 @@ from outrider.runtime.generation import Generation
 from outrider.runtime.options.kinds import Biases, Choice, Real, Switch, Texts, TokenIds, Whole
 from outrider.runtime.options.options import OPTIONS, Doors, Option, Options, offered
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.runtime import Runtime
-from outrider.runtime.scheduler import SchedulerConfig
 from outrider.runtime.text.structured_outputs import StructuredOutputs
 
 

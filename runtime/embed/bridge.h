@@ -19,6 +19,12 @@ enum {
 /* What a prompt is: UTF-8, int64_t, or JSON of messages. */
 enum { OUTRIDER_PROMPT_TEXT = 0, OUTRIDER_PROMPT_TOKENS = 1, OUTRIDER_PROMPT_MESSAGES = 2 };
 
+typedef struct {
+  const void *data;
+  size_t length;
+  int32_t form;
+} outrider_prompt;
+
 typedef void outrider_set_error(const char *text, size_t length);
 
 /* Starts Python in the environment `home`, unless the process runs one, and Outrider in it. 1, or 0 with the reason in

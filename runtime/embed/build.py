@@ -20,7 +20,7 @@ from outrider.plans.extras import install
 SOURCES = Path(__file__).resolve().parent
 LIBRARY, LINK = "liboutrider.so.0", "liboutrider.so"
 BRIDGE = "liboutrider-python.so"  # as in bridge.h
-_STRUCTS = re.compile(r"^typedef struct \{.*?^\} \w+;", re.MULTILINE | re.DOTALL)  # of outrider.h, for cffi too
+_STRUCTS = re.compile(r"^typedef struct \{.*?^\} \w+;", re.MULTILINE | re.DOTALL)  # of headers, for cffi too
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
 _CHOICES = {"C": ("cc", "gcc", "clang"), "C++": ("c++", "g++", "clang++")}
 
@@ -175,12 +175,14 @@ def _build_bridge(home: Home, compilers: Compilers, work: Path) -> None:
         raise EmbedError(f"the library is built with cffi ({error}); {install('embed')}") from None
     libraries = python_library().parent
     declared = (SOURCES / "calls.h").read_text(encoding="utf-8")
-    structs = _STRUCTS.findall((SOURCES / "outrider.h").read_text(encoding="utf-8"))
+    headers = ((SOURCES / name).read_text(encoding="utf-8") for name in ("outrider.h", "bridge.h"))
+    structs = _STRUCTS.findall("\n".join(headers))
     ffi = FFI()
     ffi.cdef("\n".join(structs))
     ffi.embedding_api(f"{declared}\nint32_t outrider_py_ready(char *why, size_t size);")
     ffi.cdef("void outrider_report(const char *text, size_t length);")
-    ffi.set_source("_outrider_bridge", '#include "outrider.h"\nvoid outrider_report(const char *text, size_t length);')
+    included = '#include "outrider.h"\n#include "bridge.h"\nvoid outrider_report(const char *text, size_t length);'
+    ffi.set_source("_outrider_bridge", included)
     ffi.embedding_init_code(_START)
     with redirect_stdout(None):  # where it says what it writes
         ffi.emit_c_code(str(work / "calls.c"))

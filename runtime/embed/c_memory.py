@@ -1,12 +1,14 @@
-"""Texts, tokens and log-probabilities in C's memory."""
+"""Texts, tokens and log-probabilities in C's memory: what C gives is read, and what it reads is made."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from outrider.runtime.embed.handles import InvalidArgumentError
 from outrider.runtime.generation import FinishReason, Generation
 from outrider.runtime.sampling import TokenLogprob
 
@@ -19,6 +21,10 @@ class Bytes:
 
     data: Any
     length: int
+
+    def give(self, data: Any, length: Any) -> None:
+        """Write where it is, and how long, to C's variables."""
+        data[0], length[0] = self.data, self.length
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,30 @@ class Result:
 
 
 class CMemory:
-    """Makes what C reads; it lives as long as the object that Python has of it."""
+    """Reads what C gives, and makes what C reads, which lives as long as the object that Python has of it."""
 
     def __init__(self, ffi: Any) -> None:
         self._ffi = ffi
+
+    def read_text(self, data: Any, length: int, name: str) -> str:
+        """Raises InvalidArgumentError, which calls it `name`, for bytes that are not UTF-8."""
+        given = bytes(self._ffi.buffer(data, length)) if length else b""
+        try:
+            return given.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidArgumentError(
+                f"{name} is not UTF-8: {error.reason} at byte {error.start} of {len(given)}"
+            ) from None
+
+    def read_path(self, data: Any, length: int, name: str, repair: str) -> Path:
+        path = self.read_text(data, length, name)
+        if not path or "\0" in path:
+            raise InvalidArgumentError(f"{name} is no path; {repair}")
+        return Path(path)
+
+    def read_ids(self, data: Any, count: int) -> list[int]:
+        """Numbers of an int64_t array."""
+        return list(self._ffi.unpack(data, count)) if count else []
 
     def ids(self, token_ids: Sequence[int]) -> Any:
         """An int64_t array."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from outrider.commands.console import print_json, stderr, stdout
-
-if TYPE_CHECKING:
-    from outrider.runtime.embed.bundle.bundle import Bundle
+from outrider.runtime.embed.build import build
+from outrider.runtime.embed.bundle.bundle import Bundle, bundle
 
 
 def add_embed(commands: Any) -> None:
@@ -40,8 +39,6 @@ def add_embed(commands: Any) -> None:
 def _embed(arguments: argparse.Namespace) -> int:
     if arguments.bundle is not None:
         return _make(arguments.bundle, as_json=arguments.json)
-    from outrider.runtime.embed.build import build
-
     with stderr.status("building the C library") as status:
         files = build(arguments.out, lambda part: status.update(f"building the C library: {part}"))
     if arguments.json:
@@ -53,8 +50,6 @@ def _embed(arguments: argparse.Namespace) -> int:
 
 def _make(folder: Path, *, as_json: bool) -> int:
     """Make a bundle at `folder`. Raises `EmbedError`."""
-    from outrider.runtime.embed.bundle.bundle import bundle
-
     with stderr.status("making the bundle") as status:
         made = bundle(folder, lambda part: status.update(f"making the bundle: {part}"))
     if as_json:

@@ -266,14 +266,16 @@ outrider_status outrider_count_tokens(outrider_runtime *runtime, const char *pro
                                       size_t *count) {
   NEED(count);
   NEED_BYTES(prompt, prompt_length);
-  CALL(count_tokens, number(runtime), prompt, prompt_length, OUTRIDER_PROMPT_TEXT, 0, count);
+  const outrider_prompt given = {prompt, prompt_length, OUTRIDER_PROMPT_TEXT};
+  CALL(count_tokens, number(runtime), &given, 0, count);
 }
 
 outrider_status outrider_count_message_tokens(outrider_runtime *runtime, const char *messages, size_t messages_length,
                                               const outrider_params *params, size_t *count) {
   NEED(count);
   NEED_BYTES(messages, messages_length);
-  CALL(count_tokens, number(runtime), messages, messages_length, OUTRIDER_PROMPT_MESSAGES, number(params), count);
+  const outrider_prompt given = {messages, messages_length, OUTRIDER_PROMPT_MESSAGES};
+  CALL(count_tokens, number(runtime), &given, number(params), count);
 }
 
 #define CACHE(function, call)                                                                                    \
@@ -349,7 +351,8 @@ static outrider_status settle(outrider_status status, const outrider_callback *c
     START;                                                                                                          \
     outrider_callback callback = {.on_span = on_span, .user = user};                                                \
     uint64_t made = 0;                                                                                              \
-    const outrider_status status = py.generate(number(session), prompt, length, form, number(params),               \
+    const outrider_prompt given = {prompt, length, form};                                                           \
+    const outrider_status status = py.generate(number(session), &given, number(params),                             \
                                                on_span == NULL ? NULL : outrider_call_back, &callback, &made);      \
     return settle(status, &callback, made, OUTRIDER_KIND_RESULT, (void **)out);                                     \
   }
@@ -363,8 +366,9 @@ GENERATE(generate_messages, char, messages, OUTRIDER_PROMPT_MESSAGES)
                                       outrider_request **out) {                                                     \
     NEED(out);                                                                                                      \
     NEED_BYTES(prompt, length);                                                                                     \
-    MAKE(submit, number(runtime), prompt, length, form, number(params), outrider_call_ready,                        \
-         (outrider_function)on_ready, user, &made);                                                                 \
+    const outrider_prompt given = {prompt, length, form};                                                           \
+    MAKE(submit, number(runtime), &given, number(params), outrider_call_ready, (outrider_function)on_ready, user,   \
+         &made);                                                                                                    \
   }
 SUBMIT(submit, char, prompt, OUTRIDER_PROMPT_TEXT)
 SUBMIT(submit_tokens, int64_t, prompt, OUTRIDER_PROMPT_TOKENS)

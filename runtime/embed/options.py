@@ -1,19 +1,23 @@
-"""Options as C has them: keys by the calls that set them, and JSON."""
+"""Options as C has them: what its calls set, by key, and JSON."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.plans.errors import RequestError
 from outrider.runtime.embed.handles import InvalidArgumentError
 from outrider.runtime.options.kinds import Call
 from outrider.runtime.options.options import Doors, offered
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
-from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.request_queue import SchedulerConfig
+from outrider.runtime.text.structured_outputs import FORMS
 
 AUTO = -1  # of partial_budget
 OF_SUBMIT: dict[str, Call | None] = {"priority": "int", "deadline": "double", "client": "text"}
@@ -30,6 +34,43 @@ OPEN_OPTIONS: dict[str, type] = {
     "prefix_cache": dict, "prefix_cache_tokens": int, "scheduler": dict,
 }  # fmt: skip
 _JSON = {str: "string", int: "whole number", bool: "truth value", float: "number", dict: "JSON object"}
+
+
+OnLogits = Callable[[list[int], NDArray[np.float32]], None]
+
+
+@dataclass
+class Params:
+    """Options of a generation, and functions that change its logits."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    functions: list[OnLogits] = field(default_factory=list)
+
+    def set(self, key: str, kind: Call, value: object) -> None:
+        """Set what a call for this `kind` sets. Raises InvalidArgumentError for a key of another."""
+        _check_key(key, keys_of(kind), f"{kind} options are set")
+        self.values[key] = "auto" if (key, value) == ("partial_budget", AUTO) else value
+
+    def set_text(self, key: str, text: str) -> None:
+        """The same of texts, and of options that are JSON."""
+        _check_key(key, keys_of("text", "json"), "text options are set")
+        forms = FORMS if key == "structured_outputs" else None
+        self.values[key] = json_object(text, key, forms) if OFFERED[key] == "json" else text
+
+    def add(self, key: str, kind: Call, values: list[Any]) -> None:
+        """Add to a list."""
+        _check_key(key, keys_of(kind), "lists are added to")
+        self.values[key] = [*self.values.get(key, ()), *values]
+
+    def options(self, wrap: Callable[[OnLogits], OnLogits] = lambda function: function) -> dict[str, Any]:
+        """Options for Python, a copy; `wrap` is put around each function of logits."""
+        functions = {"logits_processors": list(map(wrap, self.functions))} if self.functions else {}
+        return self.values | functions
+
+
+def _check_key(name: str, keys: Collection[str], how: str) -> None:
+    if name not in keys:
+        raise InvalidArgumentError(f"there is no key {name[:100]!r} here; by this call {how}: {', '.join(keys)}")
 
 
 def refuse(options: Mapping[str, Any], keys: Collection[str], why: str) -> None:
@@ -59,7 +100,7 @@ def _settings(
     name: str, given: dict[str, Any], kind: type[PrefixCacheConfig] | type[SchedulerConfig]
 ) -> dict[str, Any]:
     """Check names, and types by the defaults; the configuration itself checks the rest."""
-    defaults = {field.name: field.default for field in fields(kind)}
+    defaults = {each.name: each.default for each in fields(kind)}
     check_keys(given, defaults)
     for key, value in given.items():
         default = defaults[key]

@@ -1,11 +1,14 @@
-"""Submitted requests as C has them: what was not read yet, notifications, and functions called until the end."""
+"""What runs for C: sessions that end, submitted requests with what was not read yet, notifications, and functions of
+logits."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from time import monotonic
 from typing import Any
@@ -13,18 +16,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.plans.errors import BusyError
 from outrider.runtime.embed.c_memory import CMemory, Struct
 from outrider.runtime.embed.handles import CallbackError, InvalidHandleError
+from outrider.runtime.embed.options import OnLogits
 from outrider.runtime.generation import Generation, Span
 from outrider.runtime.handle import Handle
+from outrider.runtime.session import Session
 
+MOST_SAID = 512  # bytes of what an exception of the program's says
 _LOG = logging.getLogger("outrider")
-OnLogits = Callable[[list[int], NDArray[np.float32]], None]
 
 
 def seconds(milliseconds: int) -> float | None:
     """A timeout as Python has it: None for one below 0."""
     return None if milliseconds < 0 else min(milliseconds / 1000, threading.TIMEOUT_MAX)
+
+
+@dataclass
+class OpenSession:
+    """A session and the flag that ends its generation, while there is one."""
+
+    session: Session
+    cancel: threading.Event | None = None
+    thread: int | None = None  # that generates
+    _busy: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def generating(self) -> Iterator[threading.Event]:
+        if not self._busy.acquire(blocking=False):
+            raise BusyError("This session is generating already; wait for that call, or create another session.")
+        try:
+            self.cancel, self.thread = threading.Event(), threading.get_ident()
+            yield self.cancel
+        finally:
+            self.cancel = self.thread = None
+            self._busy.release()
+
+    def end(self) -> None:
+        """End its generation at the next token, if there is one."""
+        if (cancel := self.cancel) is not None:
+            cancel.set()
+
+    def wait(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for the end of its generation, unless this is called from its callback."""
+        if self.thread != threading.get_ident() and self._busy.acquire(timeout=timeout):
+            self._busy.release()
 
 
 class Notifier:
@@ -79,6 +116,31 @@ class Notifier:
                 function()
             except Exception:
                 _LOG.exception("a notification failed")
+
+
+class ProgramFunctions:
+    """Calls functions of the program's, each by a `call` of the library's. They raise CallbackError."""
+
+    def __init__(self, ffi: Any) -> None:
+        self._ffi, self._memory = ffi, CMemory(ffi)
+
+    def change_logits(
+        self, call: Any, function: Any, user: Any, tokens: list[int], logits: NDArray[np.float32]
+    ) -> None:
+        said, row = self._ffi.new("char[]", MOST_SAID), self._ffi.from_buffer("float[]", logits, require_writable=True)
+        returned = call(function, user, self._memory.ids(tokens), len(tokens), row, len(logits), said, MOST_SAID)
+        self._check(said, "the function of logits")
+        if returned:
+            raise CallbackError(f"the function of logits gave up: it returned {returned}")
+
+    def notify(self, call: Any, function: Any, user: Any, number: int) -> None:
+        said = self._ffi.new("char[]", MOST_SAID)
+        call(function, user, number, said, MOST_SAID)
+        self._check(said, "the notification")
+
+    def _check(self, said: Any, who: str) -> None:
+        if text := self._ffi.string(said).decode("utf-8", "replace"):
+            raise CallbackError(f"{who} threw an exception, {text}; it must return")
 
 
 class Functions:

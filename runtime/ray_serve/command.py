@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
 from outrider.commands.console import guarded, stderr
@@ -20,9 +20,6 @@ from outrider.runtime.ray_serve.following import Failover
 from outrider.runtime.ray_serve.settings import Routing, Settings, check_replicas
 from outrider.runtime.server.api_keys import check_shares
 from outrider.runtime.server.command import add_serving, bound_socket, option, read_keys
-
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
 
 _CONTROLLER = "SERVE_CONTROLLER_ACTOR"
 _ANSWERS = 15.0  # seconds for ingresses to answer, after the time that they drain
@@ -162,8 +159,8 @@ def _signals() -> tuple[threading.Event, threading.Event]:
     return ended, hurried
 
 
-def _drain(handle: DeploymentHandle[Any], seconds: float, hurried: threading.Event) -> None:
-    """Have all ingresses finish their requests, for `seconds`, or until a second signal."""
+def _drain(handle: Any, seconds: float, hurried: threading.Event) -> None:
+    """Have all ingresses (`handle` is theirs) finish their requests, for `seconds`, or until a second signal."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
@@ -19,15 +19,14 @@ from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
 from outrider.runtime.ray_serve.replica import ReplicaInfo
 from outrider.runtime.ray_serve.settings import Settings
 from outrider.runtime.ray_serve.streams import sender
-from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.server.api_keys import read_api_keys, share_of_queue
-from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.app import make_app
+from outrider.runtime.server.config import ServerConfig
+from outrider.runtime.server.observer import Tracer
 from outrider.runtime.server.readiness import Phase, Readiness
 from outrider.runtime.server.request_log import log_to_stderr
 from outrider.runtime.server.served import drain
-
-if TYPE_CHECKING:
-    from outrider.runtime.server.tracing import Tracing
 
 _LOG = logging.getLogger("outrider")
 _EVERY = 2.0  # seconds between questions to replicas for their counts
@@ -51,7 +50,7 @@ class Ingress:
         self._name, caller = replica.unique_id, replica.to_full_id_str()  # the latter is the name of the actor
         self.served = RemoteRuntime(plan, sender(replicas), config, settings.failover, caller)
         self._readiness = Readiness()  # Ray asks for this application once replicas have loaded the plan
-        self._tracing: Tracing | None = None
+        self._tracing: Tracer | None = None
         if settings.telemetry:
             from outrider.runtime.server.tracing import tracing_by_environment  # of the extra `telemetry`
 

@@ -17,14 +17,14 @@ from outrider.plans.errors import BusyError, ClosedError, RequestError
 from outrider.plans.manifest import Manifest, rejects
 from outrider.plans.plan import Plan
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.branch_request import check_alone
+from outrider.runtime.branch_request import RequestChecks
 from outrider.runtime.generation import FinishReason
 from outrider.runtime.handle import Handle
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import Request
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.ray_serve.following import Failover, FollowedRequest, ReplicaRequest, Send
-from outrider.runtime.scheduler import Queue, SchedulerConfig, check_place_in_queue
+from outrider.runtime.request_queue import QueueRoom, SchedulerConfig, check_place_in_queue
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.runtime.text.grammars import Grammars
 
@@ -54,6 +54,7 @@ class RemoteRuntime:
         target = plan.manifest.target
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, target.vocab_size)
+        self._checks = RequestChecks(self.manifest, self.grammars, self.tokenizer)
         self.prefix_cache: PrefixCache | None = None  # each replica has its own
         self.counts = Counts()
         self._plan, self._send, self._config, self._failover = plan, send, config, failover or Failover()
@@ -106,7 +107,7 @@ class RemoteRuntime:
     ) -> FollowedRequest:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
         shared = self._config.shares_rows(self.manifest.target)
-        checked = check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
+        checked = self._checks.alone(prompt, options, shared=shared)
         options = Options(**{**options, "seed": checked.sampling.seed})  # the same wherever it continues
         sent = ReplicaRequest(
             list(checked.token_ids), options, self.manifest.identity, priority, deadline, client, self._caller
@@ -125,12 +126,12 @@ class RemoteRuntime:
             return None
         return f"no other can continue with its tokens, as {who} depend on where rounds end."
 
-    def _queue(self, client: str | None) -> Queue:
+    def _queue(self, client: str | None) -> QueueRoom:
         """As a scheduler's: who finds a free place does not count as waiting."""
         waiting, places = [each for each in self._followed if each.waits], self._config.max_running or 0
         free = max(0, places - (len(self._followed) - len(waiting)))
         own = sum(each.client == client for each in waiting)
-        return Queue(self._config, len(waiting), own, free, places, client)
+        return QueueRoom(self._config, len(waiting), own, free, places, client)
 
     def _start(self, followed: FollowedRequest) -> None:
         task = self._loop.create_task(followed.run(self._send, self._failover))

@@ -10,12 +10,7 @@ from hashlib import sha256
 from math import inf
 from typing import Any, Generic, TypeVar
 
-from ray.serve.request_router import (
-    PendingRequest,
-    ReplicaID,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from outrider.runtime.ray_serve.following import ReplicaRequest
 

@@ -14,9 +14,9 @@ from outrider.runtime.branch_request import Mode
 from outrider.runtime.exactness import Exactness
 from outrider.runtime.prefix_cache.cache import PrefixCacheConfig
 from outrider.runtime.ray_serve.following import Failover
-from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.server.api_keys import check_shares
-from outrider.runtime.server.log_format import LogFormat
+from outrider.runtime.server.config import LogFormat, ServerConfig
 
 Routing = Literal["prefix", "balanced", "round-robin"]
 
@@ -55,15 +55,15 @@ class Settings(BaseModel):
     ingress_resources: dict[str, float] = {}
     routing: Routing = "prefix"
     max_running: PositiveInt | None = None
-    max_waiting: PositiveInt = 1024
+    max_waiting: PositiveInt = SchedulerConfig.max_waiting
     max_waiting_per_key: PositiveInt | None = None
-    max_choices: PositiveInt = 64
+    max_choices: PositiveInt = ServerConfig.max_choices
     prefill_tokens: PositiveInt | None = None
     mode: Mode | None = None
     prefix_cache: bool = True
     cache_tokens: PositiveInt = PrefixCacheConfig.max_cached_tokens
     cache_bytes: PositiveInt = PrefixCacheConfig.memory_bytes
-    max_body_bytes: PositiveInt = 2**20
+    max_body_bytes: PositiveInt = ServerConfig.max_body_bytes
     allow_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     protect_metrics: bool = False
@@ -71,7 +71,7 @@ class Settings(BaseModel):
     tokens_per_minute: PositiveInt | None = None
     log_format: LogFormat | None = None
     telemetry: bool = False
-    drain_seconds: float = Field(default=30.0, ge=0)
+    drain_seconds: float = Field(default=ServerConfig.drain_seconds, ge=0)
     losses: int = Field(default=Failover.losses, ge=0)
     patience: float = Field(default=Failover.patience, gt=0)
 

@@ -11,10 +11,10 @@ from outrider.runtime.execution.layout import Placement
 from outrider.runtime.execution.program import Program
 from outrider.runtime.rounds.parts import Parts
 from outrider.runtime.rounds.round import Round
+from outrider.runtime.rounds.trace import trace_round
 from outrider.runtime.rounds.views import KvView
 from outrider.runtime.sampling import likeliest, logprobs
 from outrider.runtime.sequence import CommittedTokens
-from outrider.runtime.trace import read_round
 
 
 def accept_round(parts: Parts, round: Round) -> list[CommittedTokens]:
@@ -81,7 +81,7 @@ def accept(parts: Parts, placed: Placement, program: Program, view: KvView, coun
     parts.chosen_by[sequence.number] = placed
     _observe(parts, placed, committed)
     if generation.request.on_round is not None:
-        _trace(parts, placed, committed)
+        committed.round = trace_round(parts, placed, committed)
     sequence.tokens += committed.token_ids
     generation.rounds += 1
     return committed
@@ -113,17 +113,6 @@ def _observe(parts: Parts, placed: Placement, committed: CommittedTokens) -> Non
         if host is not None and wanted and not drafters.disabled:
             likely = likeliest(logits, wanted)[::-1]
             host.observe(len(sequence.tokens) + index, likely[logits[likely] > -np.inf])
-
-
-def _trace(parts: Parts, placed: Placement, committed: CommittedTokens) -> None:
-    """Read the round for a caller that watches it."""
-    ids, request = committed.token_ids, placed.sequence.generation.request
-    accepted = np.zeros(0, np.int64) if placed.kept is None else placed.kept[placed.fed :]
-    trials = parts.buffers.array(names.TARGET, names.TRIALS) if request.drafter in parts.rejecting else None
-    on_path = accepted[: min(len(ids), committed.accepted)]
-    committed.round = read_round(
-        parts.step, placed.root, placed.first, placed.drafted, ids, on_path, placed.draft, trials
-    )
 
 
 def _apply_rules(

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from outrider.commands.arguments import at_least_1, number, whole_number
 from outrider.commands.console import stderr
@@ -20,12 +20,9 @@ from outrider.plans.errors import RequestError
 from outrider.runtime.branch_request import MODES
 from outrider.runtime.cli.arguments import add_capacities, add_machine, cache_of, load
 from outrider.runtime.prefix_cache.file import check_folder
-from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.server.api_keys import check_shares, read_api_keys, share_of_queue
-from outrider.runtime.server.log_format import LogFormat
-
-if TYPE_CHECKING:
-    from outrider.runtime.server.tracing import Tracing
+from outrider.runtime.server.config import Limits, LogFormat, ServerConfig
 
 _KEY = "OUTRIDER_API_KEY"
 
@@ -45,11 +42,16 @@ def add_serve(commands: Any) -> None:
     add_serving(parser)
     add = parser.add_argument
     add("--cache-file", type=Path, metavar="FILE", help="load the prefix cache from FILE, and save it there at the end")
-    seconds = partial(add, type=number(above=0), metavar="N")
-    seconds("--head-seconds", default=10, help="seconds for a request's head; then the connection is closed (10)")
-    seconds("--body-seconds", default=60, help="seconds for a request's body; then the connection is closed (60)")
-    seconds("--send-seconds", default=60, help="seconds that a client may leave an answer unread; then likewise (60)")
-    seconds("--idle-seconds", default=15, help="seconds between requests on a connection; then likewise (15)")
+    seconds = {
+        "head": "for a request's head; then the connection is closed",
+        "body": "for a request's body; then the connection is closed",
+        "send": "that a client may leave an answer unread; then likewise",
+        "idle": "between requests on a connection; then likewise",
+    }
+    for name, what in seconds.items():
+        most_seconds = getattr(Limits, f"{name}_seconds")
+        help = f"seconds {what} ({most_seconds:g})"
+        add(f"--{name}-seconds", type=number(above=0), default=most_seconds, metavar="N", help=help)
     most = "open connections; more are refused (1024, or fewer where the process may open few files)"
     add("--max-connections", type=at_least_1, metavar="N", help=most)
     parser.set_defaults(command=_serve)
@@ -93,9 +95,17 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
     add("--protect-metrics", action="store_true", help="/metrics asks for an API key too")
     add("--model-name", help="the name that clients ask for (default: the plan's)")
     add_capacities(parser)
-    count("--max-waiting", default=1024, help="requests that may wait; more are refused with 429 (1024)")
+    count(
+        "--max-waiting",
+        default=SchedulerConfig.max_waiting,
+        help="requests that may wait; more are refused with 429 (%(default)s)",
+    )
     count("--max-waiting-per-key", help="those of one API key (default: half of --max-waiting; of a single key all)")
-    count("--max-choices", default=64, help="most choices of one request: prompts times n (64)")
+    count(
+        "--max-choices",
+        default=ServerConfig.max_choices,
+        help="most choices of one request: prompts times n (%(default)s)",
+    )
     count(
         "--tokens-per-minute",
         help="tokens of each API key, prompts and new tokens together; a request takes the most that it may use, and "
@@ -104,9 +114,9 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
     prefill = "most tokens of prompts in a pass in which other requests decode (default: the plan's prefill_chunk)"
     count("--prefill-tokens", help=prefill)
     add("--mode", choices=MODES, help="how requests share passes (default: a row each, where the plan has them)")
-    count("--max-body-bytes", default=2**20, help="larger bodies are refused (1 MiB)")
-    drain = "seconds that requests have to finish after SIGTERM (30); then they are cut off"
-    add("--drain-seconds", type=number(0), default=30, metavar="N", help=drain)
+    count("--max-body-bytes", default=ServerConfig.max_body_bytes, help="larger bodies are refused (1 MiB)")
+    drain = "seconds that requests have to finish after SIGTERM (%(default)g); then they are cut off"
+    add("--drain-seconds", type=number(0), default=ServerConfig.drain_seconds, metavar="N", help=drain)
     add(
         "--log-format",
         choices=get_args(LogFormat),
@@ -123,8 +133,7 @@ def add_serving(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     with optional_packages("The server", "serve"):
-        from outrider.runtime.server.app import ServerConfig
-        from outrider.runtime.server.connections import Limits, most_connections
+        from outrider.runtime.server.connections import most_connections
         from outrider.runtime.server.request_log import log_to_stderr
         from outrider.runtime.server.service import Service
     # Wrong options are refused before the plan is loaded, which takes a while.
@@ -137,11 +146,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     keys = read_keys(arguments)
     check_shares(arguments, bool(keys), "--api-key", option)
     config = ServerConfig.from_options(
-        arguments,
-        model=arguments.model_name or "",
-        api_key=keys,
-        cache_file=arguments.cache_file,
-        log_requests=arguments.log_format is not None,
+        arguments, model=arguments.model_name or "", api_key=keys, log_requests=arguments.log_format is not None
     )
     cache = cache_of(arguments)
     scheduler = SchedulerConfig(
@@ -151,7 +156,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.mode,
         max_waiting_per_client=share_of_queue(arguments.max_waiting, arguments.max_waiting_per_key, len(keys)),
     )
-    tracing: Tracing | None = None
+    tracing = None
     if arguments.telemetry:
         with optional_packages("Telemetry", "telemetry"):
             from outrider.runtime.server.tracing import tracing_by_environment

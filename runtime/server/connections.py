@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.plans.errors import RequestError
+from outrider.runtime.server.config import Limits
 from outrider.runtime.server.errors import ApiError, not_http, too_many_connections, too_slow
 from outrider.runtime.server.readiness import Phase, Readiness
 from outrider.runtime.server.record import HEADER, id_of, new_id
@@ -37,18 +37,6 @@ _AT_ONCE = 16  # of them, those that the event loop takes before it does anythin
 _REFUSED = 16  # above the most that may be open: those that are refused by an answer. More are closed at once
 _PROBES = ("/health/live", "/health/ready", "/metrics")
 _OTHER_FILES = 128  # open files of the process itself, and of connections that are being closed
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds that a connection has for the head of a request and then for its body, may read nothing of an answer, and
-    may idle between two requests; and how many connections may be open."""
-
-    head_seconds: float = 10.0
-    body_seconds: float = 60.0
-    send_seconds: float = 60.0
-    idle_seconds: float = 15.0
-    max_connections: int = 1024
 
 
 def most_connections(asked: int | None = None) -> int:
@@ -81,11 +69,7 @@ def most_connections(asked: int | None = None) -> int:
 
 
 def server_of(
-    app: ASGIApp,
-    limits: Limits,
-    drain_seconds: float,
-    end: Callable[[], object],
-    readiness: Readiness | None = None,
+    app: ASGIApp, limits: Limits, drain_seconds: float, end: Callable[[], object], readiness: Readiness | None = None
 ) -> uvicorn.Server:
     """A server of `app` that keeps `limits`.
 

@@ -36,10 +36,7 @@ class Metrics(Collector):
             registry=self.registry,
         )
         self.duration = Histogram(
-            "outrider_request_seconds",
-            "From a request's arrival to its end",
-            buckets=_SECONDS,
-            registry=self.registry,
+            "outrider_request_seconds", "From a request's arrival to its end", buckets=_SECONDS, registry=self.registry
         )
 
     def collect(self) -> Iterator[Metric]:

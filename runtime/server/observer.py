@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +23,18 @@ _LOG = logging.getLogger("outrider")
 _LAST = 2.0  # seconds for requests whose clients have gone to end, when the server does
 
 Listener = Callable[[Record], None]
+
+
+class Tracer(Protocol):
+    """Traces requests (`tracing.Tracing`)."""
+
+    def begin(self, record: Record, request: Request) -> None: ...
+
+    def end(self, record: Record) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Endings:

@@ -8,9 +8,10 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter, time_ns
-from typing import TYPE_CHECKING
+from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from outrider.runtime.generation import FinishReason, Generation
@@ -19,9 +20,6 @@ from outrider.runtime.server.errors import ApiError
 from outrider.runtime.server.generation_request import ChatRequest, CompletionRequest
 from outrider.runtime.server.submitting import Submission
 from outrider.runtime.server.token_budgets import Reservation
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
 
 
 @dataclass
@@ -52,7 +50,7 @@ class Record:
     error: ApiError | None = None
     fault: BaseException | None = None  # of the server's own
     ended: float = 0.0
-    span: Span | None = None
+    span: Any = None  # of OpenTelemetry, where requests are traced
 
     def refuse(self, error: ApiError) -> None:
         """The answer is this error, or ends with it; the first one counts."""
@@ -119,6 +117,12 @@ def record_of(request: Request) -> Record:
     """The record that the observer has begun for a request."""
     found: Record = request.state.record
     return found
+
+
+def refuse(request: Request, error: ApiError) -> JSONResponse:
+    """The answer for an error, which is noted."""
+    record_of(request).refuse(error)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 HEADER = "x-request-id"

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 
+from outrider.runtime.server.config import LogFormat
 from outrider.runtime.server.errors import ApiError
-from outrider.runtime.server.log_format import LogFormat
 from outrider.runtime.server.record import Record
 
 _LOG = logging.getLogger("outrider.requests")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -20,15 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.runtime.prefix_cache.file import OtherCacheError
 from outrider.runtime.runtime import Runtime
-from outrider.runtime.server.app import ServerConfig, make_app
-from outrider.runtime.server.connections import Limits, server_of
+from outrider.runtime.server.app import make_app
+from outrider.runtime.server.config import Limits, ServerConfig
+from outrider.runtime.server.connections import server_of
 from outrider.runtime.server.errors import loading, shutting_down
+from outrider.runtime.server.observer import Tracer
 from outrider.runtime.server.readiness import Phase, Readiness, warm_up
 from outrider.runtime.server.record import HEADER, id_of
 from outrider.runtime.server.served import CUTTING_SECONDS
-
-if TYPE_CHECKING:
-    from outrider.runtime.server.tracing import Tracing
 
 _LOADING = 1.0  # seconds for a plan that is still being loaded when the server has ended
 
@@ -45,7 +43,7 @@ class Service:
         config: ServerConfig,
         limits: Limits,
         say: Callable[[str], object],
-        tracing: Tracing | None = None,
+        tracing: Tracer | None = None,
         *,
         interrupted: int,
     ) -> None:

@@ -59,7 +59,7 @@ class Tracing:
         )
 
     def end(self, record: Record) -> None:
-        span = record.span
+        span: Span | None = record.span
         if span is None:
             return
         for key, value in _attributes(record):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from outrider.plans.errors import RequestError
 from outrider.plans.manifest import Geometry
 from outrider.plans.text_check import check_text
@@ -24,6 +26,13 @@ class Prompt:
 
     ids: list[int]
     text: TextStream
+
+
+def is_one_prompt(prompt: object) -> bool:
+    """Whether it is one prompt: a text, or token ids, and no list of such."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not len(prompt):
+        return True
+    return isinstance(prompt[0], int | np.integer)
 
 
 def choose_prompt(

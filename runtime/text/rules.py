@@ -12,15 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans.errors import RequestError
-
-if TYPE_CHECKING:
-    from outrider.runtime.text.grammars import Grammars
+from outrider.runtime.text.grammars import Grammars
 
 
 @dataclass(frozen=True)

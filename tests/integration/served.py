@@ -24,9 +24,10 @@ import openai
 import uvicorn
 
 from outrider import Runtime
-from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.app import make_app
 from outrider.runtime.server.command import bound_socket
-from outrider.runtime.server.connections import Limits, server_of
+from outrider.runtime.server.config import Limits, ServerConfig
+from outrider.runtime.server.connections import server_of
 from outrider.runtime.server.readiness import Readiness
 
 if TYPE_CHECKING:  # which needs OpenTelemetry

@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
 def test_an_interrupted_run_says_how_to_continue(
     branch_plan: Path, requests: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr("outrider.runtime.batch.command._work", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("outrider.runtime.batch.run._work", Mock(side_effect=KeyboardInterrupt))
     assert main(["batch", str(branch_plan), str(requests), "--out", str(tmp_path / "out")]) == 130
     assert "run the same command again" in " ".join(capsys.readouterr().err.split())
 
@@ -325,7 +325,7 @@ def test_a_plan_that_was_replaced_meanwhile_is_refused(
     branch_plan: Path, toy_plan: Path, requests: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(
-        "outrider.runtime.batch.loading.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
+        "outrider.runtime.batch.run.load_for_batches", lambda _, **options: load_for_batches(toy_plan, **options)
     )
     assert "is another plan on" in refusals(capsys, branch_plan, requests, "--out", tmp_path / "out", "--quiet")
     assert not list((tmp_path / "out" / "parts").iterdir())

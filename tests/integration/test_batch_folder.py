@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from outrider.plans.errors import PlanError, RequestError
-from outrider.runtime.batch.command import _on_ray
 from outrider.runtime.batch.folder import BatchFolder, BatchState
+from outrider.runtime.batch.run import _on_ray
 
 
 def a_state(**own: Any) -> BatchState:

@@ -26,7 +26,7 @@ from outrider.plugins.reference import dequantize
 from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import compare_drafters
 from outrider.tools.verify.oracle import load_oracle
-from outrider.tools.verify.verification import verify_plan
+from outrider.tools.verify.verification import Extent, verify_plan
 from tests.compiler.eagle3_heads import defer_eagle3, write_eagle3
 from tests.compiler.formats.ggufs import write_model
 from tests.compiler.formats.models import TEXT, logits_of, random_model, tokenizer, write_tokenizer
@@ -56,7 +56,7 @@ def write_recipe(folder: Path, checkpoint: str, **target: object) -> Path:
 def checked(recipe: Path, out: Path) -> Path:
     """Build the plan; its logits are the checkpoint's but for the rounding of activations, drafts change no token."""
     build(load_recipe(recipe), recipe, out)
-    result = verify_plan(load_recipe(recipe), out, prompts=1, new_tokens=24)
+    result = verify_plan(load_recipe(recipe), out, Extent(prompts=1, new_tokens=24))
     assert result.passed, result
     assert 0 < result.max_logit_error < 0.3
     runtime = Runtime.load(out)

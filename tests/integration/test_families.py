@@ -20,7 +20,7 @@ from outrider.compiler.backends import BACKEND_CLASSES
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
 from outrider.runtime.options.options import Options
-from outrider.tools.verify.verification import verify_plan
+from outrider.tools.verify.verification import Extent, verify_plan
 from tests.compiler.eagle3_heads import write_eagle3
 from tests.conftest import BuildOnce, made_once
 from tests.integration.families import DRAFTERS, TOYS, write_toy
@@ -124,7 +124,7 @@ def test_tokens_and_logits_are_those_of_transformers(some_plan: Path, oracle: Pr
 def test_verify_holds_a_plan_against_transformers(recipe: Path, any_plan: Path) -> None:
     """Scalings that depend on the context, fused projections, norms that lack 1: the oracle has what the plan has."""
     overrides = int4(name_of(recipe)) if any_plan.name == "int4" else []
-    found = verify_plan(load_recipe(recipe, overrides), any_plan, prompts=2, new_tokens=12, texts=1)
+    found = verify_plan(load_recipe(recipe, overrides), any_plan, Extent(prompts=2, new_tokens=12, texts=1))
     assert found.oracle.startswith("transformers")
     assert found.passed, found
 

@@ -25,7 +25,7 @@ from outrider.plans import names
 from outrider.plans.errors import CheckpointError
 from outrider.plans.plan import open_plan
 from outrider.tools.verify.quantized import QUANTIZED_LOGIT_BOUND, PlanWeights
-from outrider.tools.verify.verification import KV_LOGIT_BOUND, verify_plan
+from outrider.tools.verify.verification import KV_LOGIT_BOUND, Extent, verify_plan
 from tests.conftest import (
     EVERYTHING,
     REFERENCE_RECIPE,
@@ -220,7 +220,7 @@ def test_the_reference_in_int4_agrees_with_its_checkpoint(tmp_path: Path) -> Non
     recipe = load_recipe(INT4_RECIPE, ROUNDED)
     plan = tmp_path / "plan"
     build(recipe, INT4_RECIPE, plan)
-    result = verify_plan(recipe, plan, prompts=2, new_tokens=32, texts=2)
+    result = verify_plan(recipe, plan, Extent(prompts=2, new_tokens=32, texts=2))
     assert result.passed
     assert set(result.drafters) == set(result.sampled) == {"ngram", "model", "eagle3", "dspark"}
     assert all(check.equal_runs == 2 for check in (*result.drafters.values(), *result.sampled.values()))
@@ -238,7 +238,7 @@ def test_a_search_on_text_halves_what_int4_costs_the_reference(tmp_path: Path) -
     for name, overrides in (("searched", []), ("rounded", ROUNDED)):
         recipe = load_recipe(INT4_RECIPE, ["drafters=[]", *overrides[:1]])
         build(recipe, INT4_RECIPE, tmp_path / name)
-        result = verify_plan(recipe, tmp_path / name, prompts=8, new_tokens=64)
+        result = verify_plan(recipe, tmp_path / name, Extent(prompts=8, new_tokens=64))
         assert result.passed
         assert result.quantization is not None
         assert result.quantization.texts == 92
@@ -296,7 +296,7 @@ def test_the_reference_agrees_with_its_checkpoint(kept: str, tmp_path: Path) -> 
     """Logits within the type's bound of transformers', and with every drafter the tokens of plain decoding."""
     recipe = load_recipe(REFERENCE_RECIPE, [f"kv_cache={kept}"])
     build(recipe, REFERENCE_RECIPE, tmp_path / "plan")
-    result = verify_plan(recipe, tmp_path / "plan", prompts=2, new_tokens=32)
+    result = verify_plan(recipe, tmp_path / "plan", Extent(prompts=2, new_tokens=32))
     assert result.passed
     assert result.logit_bound == KV_LOGIT_BOUND[kept]
     assert KV_LOGIT_BOUND[kept] / 100 < result.max_logit_error < KV_LOGIT_BOUND[kept] / 2

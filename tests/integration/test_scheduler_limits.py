@@ -238,7 +238,8 @@ def test_a_deadline_ends_a_request_in_the_queue_in_a_prompt_and_in_flight(
     single: Runtime, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("outrider.runtime.scheduler.monotonic", lambda: now[0])
+    for module in ("scheduler", "request_queue"):
+        monkeypatch.setattr(f"outrider.runtime.{module}.monotonic", lambda: now[0])
     running = single.submit(PROMPT, deadline=10.0, ignore_eos=True)
     assert gate.reached.wait(60)
     queued = single.submit([5], deadline=5.0)

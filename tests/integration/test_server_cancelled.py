@@ -12,7 +12,8 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from outrider import Runtime
-from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.app import make_app
+from outrider.runtime.server.config import ServerConfig
 from outrider.runtime.server.submitting import Submitter
 from tests.integration.served import KEY, settle
 

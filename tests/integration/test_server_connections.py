@@ -19,7 +19,7 @@ import pytest
 
 from outrider import Runtime
 from outrider.runtime.server.command import bound_socket
-from outrider.runtime.server.connections import Limits
+from outrider.runtime.server.config import Limits
 from tests.integration.served import KEY, answers, connected, get, listening, serving, wait_until
 from tests.integration.served import sent as everything_said
 

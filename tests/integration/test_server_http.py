@@ -15,8 +15,7 @@ import pytest
 from outrider import PrefixCacheConfig, Runtime
 from outrider.plans.errors import RequestError
 from outrider.runtime.__main__ import main
-from outrider.runtime.server.app import ServerConfig
-from outrider.runtime.server.connections import Limits
+from outrider.runtime.server.config import Limits, ServerConfig
 from tests.integration.served import KEY, client_of, connected, get, listening, settle, wait_until
 
 

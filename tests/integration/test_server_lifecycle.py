@@ -22,7 +22,8 @@ from outrider import PrefixCacheConfig, Runtime
 from outrider.plans.errors import ClosedError, PlanError
 from outrider.runtime.__main__ import main
 from outrider.runtime.scheduler_stats import SchedulerStats
-from outrider.runtime.server.app import ServerConfig, make_app
+from outrider.runtime.server.app import make_app
+from outrider.runtime.server.config import ServerConfig
 from outrider.runtime.server.readiness import Phase, Readiness
 from outrider.runtime.server.service import recall
 from tests.integration.served import ServerProcess, client_of, get, server_process, wait_until

@@ -14,7 +14,7 @@ import pytest
 from outrider import Runtime
 from outrider.plans.errors import PlanError
 from outrider.runtime.server import request_log
-from outrider.runtime.server.connections import Limits
+from outrider.runtime.server.config import Limits
 from outrider.runtime.server.submitting import Submitter
 from outrider.runtime.step_loop import StepLoop
 from tests.integration.served import KEY, client_of, connected, get, listening, sent, wait_until

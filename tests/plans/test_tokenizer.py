@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from outrider.plans import template_sandbox
+from outrider.plans import template_budget
 from outrider.plans.chat_template import ChatTemplate
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.tokenizer import Tokenizer
@@ -213,8 +213,8 @@ TOO_MUCH = [
 
 @pytest.mark.parametrize("template", TOO_MUCH)
 def test_a_template_that_takes_all_time_or_memory_fails(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "_MOST_STEPS", 2**14)  # a sixteenth: each of them counts what takes long
-    monkeypatch.setattr(template_sandbox, "_MOST_WORK", 2**24)
+    monkeypatch.setattr(template_budget, "_MOST_STEPS", 2**14)  # a sixteenth: each of them counts what takes long
+    monkeypatch.setattr(template_budget, "_MOST_WORK", 2**24)
     began = thread_time()
     with pytest.raises((RequestError, PlanError), match=r"failed on these messages|the sandbox forbids"):
         ChatTemplate(template, source="the test's").render([{"role": "user", "content": "hi"}], False, {})

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from outrider.plans.chat_template import ChatTemplate
 from outrider.plans.errors import RequestError
 from outrider.runtime.options.options import check_options
-from outrider.runtime.scheduler import check_place_in_queue
+from outrider.runtime.request_queue import check_place_in_queue
 from outrider.runtime.server.generation_request import ChatRequest
 
 HI = [{"role": "user", "content": "hi"}]

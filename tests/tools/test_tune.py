@@ -161,7 +161,7 @@ def test_timing_the_target_leaves_the_session_empty(toy: Runtime, monkeypatch: p
     session = toy.session()
     expected = session.generate("import os\n", drafter="none", max_new_tokens=20, ignore_eos=True)
     monkeypatch.setattr(tune, "_PROBE", "ngram")
-    bench = tune._Bench(cast(Any, None), SMALL, [], 16, 0.0, 160, lambda *_: None)
+    bench = tune._Bench(cast(Any, None), SMALL, [], tune.Runs(new_tokens=16), 160, lambda *_: None)
     plain, verify = tune._verify_costs(bench, session, toy.tokenizer.encode("x = 1\n"), 5)
     assert plain > 0
     assert (len(verify), session.token_ids) == (5, [])

@@ -20,10 +20,9 @@ from outrider.plans.manifest import Manifest
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.backends import choose_backend
-from outrider.runtime.backends.base import BoundEngine, LoadedEngine
+from outrider.runtime.backends.base import BoundEngine, LoadedEngine, check_threads
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.options.options import Options
-from outrider.runtime.runtime import check_threads
 from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.runtime.text.structured_outputs import StructuredOutputs
 from outrider.tools.bench.prompts import Prompts, choose_prompts, cut_prompts, encode_prompts, room_for_prompts

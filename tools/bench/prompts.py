@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from outrider.compiler.held_out import Prompt, read_tasks
-from outrider.compiler.recipe import source_recipe
+from outrider.compiler.recipe import Recipe, source_recipe
 from outrider.plans.errors import RequestError
 from outrider.plans.tokenizer import Tokenizer
 
@@ -38,12 +38,15 @@ class Prompts:
 
 def prompts_file(plan: Path, path: Path | None) -> Path:
     """Return `path`, or the held-out prompts of the recipe that the plan was built from. Raises RequestError."""
-    if path is not None:
-        return path
-    recipe = source_recipe(plan, option="--prompts FILE")
+    return path or held_out_of(source_recipe(plan, option="--prompts FILE"))
+
+
+def held_out_of(recipe: Recipe) -> Path:
+    """Return the file of held-out prompts that a recipe names. Raises RequestError where it names none."""
     if recipe.held_out_path is None:
         raise RequestError(
-            'The plan\'s recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.'
+            f'The recipe {recipe.path.name} names no held_out prompts; pass --prompts FILE of {{"prompt": ...}} lines, '
+            "or add `held_out: FILE.jsonl` to the recipe."
         )
     return recipe.held_out_path
 

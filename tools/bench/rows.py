@@ -1,12 +1,13 @@
 """The figures of a row: those of all runs of a mode, medians with their spread, ratios of pairs.
 
 A figure that does not exist, such as the rate of runs that ended with their first span, is None, and no run without it
-counts in a median. `columns.py` says what each figure is.
+counts in a median. README.md says what each figure is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from statistics import median, median_low
 from typing import Any
 
@@ -102,15 +103,9 @@ def speedup(run: Run, plain: Run) -> float:
 
 def variant_columns(mode: Mode) -> dict[str, Any]:
     """Key of a row: what ran, and after how many tokens."""
-    variant = mode.variant
-    return {
-        "drafter": variant.drafter,
-        "kind": variant.kind,
-        "tree": variant.tree,
-        "nodes": variant.nodes,
-        "depth": variant.depth,
-        "acceptance": variant.acceptance,
-        "otherwise": variant.otherwise,
+    variant = asdict(mode.variant)
+    del variant["name"]  # in a temporary plan
+    return variant | {
         "synthetic_accept": mode.synthetic,
         "prompts": len({run.prompt for run in mode.runs}),
         "prompt_tokens": median(run.stats.prompt_tokens for run in mode.runs),

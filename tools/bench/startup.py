@@ -16,7 +16,7 @@ from rich.console import Console
 from outrider.plans.errors import OutriderError
 from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
-from outrider.runtime.runtime import check_threads
+from outrider.runtime.backends.base import check_threads
 from outrider.tools.identity import threads_used
 from outrider.tools.measuring import Column, make_table, run_in_turn
 

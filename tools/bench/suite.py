@@ -14,8 +14,8 @@ from outrider.plans.machine import peak_rss_bytes
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from outrider.runtime.backends import choose_backend
+from outrider.runtime.backends.base import check_threads
 from outrider.runtime.options.options import Options
-from outrider.runtime.runtime import check_threads
 from outrider.tools.bench.prompts import Prompts
 from outrider.tools.bench.questions import Conversation, Question, read_questions
 from outrider.tools.bench.rows import rows_of

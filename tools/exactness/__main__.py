@@ -13,11 +13,6 @@ promise that these are the same again: what differs is a finding about the serve
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import json
 import sys

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -60,6 +60,10 @@ class Side:
                     pausing.wait(_STEP_SECONDS * draw.randrange(4))
         return [futures[place].result() for place in range(len(asked))]
 
+    def restarted(self) -> Side:
+        self.server.restart()
+        return self
+
     def answers_after(self, asked: Sequence[Asked], beginning: Callable[[Asked], Asked]) -> list[Outcome]:
         """Each after another request, which `beginning` makes of it."""
         found = []
@@ -71,12 +75,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """A condition: requests that are made when it is its turn. `streams` has no log-probabilities."""
+    """A condition: requests that are made when it is its turn. `streams` has no log-probabilities; `again` repeats
+    another condition with other orders or times."""
 
     group: str
     name: str
-    server: Server
-    run: Callable[[], list[Outcome]]
+    side: Side
+    run: Callable[[Side], list[Outcome]]
+    again: bool = False
     streams: bool = False
 
 
@@ -94,7 +100,7 @@ def measure_server(options: argparse.Namespace) -> dict[str, Any]:
         drafting = [Side(second, {**(options.body or {}), **body}) for body in options.drafting_body or ()]
         if options.against_drafting is not None and not drafting:
             drafting = [Side(second, options.body or {})]
-        rows = list(_rows(first, drafting, asked, options.at_once, options.quick))
+        rows = _rows(first, drafting, asked, options.at_once, options.quick)
         report = _compared(first, rows, asked)
         left_out = _left_out(first, drafting)
     owners = {first.server.owner, second.owner}
@@ -119,12 +125,13 @@ def _compared(first: Side, rows: Sequence[Row], asked: Sequence[Asked]) -> dict[
         names = [each.name for each in asked]
         for row in rows:
             progress(1 + len(found), 1 + len(rows), f"{row.group}: {row.name}")
-            row.server.costs.clear()
-            outcomes = row.run()
-            ours = row.server.owner == OURS and not row.streams
+            server = row.side.server
+            server.costs.clear()
+            outcomes = row.run(row.side)
+            ours = server.owner == OURS and not row.streams
             listed = all(outcome.logprobs for outcome in (*expected, *outcomes) if outcome.text)
-            witness = _summed(row.server.costs) if ours else None
-            figures = {"witness": witness, "without_logprobs": row.streams or not listed}
+            seen = {name: sum(each[name] for each in server.costs) for name in ("accepted", "reused")}
+            figures = {"witness": seen if ours else None, "without_logprobs": row.streams or not listed}
             found.append(
                 {"group": row.group, "condition": row.name, **shown(compare(names, expected, outcomes)), **figures}
             )
@@ -136,54 +143,34 @@ def _compared(first: Side, rows: Sequence[Row], asked: Sequence[Asked]) -> dict[
     }
 
 
-def _summed(costs: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Figures in the answers of a row that show that it was what it says."""
-    return {name: sum(each[name] for each in costs) for name in ("accepted", "reused")}
+def _rows(first: Side, drafting: Sequence[Side], asked: Sequence[Asked], at_once: int, quick: bool) -> list[Row]:
+    together = f"{at_once} at once"
 
+    def alone(side: Side) -> list[Outcome]:
+        return side.alone(asked)
 
-def _rows(first: Side, drafting: Sequence[Side], asked: Sequence[Asked], at_once: int, quick: bool) -> Iterator[Row]:
-    yield Row("alone", "again, in the same order", first.server, lambda: first.alone(asked))
-    if not quick:
-        yield Row("alone", "again, in reverse order", first.server, lambda: first.alone(asked[::-1])[::-1])
-        yield Row("alone", "streamed", first.server, lambda: first.alone(asked, stream=True), streams=True)
-    yield Row(
-        "warm prompt", "each twice in a row, the second", first.server, lambda: first.answers_after(asked, _itself)
-    )
-    yield Row(
-        "warm prompt", "after one that begins alike", first.server, lambda: first.answers_after(asked, _beginning)
-    )
-    yield Row("company", f"{at_once} at once", first.server, lambda: first.company(asked, at_once))
-    if not quick:
-        yield Row(
-            "company",
-            f"{at_once} at once, other order and times",
-            first.server,
-            lambda: first.company(asked, at_once, order=1),
-        )
+    def company(side: Side, order: int = 0) -> list[Outcome]:
+        return side.company(asked, at_once, order)
+
+    rows = [
+        Row("alone", "again, in the same order", first, alone),
+        Row("alone", "again, in reverse order", first, lambda side: side.alone(asked[::-1])[::-1], again=True),
+        Row("alone", "streamed", first, lambda side: side.alone(asked, stream=True), again=True, streams=True),
+        Row("warm prompt", "each twice in a row, the second", first, lambda side: side.answers_after(asked, _itself)),
+        Row("warm prompt", "after one that begins alike", first, lambda side: side.answers_after(asked, _beginning)),
+        Row("company", together, first, company),
+        Row("company", f"{together}, other order and times", first, lambda side: company(side, 1), again=True),
+    ]
     if first.server.restarts:
-        yield Row("restart", "alone, in the same order", first.server, lambda: _restarted(first).alone(asked))
-        if not quick:
-            yield Row(
-                "restart",
-                f"{at_once} at once from the first on",
-                first.server,
-                lambda: _restarted(first).company(asked, at_once),
-            )
+        rows += [
+            Row("restart", "alone, in the same order", first, lambda side: alone(side.restarted())),
+            Row("restart", f"{together} from the first on", first, lambda side: company(side.restarted()), again=True),
+        ]
     for side in drafting:
-        yield from _drafting_rows(side, asked, at_once, quick)
-
-
-def _drafting_rows(side: Side, asked: Sequence[Asked], at_once: int, quick: bool) -> Iterator[Row]:
-    group = f"drafting {side.body['drafter']}" if "drafter" in side.body else "drafting"
-    yield Row(group, "alone", side.server, lambda: side.alone(asked))
-    if not quick:
-        yield Row(group, "alone, again", side.server, lambda: side.alone(asked))
-    yield Row(group, f"{at_once} at once", side.server, lambda: side.company(asked, at_once))
-
-
-def _restarted(side: Side) -> Side:
-    side.server.restart()
-    return side
+        group = f"drafting {side.body['drafter']}" if "drafter" in side.body else "drafting"
+        rows += [Row(group, "alone", side, alone), Row(group, "alone, again", side, alone, again=True)]
+        rows.append(Row(group, together, side, company))
+    return [row for row in rows if not (quick and row.again)]
 
 
 def _itself(asked: Asked) -> Asked:
@@ -271,7 +258,7 @@ class Server:
             if monotonic() >= until:
                 raise RequestError(f"No server answers at {self.url}; start one, or pass its command to start it.")
             sleep(_GLANCE_SECONDS)
-        listed = self._get("/models")["data"]
+        listed = self._listed()
         if not listed:
             raise RequestError(f"{self.url}/models lists no model; name one with --model.")
         self.owner = str(listed[0].get("owned_by", ""))
@@ -309,7 +296,7 @@ class Server:
 
     def _ask_plainly(self, body: dict[str, Any]) -> Outcome:
         try:
-            with self._post("/completions", body) as answer:
+            with self._open("/completions", body) as answer:
                 said = json.loads(answer.read())
             self.costs.append(_costs(said))
             return _read(said, "logprobs" in body)
@@ -319,7 +306,7 @@ class Server:
     def _ask_streaming(self, body: dict[str, Any]) -> Outcome:
         text, finish = "", ""
         try:
-            with self._post("/completions", body) as answer:
+            with self._open("/completions", body) as answer:
                 for line in answer:
                     said = line.decode("utf-8").strip()
                     if not said.startswith("data:") or said == "data: [DONE]":
@@ -335,23 +322,22 @@ class Server:
 
     def _answers(self) -> bool:
         with suppress(OSError, ValueError, KeyError):
-            return "data" in self._get("/models")
+            self._listed()
+            return True
         return False
 
-    def _get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(self._request(path), timeout=10) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
+    def _listed(self) -> list[dict[str, Any]]:
+        """The models that it lists."""
+        with self._open("/models", None, 10.0) as answer:
+            found: list[dict[str, Any]] = json.loads(answer.read())["data"]
             return found
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        return urllib.request.urlopen(self._request(path, {"model": self.model, **body}), timeout=_ANSWER_SECONDS)
-
-    def _request(self, path: str, body: dict[str, Any] | None = None) -> urllib.request.Request:
+    def _open(self, path: str, body: dict[str, Any] | None, seconds: float = _ANSWER_SECONDS) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(_KEY):
             headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        return urllib.request.Request(self.url + path, data, headers)
+        data = None if body is None else json.dumps({"model": self.model, **body}).encode()
+        return urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=seconds)
 
     def _last_words(self) -> str:
         assert self._said is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
@@ -29,7 +30,8 @@ class Condition:
 
     `options` are added to those of every request. `mode` and `prefill_tokens` are the scheduler's. `order` is the seed
     of the order and the times of arrival, 0 for all at once in their order; at most `at_once` branches live together.
-    `save` writes the prefix cache to the process's file afterwards.
+    `save` writes the prefix cache to the process's file afterwards. `again`: it repeats another condition with other
+    drafters, modes or numbers.
     """
 
     group: str
@@ -43,6 +45,7 @@ class Condition:
     order: int = 0
     at_once: int | None = None
     save: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,33 +91,35 @@ def processes(
 ) -> list[Process]:
     """Return the conditions that a plan can be put into, by the process that they run in.
 
-    `quick` leaves out conditions that repeat one with other drafters, modes or numbers.
+    `quick` leaves out those that are there `again`.
     """
     some = MIXED if drafters else NONE
     first = (
-        *_drafting(manifest, drafters, quick),
-        *_sequences(manifest, some, quick),
-        *_company(manifest, some, quick),
-        *_prefix_cache(some, quick),
-        *_interrupted(some, quick),
+        *_drafting(drafters),
+        *_sequences(manifest, some),
+        *_company(manifest, some),
+        *_prefix_cache(some),
+        *_interrupted(some),
         *_long_contexts(manifest, some),
     )
-    restarted: tuple[Condition, ...] = (
+    loaded = partial(Condition, "prefix cache", drafter=some, cache="loaded")
+    restarted = (
         Condition("restart", "a new process, alone, none", "alone"),
         Condition("restart", f"a new process, company, {some}", "company", some),
-        Condition("prefix cache", f"saved, loaded after a restart, {some}", "alone", some, cache="loaded"),
+        loaded(f"saved, loaded after a restart, {some}", way="alone"),
+        loaded(f"saved, loaded after a restart, company, {some}", way="company", again=True),
     )
-    if not quick:
-        name = f"saved, loaded after a restart, company, {some}"
-        restarted += (Condition("prefix cache", name, "company", some, cache="loaded"),)
     found = [Process(first), Process(restarted)]
     if on_processor:
-        found += [Process(_on(f"{count} threads", "threads", some, quick), threads=count) for count in _threads()]
-        sets = ("plain",) if quick else INSTRUCTION_SETS
-        found += [Process(_on(isa, "instructions", some, quick), isa=isa) for isa in sets]
+        found += [Process(_on(f"{count} threads", "threads", some), threads=count) for count in _threads()]
+        for place, isa in enumerate(INSTRUCTION_SETS):
+            conditions = _on(isa, "instructions", some)
+            found.append(Process(tuple(replace(each, again=each.again or place > 0) for each in conditions), isa=isa))
         if features := _numpy_features():
-            found.append(Process(_on("NumPy's least", "instructions", some, quick), without=features))
-    return found
+            found.append(Process(_on("NumPy's least", "instructions", some), without=features))
+    if quick:
+        found = [replace(each, conditions=tuple(own for own in each.conditions if not own.again)) for each in found]
+    return [each for each in found if each.conditions]
 
 
 def _numpy_features() -> tuple[str, ...]:
@@ -126,7 +131,7 @@ def _threads() -> list[int]:
     return sorted({2, max(2, available_cores())})
 
 
-def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[Condition]:
+def _drafting(drafters: Sequence[str]) -> list[Condition]:
     found = [Condition("drafters", "none, once again", "alone")]
     found += [Condition("drafters", name, "alone", name) for name in drafters]
     if not drafters:
@@ -134,71 +139,62 @@ def _drafting(manifest: Manifest, drafters: Sequence[str], quick: bool) -> list[
     found.append(
         Condition("drafters", "by turns, disabled while they do not pay", "alone", MIXED, {"auto_disable": True})
     )
-    for name in drafters[:1] if quick else drafters:
-        limits: list[dict[str, Any]] = [{"draft_tokens": 1}]
-        if not quick:
-            limits.append({"draft_tokens": 3, "draft_depth": 2})
-        for options in limits:
+    few, some = {"draft_tokens": 1}, {"draft_tokens": 3, "draft_depth": 2}
+    for name in drafters:
+        for options in (few, some):
             said = ", ".join(f"{key} {value}" for key, value in options.items())
-            found.append(Condition("draft options", f"{name}: {said}", "alone", name, options))
+            again = name != drafters[0] or options is some
+            found.append(Condition("draft options", f"{name}: {said}", "alone", name, options, again=again))
     return found
 
 
-def _sequences(manifest: Manifest, some: str, quick: bool) -> list[Condition]:
+def _sequences(manifest: Manifest, some: str) -> list[Condition]:
     found = [Condition("sessions", f"turns and cuts, {some}", "session", some)]
-    if not quick and some != NONE:
-        found.append(Condition("sessions", "turns and cuts, none", "session"))
+    if some != NONE:
+        found.append(Condition("sessions", "turns and cuts, none", "session", again=True))
     for mode in _modes(manifest):
-        found.append(Condition("branches", f"{mode}, {some}", "branches", some, mode=mode))
-        if not quick:
-            found.append(Condition("branches", f"{mode}, none", "branches", mode=mode))
-            found.append(Condition("branches", f"{mode}, 3 at once", "branches", some, mode=mode, at_once=3))
+        found += [
+            Condition("branches", f"{mode}, {some}", "branches", some, mode=mode),
+            Condition("branches", f"{mode}, none", "branches", mode=mode, again=True),
+            Condition("branches", f"{mode}, 3 at once", "branches", some, mode=mode, at_once=3, again=True),
+        ]
     return found
 
 
-def _company(manifest: Manifest, some: str, quick: bool) -> list[Condition]:
+def _company(manifest: Manifest, some: str) -> list[Condition]:
     if manifest.target.branches == 1:
         return [Condition("company", f"submitted together, served in turn, {some}", "company", some)]
     found = list[Condition]()
     for mode in _modes(manifest):
         found.append(Condition("company", f"{mode}, all at once, {some}", "company", some, mode=mode))
-        if quick:
-            continue
+        again = partial(Condition, "company", way="company", mode=mode, again=True)
         found += [
-            Condition("company", f"{mode}, all at once, none", "company", mode=mode),
-            Condition("company", f"{mode}, arriving by and by", "company", some, mode=mode, order=1),
-            Condition("company", f"{mode}, other order and times", "company", some, mode=mode, order=2),
-            Condition(
-                "company", f"{mode}, prompts 7 tokens a pass", "company", some, mode=mode, prefill_tokens=7, order=3
-            ),
+            again(f"{mode}, all at once, none"),
+            again(f"{mode}, arriving by and by", drafter=some, order=1),
+            again(f"{mode}, other order and times", drafter=some, order=2),
+            again(f"{mode}, prompts 7 tokens a pass", drafter=some, prefill_tokens=7, order=3),
         ]
     return found
 
 
-def _prefix_cache(some: str, quick: bool) -> list[Condition]:
-    found = [
-        Condition("prefix cache", f"cold, {some}", "alone", some, cache="cold"),
-        Condition("prefix cache", f"holds a prompt that begins alike, {some}", "alone", some, cache="shared"),
-        Condition("prefix cache", f"holds the request itself, {some}", "alone", some, cache="warm", save=True),
+def _prefix_cache(some: str) -> list[Condition]:
+    of_cache = partial(Condition, "prefix cache", drafter=some)
+    return [
+        of_cache(f"cold, {some}", way="alone", cache="cold"),
+        of_cache(f"holds a prompt that begins alike, {some}", way="alone", cache="shared"),
+        of_cache(f"holds the request itself, {some}", way="alone", cache="warm", save=True),
+        of_cache(f"holds the prompts, company, {some}", way="company", cache="warm", again=True),
+        of_cache(f"too small and evicting, company, {some}", way="company", cache="crowded", order=4, again=True),
     ]
-    if not quick:
-        found += [
-            Condition("prefix cache", f"holds the prompts, company, {some}", "company", some, cache="warm"),
-            Condition(
-                "prefix cache", f"too small and evicting, company, {some}", "company", some, cache="crowded", order=4
-            ),
-        ]
-    return found
 
 
-def _interrupted(some: str, quick: bool) -> list[Condition]:
-    found = [Condition("interrupted", f"a stream left, continued, {some}", "interrupted", some)]
-    if not quick:
-        found += [
-            Condition("interrupted", f"cancelled and continued in company, {some}", "cancelled", some, order=5),
-            Condition("interrupted", f"the same, prompts in a cache, {some}", "cancelled", some, cache="warm", order=6),
-        ]
-    return found
+def _interrupted(some: str) -> list[Condition]:
+    cancelled = partial(Condition, "interrupted", way="cancelled", drafter=some, again=True)
+    return [
+        Condition("interrupted", f"a stream left, continued, {some}", "interrupted", some),
+        cancelled(f"cancelled and continued in company, {some}", order=5),
+        cancelled(f"the same, prompts in a cache, {some}", cache="warm", order=6),
+    ]
 
 
 def _long_contexts(manifest: Manifest, some: str) -> list[Condition]:
@@ -207,13 +203,14 @@ def _long_contexts(manifest: Manifest, some: str) -> list[Condition]:
     return [Condition("partial KV", f"lossless, {some}", "alone", some, {"partial_kv": "lossless"})]
 
 
-def _on(what: str, group: str, some: str, quick: bool) -> tuple[Condition, ...]:
+def _on(what: str, group: str, some: str) -> tuple[Condition, ...]:
     """Conditions that are enough for another number of threads, or other instructions."""
-    found = [Condition(group, f"{what}, none", "alone"), Condition(group, f"{what}, {some}", "alone", some)]
-    if not quick:
-        found.append(Condition(group, f"{what}, company, {some}", "company", some))
-        found.append(Condition(group, f"{what}, warm prefix cache, {some}", "alone", some, cache="warm"))
-    return tuple(found)
+    return (
+        Condition(group, f"{what}, none", "alone"),
+        Condition(group, f"{what}, {some}", "alone", some),
+        Condition(group, f"{what}, company, {some}", "company", some, again=True),
+        Condition(group, f"{what}, warm prefix cache, {some}", "alone", some, cache="warm", again=True),
+    )
 
 
 def _modes(manifest: Manifest) -> list[Mode]:

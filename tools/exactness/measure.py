@@ -19,14 +19,7 @@ from outrider.plans.manifest import Geometry, Manifest
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.backends import choose_backend
-from outrider.tools.exactness.conditions import (
-    REFERENCE,
-    Condition,
-    LeftOut,
-    Process,
-    processes,
-    usable_drafters,
-)
+from outrider.tools.exactness.conditions import REFERENCE, Condition, LeftOut, Process, processes, usable_drafters
 from outrider.tools.exactness.requests import TOP_LOGPROBS, Asked, plan_requests, read_texts
 from outrider.tools.exactness.worker import run_process
 from outrider.tools.identity import git_sha
@@ -54,12 +47,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     asked = [_without_partial_kv(each, manifest) for each in asked]
     todo = processes(manifest, chosen, on_processor=BACKENDS[backend].on_processor, quick=options.quick)
-    job = {
-        "plan": str(plan.root.resolve()),
-        "backend": backend,
-        "exactness": options.exactness,
-        "drafters": chosen,
-    }
+    job = {"plan": str(plan.root.resolve()), "backend": backend, "exactness": options.exactness, "drafters": chosen}
     with TemporaryDirectory() as folder, progress_bar("comparing") as progress:
         job["file"] = str(Path(folder) / "prefix.cache")
         steps = 1 + sum(len(process.conditions) for process in todo)

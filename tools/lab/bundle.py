@@ -7,11 +7,6 @@ on this machine; the second does not.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import json
 import shutil
@@ -133,11 +128,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         + ", ".join(f"{name} {count}" for name, count in packages[:_LARGEST])
     )
     rows = [
-        {
-            "kind": kind,
-            "stage": stage.replace("_", " "),
-            **row,
-        }
+        {"kind": kind, "stage": stage.replace("_", " "), **row}
         for kind, stages in report["stages"].items()
         for stage, row in stages.items()
     ]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -40,6 +35,7 @@ from outrider.tools.measuring import (
     print_head,
     run_in_turn,
     run_tool,
+    within,
 )
 from outrider.tools.parting import same_share
 
@@ -123,9 +119,8 @@ def measure_context(options: argparse.Namespace) -> dict[str, Any]:
                     mode, drafter, budget = case
                     return _run(session, tokens, mode, drafter, budget, options)
 
-                made = run_in_turn(
-                    cases, [tokens], options.reps, run, warm_up=(), begin=begin, within=f"{length} tokens of context, "
-                )
+                shown = within(f"{length} tokens of context", begin)
+                made = run_in_turn(cases, [tokens], options.reps, run, warm_up=(), begin=shown)
                 for (mode, drafter, budget), answers in made.items():
                     key = length, drafter, mode, budget
                     found.setdefault(key, []).extend(stats for _, stats in answers)
@@ -193,10 +188,7 @@ def _chain(runtime: Runtime, tokens: list[int]) -> tuple[str, list[int]]:
 
 
 def _row(
-    runs: Sequence[Stats],
-    plain: Sequence[Stats] | None,
-    verify: dict[str, list[float | None]],
-    same: list[float],
+    runs: Sequence[Stats], plain: Sequence[Stats] | None, verify: dict[str, list[float | None]], same: list[float]
 ) -> dict[str, Any]:
     rates = [stats.decode_tokens_per_second for stats in runs]
     whole = sum(stats.total_ms for stats in runs)

@@ -7,11 +7,6 @@ restored: run it in a clone of its own, with an environment. The same seed chang
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import ast
 import random
@@ -25,16 +20,18 @@ from typing import Any
 from rich.console import Console
 
 from outrider.commands.arguments import Parser, at_least_0, at_least_1
-from outrider.commands.console import guarded, progress_bar
+from outrider.commands.console import progress_bar
 from outrider.plans.errors import RequestError
-from outrider.tools.measuring import Column, make_table, print_report
+from outrider.tools.measuring import Column, make_table, run_tool
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = {
-    ("runtime/rounds/*.py", "runtime/step_loop.py", "runtime/engine.py"): [
+    ("runtime/rounds/*.py", "runtime/step_loop.py", "runtime/shared_prefix.py", "runtime/engine.py"): [
         "same_tokens", "features", "branches", "rules", "launched_rounds", "scheduler", "random_use", "step", "cuts",
     ],
-    ("runtime/scheduler.py",): ["scheduler", "scheduler_limits", "features", "random_use", "scheduler_one_branch"],
+    ("runtime/scheduler.py", "runtime/request_queue.py"): [
+        "scheduler", "scheduler_limits", "features", "random_use", "scheduler_one_branch",
+    ],
     ("runtime/kv/cache.py",): [
         "branches", "drafts", "features", "random_use", "kept_slots", "branch_slots", "branch_rows",
     ],
@@ -147,11 +144,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement."""
-    return guarded(lambda: _main(_parser().parse_args(arguments)))
-
-
-def _main(options: argparse.Namespace) -> int:
-    return print_report(measure(options), options.json, print_table)
+    return run_tool(_parser, arguments, measure, print_table)
 
 
 def _parser() -> Parser:

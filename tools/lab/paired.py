@@ -11,14 +11,8 @@ microseconds a round outside the engines. Where a cell has two figures, the firs
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,6 +27,7 @@ from outrider.plans.errors import RequestError
 from outrider.plans.plan import open_plan
 from outrider.plans.tokenizer import Tokenizer
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
+from outrider.tools.identity import git_sha
 from outrider.tools.lab.child import Child, ChildError
 from outrider.tools.measuring import (
     Column,
@@ -46,6 +41,7 @@ from outrider.tools.measuring import (
     run_in_turn,
     run_tool,
     spread,
+    within,
 )
 
 HERE = Path(__file__).resolve().parents[2]
@@ -79,12 +75,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             bursts: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
             for start in range(options.starts):  # who allocates first was measured 5 % slower: by turns
                 order = sides if start % 2 else dict(reversed(sides.items()))
-                case = f"{way}, {drafter}, {threads or 'all'} threads, start {start}, "
-                found = _bursts(order, plans, asked | {"prompts": prompts}, options.pairs, begin, case)
+                shown = within(f"{way}, {drafter}, {threads or 'all'} threads, start {start}", begin)
+                found = _bursts(order, plans, asked | {"prompts": prompts}, options.pairs, shown)
                 bursts = {name: [*bursts[name], *found[name]] for name in sides}
             rows.append({"way": way, "drafter": drafter, "threads": threads, "sequences": several} | _row(bursts))
     return {
-        "commits": {name: _commit(root) for name, root in sides.items()},
+        "commits": {name: git_sha(root) for name, root in sides.items()},
         "plan": str(options.plan),
         "starts": options.starts,
         "pairs": options.pairs,
@@ -103,12 +99,7 @@ def _ways(asked: str | None, branches: int, rows: int) -> list[str]:
 
 
 def _bursts(
-    sides: dict[str, Path],
-    plans: dict[str, Path],
-    asked: dict[str, Any],
-    pairs: int,
-    begin: Callable[[str], None],
-    within: str,
+    sides: dict[str, Path], plans: dict[str, Path], asked: dict[str, Any], pairs: int, begin: Callable[[str], None]
 ) -> dict[str, list[dict[str, Any]]]:
     """What each side printed for its bursts, in pairs, without those that warm up."""
     with ExitStack() as stack:
@@ -117,13 +108,7 @@ def _bursts(
             for name, root in sides.items()
         }
         return run_in_turn(
-            list(sides),
-            [None],
-            pairs,
-            lambda name, *_: running[name].burst(),
-            warm_up=[None] * _WARM_UP,
-            begin=begin,
-            within=within,
+            list(sides), [None], pairs, lambda name, *_: running[name].burst(), warm_up=[None] * _WARM_UP, begin=begin
         )
 
 
@@ -158,12 +143,6 @@ def _row(bursts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def _python(root: Path) -> Path:
     return root / ".venv" / "bin" / "python"
-
-
-def _commit(root: Path) -> str:
-    """Commit of a checkout, with "+" where its files differ from it."""
-    asked = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

@@ -9,11 +9,10 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,6 @@ def write_llama(
 
     A matrix has variance 1 / inputs, so that every layer adds about as much as there is.
     """
-    import torch
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     weight_map: dict[str, str] = {}
@@ -103,7 +99,6 @@ def write_llama(
 
 def _groups(shape: LlamaShape, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
     """Draw the tensors of the embedding, then those of one layer after another."""
-    import torch
 
     def matrix(outputs: int, inputs: int, spread: float) -> Tensor:
         return torch.empty(outputs, inputs, dtype=torch.bfloat16).normal_(0.0, spread, generator=generator)

@@ -15,11 +15,6 @@ layer is ever in memory, and a recipe with weights of 4 bits.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import json
 import math
@@ -28,19 +23,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from outrider.commands.arguments import Parser, at_least_0, at_least_1, number
 from outrider.commands.console import guarded, print_json, progress_bar, stdout
-from outrider.commands.packages import optional_packages
 from outrider.plans.errors import OutriderError, UsageError
 from outrider.tools.lab.reference.prompts import read_completions
 from outrider.tools.lab.synthetic_llama import SHAPES, write_llama
-
-if TYPE_CHECKING:
-    import torch
-    from tokenizers import Tokenizer
-    from transformers import Qwen3ForCausalLM
 
 TEXT = Path(__file__).resolve().parents[2] / "plans" / "reference" / "held_out.jsonl.gz"
 MERGES = TEXT.with_name("pair_merges.txt")
@@ -159,10 +153,6 @@ def _write_recipe(out: Path, recipe: str, prompts: list[str]) -> str:
 def draw_target(shape: Shape, seed: int) -> Qwen3ForCausalLM:
     """Weights of variance 1 / inputs: every layer adds about as much as there is. The head is not the embedding, under
     which every token would ask for itself again."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
     logging.disable_progress_bar()  # ours is the one on the terminal
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -192,8 +182,6 @@ def draw_target(shape: Shape, seed: int) -> Qwen3ForCausalLM:
 
 def scale_layers(model: Qwen3ForCausalLM, start: int, factor: float) -> None:
     """Multiply what the layers from `start` on add to the residual stream."""
-    import torch
-
     with torch.no_grad():
         for layer in model.model.layers[start:]:
             layer.self_attn.o_proj.weight.mul_(factor)
@@ -202,8 +190,6 @@ def scale_layers(model: Qwen3ForCausalLM, start: int, factor: float) -> None:
 
 def first_layers(target: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
     """A model of the target's first layers, which shares their memory."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     settings = target.config.to_dict() | {"num_hidden_layers": layers}
     settings["layer_types"] = (target.config.layer_types or [])[:layers]
     draft = Qwen3ForCausalLM(Qwen3Config(**settings))
@@ -219,8 +205,6 @@ def measure(target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, prompts: torch.Te
     `agreement`: share of the tokens that the draft model would have chosen. `tokens_per_verify`: with chains of 4.
     `repeated`: share of 4-grams that stand earlier in the same text. `looping`: texts that end in a circle.
     """
-    import torch
-
     with torch.inference_mode():
         out = target(prompts, use_cache=True)
         pieces = [prompts]
@@ -267,9 +251,6 @@ def loops(tokens: list[int]) -> bool:
 
 def read_text() -> tuple[Tokenizer, list[str]]:
     """The tokenizer, and the repository's held-out prompts of the task completion."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-
     merges = [(left, right) for left, right in map(str.split, MERGES.read_text(encoding="utf-8").splitlines())]
     tokens = [END, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
     tokenizer = Tokenizer(BPE({token: number for number, token in enumerate(tokens)}, merges))
@@ -280,8 +261,6 @@ def read_text() -> tuple[Tokenizer, list[str]]:
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompts: list[str]) -> torch.Tensor:
-    import torch
-
     encoded = (tokenizer.encode(prompt).ids for prompt in prompts)
     enough = [ids[:_PROMPT_TOKENS] for ids in encoded if len(ids) >= _PROMPT_TOKENS]
     return torch.tensor(enough[:_TEXTS])
@@ -366,7 +345,7 @@ def _run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in pair.items() if value is not None}
     if options.like is not None and given:
         raise UsageError(f"--{next(iter(given)).replace('_', '-')} is of a pair; leave it out, or pass --params")
-    with optional_packages("A synthetic model", "compiler,dev"), progress_bar("synthetic model") as progress:
+    with progress_bar("synthetic model") as progress:
         if options.like is not None:
             made = write_alone(options.like, options.out, seed=options.seed, progress=progress)
         else:

@@ -14,11 +14,6 @@ schedule; a run that is stopped resumes from its checkpoint. CPU: start it with
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import sys
 from dataclasses import fields, replace

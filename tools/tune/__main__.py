@@ -5,11 +5,6 @@ With `--prices`, only the table of what passes cost is measured, which says how 
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import sys
 from pathlib import Path
@@ -100,7 +95,7 @@ def _tune(options: argparse.Namespace) -> int:
     from outrider.compiler.recipe_copy import RecipeCopy
     from outrider.plans.plan import read_manifest
     from outrider.tools.tune.prices import price_plan
-    from outrider.tools.tune.search import tunable, tune_plan
+    from outrider.tools.tune.search import Runs, tunable, tune_plan
     from outrider.tools.tune.table import draw_tuning, print_tuning
 
     drafter = tunable(read_manifest(options.plan), options.drafter).name
@@ -108,17 +103,8 @@ def _tune(options: argparse.Namespace) -> int:
     out: Path = options.out or recipe.path.with_name(f"{recipe.path.stem}.tuned.yaml")
     copy = RecipeCopy(recipe.path, out, drafter)
     with progress_bar("tuning") as progress:
-        found = tune_plan(
-            recipe,
-            options.plan,
-            drafter=drafter,
-            prompts=options.prompts,
-            count=options.count,
-            new_tokens=options.new,
-            temperature=options.temperature,
-            overrides=options.overrides,
-            progress=progress,
-        )
+        runs = Runs(options.prompts, options.count, options.new, options.temperature)
+        found = tune_plan(recipe, options.plan, runs, drafter=drafter, overrides=options.overrides, progress=progress)
     prices: Path | None = None
     try:
         with progress_bar("pricing") as progress:

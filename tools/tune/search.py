@@ -34,8 +34,9 @@ from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
 from outrider.runtime.trace import RoundTrace, Watcher
+from outrider.tools.bench.prompts import held_out_of
 from outrider.tools.bench.variants import tokens_of_block
-from outrider.tools.measuring import run_in_turn
+from outrider.tools.measuring import run_in_turn, within
 from outrider.tools.tune.replay import DraftedTree, acceptance_by_depth, acceptance_by_rank, largest, tokens_per_verify
 from outrider.tools.tune.table import Estimate, Timed, Tuning
 from outrider.tools.verify.verification import check_same_source
@@ -65,6 +66,17 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """What trees are judged by: `count` prompts of the file `prompts` (default: the held-out ones), `new_tokens` after
+    each, at a `temperature`. A tree that pays at one may not at another."""
+
+    prompts: Path | None = None
+    count: int = 8
+    new_tokens: int = 128
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
 class Origin:
     """Where trees to try come from: the recipe read from `path` with `overrides`, and its drafter's section; and the
     backend that they are tried on."""
@@ -89,43 +101,36 @@ def name_of(tree: Tree) -> str:
 def tune_plan(
     recipe: Recipe,
     plan: Path,
+    runs: Runs,
     *,
     drafter: str | None = None,
-    prompts: Path | None = None,
-    count: int = 8,
-    new_tokens: int = 128,
-    temperature: float = 0.0,
     overrides: Sequence[str] = (),
-    search: Search | None = None,
     progress: Progress = lambda *_: None,
 ) -> Tuning:
-    """Choose the tree of `drafter` (default: the plan's first that has one) on `count` prompts (default: held-out).
-
-    A tree that pays at one `temperature` may not at another.
+    """Choose the tree of `drafter` (default: the plan's first that has one).
 
     `recipe` was read with `overrides`. Raises `RequestError`, `RecipeError` and `PlanError` for what cannot be tuned.
     """
-    search = search or Search()
-    manifest = read_manifest(plan)
+    search, manifest = Search(), read_manifest(plan)
     settings = tunable(manifest, drafter)
     check_same_source(recipe, plan, manifest)
     section = next(d for d in recipe.drafters if d.name == settings.name)
     assert not isinstance(section, NgramSection)
     context = manifest.target.context
-    if count < 1 or new_tokens < 2 * search.nodes or new_tokens >= context - 1:
+    if runs.count < 1 or not 2 * search.nodes <= runs.new_tokens < context - 1:
         raise RequestError(
-            f"count is {count} and new is {new_tokens}; pass at least 1 prompt, and from {2 * search.nodes} to "
-            f"{context - 2} new tokens: the plan's context is {context}."
+            f"count is {runs.count} and new is {runs.new_tokens}; pass at least 1 prompt, and from {2 * search.nodes} "
+            f"to {context - 2} new tokens: the plan's context is {context}."
         )
-    texts = _prompts(recipe, prompts)[:count]
+    texts = read_prompts(runs.prompts or held_out_of(recipe))[: runs.count]
     known = manifest.models[settings.name].vocab_size
     widest = 1 if section.acceptance == "rejection" else known  # rejection goes with chains
     search = replace(search, top_ks=tuple(k for k in search.top_ks if k <= widest))
     if isinstance(section, BlockSection):
         search = _within_block(search, recipe, section)
     origin = Origin(recipe.path, tuple(overrides), section, choose_backend(manifest.backends, None).backend)
-    bench = _Bench(origin, search, texts, new_tokens, temperature, context, progress)
-    found = Tuning(str(plan), manifest.identity, settings.name, len(texts), new_tokens, temperature)
+    bench = _Bench(origin, search, texts, runs, context, progress)
+    found = Tuning(str(plan), manifest.identity, settings.name, len(texts), runs.new_tokens, runs.temperature)
     _estimate(found, bench, search)
     _race(found, bench, search, settings.tree)
     return found
@@ -151,29 +156,15 @@ def tunable(manifest: Manifest, name: str | None) -> GraphDrafter:
     return found
 
 
-def _prompts(recipe: Recipe, path: Path | None) -> list[str]:
-    path = path or recipe.held_out_path
-    if path is None:
-        raise RequestError('The recipe names no held_out prompts; pass --prompts FILE of {"prompt": ...} lines.')
-    return read_prompts(path)
-
-
 class _Bench:
     """Builds plans of many trees, and runs them on the prompts."""
 
     def __init__(
-        self,
-        origin: Origin,
-        search: Search,
-        texts: list[str],
-        new_tokens: int,
-        temperature: float,
-        context: int,
-        progress: Progress,
+        self, origin: Origin, search: Search, texts: list[str], runs: Runs, context: int, progress: Progress
     ) -> None:
-        self._origin, self._texts, self.new_tokens, self._nodes = origin, texts, new_tokens, search.nodes
-        self._temperature = temperature
-        self._longest = context - new_tokens - 1
+        self._origin, self._texts, self.new_tokens, self._nodes = origin, texts, runs.new_tokens, search.nodes
+        self._temperature = runs.temperature
+        self._longest = context - runs.new_tokens - 1
         wide, shallow = len(search.top_ks), 1 + (len(search.depths) - 2) * len(search.top_ks)
         timed = (2 + search.finalists) * _RACES
         self._total = 3 + (wide + timed) * len(texts) + shallow * min(len(texts), _COST_PROMPTS)
@@ -326,14 +317,8 @@ def _race(found: Tuning, bench: _Bench, search: Search, current: Tree) -> None:
         runtime = bench.load(trees, Path(folder) / "plan")
         session, prompts = runtime.session(), bench.prompts(runtime)
         modes = [_PLAIN, *map(name_of, trees)]
-        runs = run_in_turn(
-            modes,
-            prompts,
-            _RACES,
-            lambda mode, ids, _: bench.run(session, ids, mode),
-            begin=bench.begin,
-            within="racing, ",
-        )
+        begin = within("racing", bench.begin)
+        runs = run_in_turn(modes, prompts, _RACES, lambda mode, ids, _: bench.run(session, ids, mode), begin=begin)
     timed = [_timed(tree, tree == current, runs[name_of(tree)], runs[_PLAIN]) for tree in trees]
     found.timed = sorted(timed, key=lambda t: -t.speedup)
 

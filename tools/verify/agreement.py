@@ -42,13 +42,13 @@ def compare_drafters(
     tolerance: float,
     *,
     exact: bool,
-    progress: Callable[[int], None] = lambda done: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, DrafterCheck]:
     """Run every prompt (token ids) plainly and with each drafter, to the limit of `options`.
 
     A `Parting` is a near tie where its `margin` is within `tolerance` (logits), and none where the backend promises
     `exact` results. Drafters by rejection have nothing to agree with at a temperature.
-    `progress` gets the number of prompts done.
+    `advance` is called after each prompt.
     """
     checks = {name: DrafterCheck() for name in drafters}
     always = options | Options(ignore_eos=True, auto_disable=False)
@@ -68,5 +68,5 @@ def compare_drafters(
                 check.equal_runs += 1
             else:
                 check.partings.append(replace(parted, near_tie=not exact and parted.margin <= tolerance))
-        progress(prompt + 1)
+        advance()
     return checks

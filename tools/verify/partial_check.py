@@ -46,11 +46,11 @@ def check_partial(
     manifest: Manifest,
     prompts: Sequence[list[int]],
     new_tokens: int,
-    progress: Callable[[int], None] = lambda done: None,
+    advance: Callable[[], None] = lambda: None,
 ) -> PartialCheck | None:
     """Run every prompt in all three modes: none where no context is left to use it in. None without a partial KV cache.
 
-    `progress` gets the number of prompts done.
+    `advance` is called after each prompt.
     """
     partial = manifest.partial_kv
     if partial is None:
@@ -80,7 +80,7 @@ def check_partial(
         parted += stats.parted
         agreed += stats.agreed
         shares.append(same_share(expected, lossy))
-        progress(index + 1)
+        advance()
     if check.partial_rounds:
         check.same = sum(shares) / len(shares)
         check.agreement = agreed / (agreed + parted) if agreed + parted else None

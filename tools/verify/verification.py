@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,12 @@ from outrider.compiler.identity import plan_identity
 from outrider.compiler.opening import stores_integers
 from outrider.compiler.recipe import Recipe, check_same_recipe
 from outrider.plans.backends import BACKENDS
-from outrider.plans.errors import PlanError, RecipeError, RequestError
+from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.manifest import Manifest, rejects
 from outrider.plans.plan import open_plan
 from outrider.runtime.backends import choose_backend
 from outrider.runtime.options.options import Options
+from outrider.tools.bench.prompts import held_out_of
 from outrider.tools.parting import Parting
 from outrider.tools.verify.agreement import DrafterCheck, compare_drafters
 from outrider.tools.verify.exactness import ExactnessCheck, check_chunks, check_ops
@@ -96,33 +98,39 @@ class Verification:
         )
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is compared: `prompts` of the file `held_out` (default: the recipe's), `new_tokens` greedy tokens after
+    each; and what quantised weights cost on the first `texts` of them, None: on all."""
+
+    held_out: Path | None = None
+    prompts: int = 8
+    new_tokens: int = 64
+    texts: int | None = None
+
+
 def verify_plan(
     recipe: Recipe,
     plan: Path,
+    extent: Extent,
     *,
-    held_out: Path | None = None,
-    prompts: int = 8,
-    new_tokens: int = 64,
-    texts: int | None = None,
     oracle: OracleChoice = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verification:
-    """Run `prompts` prompts of the file `held_out` (default: the recipe's) for `new_tokens` greedy tokens on the plan
-    and on the `oracle`.
+    """Run prompts greedily on the plan and on the `oracle`.
 
     Every position's logits are compared along the plan's own sequence, so one early difference does not
     hide later errors. Every drafter of the plan runs the same prompts, greedily and at SAMPLED, and must give the
     tokens of plain decoding. With partial KV they run after long contexts too, in every mode: lossless must give the
     tokens of full KV, and how far lossy drifts is reported. On a backend that promises exactness every op, and the
-    target in chunks, is probed on this machine. What quantised weights cost is measured on the first `texts` held-out
-    prompts, None: on all. `progress` gets pieces of work done, and of how many.
-    Raises `RecipeError` when the recipe names no held-out text, `RequestError` for numbers of prompts or tokens that
-    cannot be run or an oracle that is not installed, `CheckpointError` where the oracle cannot load the checkpoint,
+    target in chunks, is probed on this machine. `progress` gets pieces of work done, and of how many.
+    Raises `RequestError` when the recipe names no held-out text, for numbers of prompts or tokens that cannot be run
+    or an oracle that is not installed, `CheckpointError` where the oracle cannot load the checkpoint,
     `PlanError` when the plan was built from something else.
     """
-    if prompts < 1:
-        raise RequestError(f"prompts is {prompts}; run at least 1.")
-    found_texts = _prompts(recipe, held_out)
+    if extent.prompts < 1:
+        raise RequestError(f"prompts is {extent.prompts}; run at least 1.")
+    texts = read_prompts(extent.held_out or held_out_of(recipe))
     opened = open_plan(plan)
     check_same_source(recipe, plan, opened.manifest)
     backend = choose_backend(opened.manifest.backends, None).backend
@@ -131,66 +139,54 @@ def verify_plan(
     runtime = Runtime.load(plan, verify=False, exactness="unchecked" if refused else "probed")
     weights = plan_weights(recipe)
     model = load_oracle(recipe, oracle, weights)
-    result = Verification(oracle=model.name, prompts=min(prompts, len(found_texts)), exactness=exactness)
+    result = Verification(oracle=model.name, prompts=min(extent.prompts, len(texts)), exactness=exactness)
     result.logit_bound = KV_LOGIT_BOUND.get(recipe.kv_cache or "", LOGIT_BOUND)
     checkpoint = None
     if weights is not None:
         checkpoint, result.quantization = load_oracle(recipe, oracle), QuantizationCheck()
     if weights is not None or stores_integers(recipe.checkpoint_path, recipe.rope_scaling):
         result.logit_bound = max(result.logit_bound, QUANTIZED_LOGIT_BOUND)
-    longest = runtime.manifest.target.context - new_tokens - 1
+    longest = runtime.manifest.target.context - extent.new_tokens - 1
     if longest < 1:
         raise RequestError(
-            f"new_tokens is {new_tokens}, but the plan's context is {runtime.manifest.target.context}; lower it."
+            f"new_tokens is {extent.new_tokens}, but the plan's context is {runtime.manifest.target.context}; lower it."
         )
-    measured = [] if checkpoint is None else found_texts[:texts]
+    measured = [] if checkpoint is None else texts[: extent.texts]
     pieces = (3 + (runtime.manifest.partial_kv is not None)) * result.prompts + len(measured)
+    done = count(1)
+
+    def advance() -> None:
+        progress(next(done), pieces)
 
     def encode(text: str) -> list[int]:
         return runtime.tokenizer.encode(text)[-min(longest, 1024) :]
 
-    encoded = [encode(text) for text in found_texts[:prompts]]
+    encoded = [encode(text) for text in texts[: extent.prompts]]
     for index, ids in enumerate(encoded):
-        _compare(runtime, model, checkpoint, ids, index, new_tokens, result)
-        progress(index + 1, pieces)
+        _compare(runtime, model, checkpoint, ids, index, extent.new_tokens, result)
+        advance()
     result.tolerance = min(result.logit_bound, 2 * result.max_logit_error)  # in this order, NaN gives the bound
     result.divergences = [replace(d, near_tie=d.margin <= result.tolerance) for d in result.divergences]
     if not math.isfinite(result.max_logit_error):
         return result
     if checkpoint is not None and result.quantization is not None:
-        for index, ids in enumerate(map(encode, measured)):
+        for ids in map(encode, measured):
             size = len(runtime.tokenizer.decode(ids[1:]).encode())
             result.quantization.add_text(ids, size, model.logits(ids, len(ids)), checkpoint.logits(ids, len(ids)))
-            progress(result.prompts + index + 1, pieces)
-    session, limit = runtime.session(), Options(max_new_tokens=new_tokens)
+            advance()
+    session, limit = runtime.session(), Options(max_new_tokens=extent.new_tokens)
     if exactness is not None:
         check_chunks(session, max(encoded, key=len), exactness)
-    compared = result.prompts + len(measured)
 
-    def compare(names: list[str], options: Options, done: int) -> dict[str, DrafterCheck]:
-        def report(prompt: int) -> None:
-            progress(done + prompt, pieces)
-
-        return compare_drafters(
-            session,
-            encoded,
-            names,
-            options | limit,
-            result.tolerance,
-            exact=BACKENDS[runtime.backend].exact,
-            progress=report,
-        )
+    def compare(names: list[str], options: Options) -> dict[str, DrafterCheck]:
+        exact = BACKENDS[runtime.backend].exact
+        merged: Options = options | limit
+        return compare_drafters(session, encoded, names, merged, result.tolerance, exact=exact, advance=advance)
 
     drafters = runtime.manifest.drafters
-    result.drafters = compare([d.name for d in drafters], Options(temperature=0.0), compared)
-    result.sampled = compare([d.name for d in drafters if not rejects([d])], SAMPLED, compared + result.prompts)
-    result.partial_kv = check_partial(
-        session,
-        runtime.manifest,
-        encoded,
-        new_tokens,
-        lambda prompt: progress(compared + 2 * result.prompts + prompt, pieces),
-    )
+    result.drafters = compare([d.name for d in drafters], Options(temperature=0.0))
+    result.sampled = compare([d.name for d in drafters if not rejects([d])], SAMPLED)
+    result.partial_kv = check_partial(session, runtime.manifest, encoded, extent.new_tokens, advance)
     return result
 
 
@@ -205,16 +201,6 @@ def check_same_source(recipe: Recipe, plan: Path, manifest: Manifest) -> None:
             f"{plan} was not built from {recipe.checkpoint_path} and the drafters as they are now: a checkpoint's "
             "files are others; build the plan again, or bring back the checkpoint"
         )
-
-
-def _prompts(recipe: Recipe, file: Path | None) -> list[str]:
-    path = file or recipe.held_out_path
-    if path is None:
-        raise RecipeError(
-            'The recipe has no held_out file; pass --prompts FILE.jsonl with a {"prompt": ...} object per line, or add '
-            "`held_out: FILE.jsonl` to the recipe."
-        )
-    return read_prompts(path)
 
 
 def _compare(

@@ -23,7 +23,7 @@ OURS = "outrider"
 """Our own distribution, and the name of its package."""
 
 HIDDEN: dict[str, tuple[str, ...]] = {
-    OURS: ("outrider.runtime.runtime", "outrider.runtime.prefix_cache.*", "outrider.runtime.scheduler"),
+    OURS: ("outrider.runtime.runtime", "outrider.runtime.prefix_cache.*", "outrider.runtime.request_queue"),
     "outrider.runtime.backends": ("outrider.runtime.backends.*",),
     "numpy": ("numpy._core.*",),
     "numpy.random": ("numpy.random.*", "secrets", "hmac"),

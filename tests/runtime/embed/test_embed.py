@@ -21,8 +21,9 @@ from outrider import Generation, Runtime
 from outrider.plans.errors import EmbedError
 from outrider.runtime.embed import build as embed_build
 from outrider.runtime.embed.build import BRIDGE, LIBRARY, build
-from outrider.runtime.embed.calls import MOST_STOPPING, Status
+from outrider.runtime.embed.calls import MOST_STOPPING
 from outrider.runtime.embed.handles import Kind as HandleKind
+from outrider.runtime.embed.status import Status
 
 pytest.importorskip("cffi")
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C and a C++ compiler")

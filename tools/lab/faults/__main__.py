@@ -7,11 +7,6 @@ it did not hold before. The exit status is 1 where a request was lost or has oth
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import sys
 import tempfile

@@ -7,6 +7,7 @@ and has had its time to drain: its requests wait that long.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
+
+import psutil
 
 from outrider.tools.lab.faults.crowd import Crowd, Ways, ask_all
 from outrider.tools.lab.faults.figures import Figures
@@ -38,11 +41,16 @@ class Replicas:
 
     def alive(self) -> list[int]:
         """Process ids of the replicas that live, those that still start among them."""
-        return _named(self.server.process.pid, "Replica")
+        return self._named("Replica")
 
     def ingress(self) -> int:
         """Process id of what accepts requests."""
-        return _named(self.server.process.pid, "Ingress")[0]
+        return self._named("Ingress")[0]
+
+    def _named(self, deployment: str) -> list[int]:
+        """The processes that Ray calls replicas of a deployment."""
+        title = re.compile(rf"ray::ServeReplica:.*:{deployment}")
+        return [each.pid for each in _below(self.server) if title.match(_title(each))]
 
     def serving(self) -> list[int]:
         """Process ids of the replicas that have loaded the plan, whose weights they have mapped."""
@@ -83,63 +91,40 @@ def replicas_of(setting: Setting, count: int) -> Iterator[Replicas]:
     own = ["--replicas", str(count), "--replica-cpus", "0.1", "--threads", str(setting.threads)]
     own += ["--max-waiting", "4096", *cache]
     server = Server(setting.plan, setting.file("ray.log"), own, environment, ("outrider.runtime.ray_serve",))
-    started = set[int]()
+    started = set[psutil.Process]()
     try:
         with server:
             try:
                 yield Replicas(server, count, folder)
             finally:
-                started |= set(_below(server.process.pid))
+                started |= set(_below(server))
     finally:
         _end(started)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(started: set[int]) -> None:
+def _end(started: set[psutil.Process]) -> None:
     """Kill what a cluster that did not end well has left of the processes that it started."""
-    until = monotonic() + _ENDING
-    while (left := [pid for pid in started if _is_ray(pid)]) and monotonic() < until:
-        sleep(0.1)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    ours = [process for process in started if "ray" in _title(process)]
+    for process in psutil.wait_procs(ours, _ENDING)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def _is_ray(pid: int) -> bool:
-    with suppress(OSError):
-        return b"ray" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
+def _below(server: Server) -> list[psutil.Process]:
+    """All processes that a server has started, directly or not."""
+    return list(psutil.Process(server.process.pid).children(recursive=True))
 
 
-def _named(root: int, deployment: str) -> list[int]:
-    """Those below `root` that Ray calls replicas of a deployment."""
-    found = []
-    for pid in _below(root):
-        with suppress(OSError):
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            if title.startswith("ray::ServeReplica:") and f":{deployment}" in title.replace("\0", " "):
-                found.append(pid)
-    return found
-
-
-def _below(root: int) -> Iterator[int]:
-    """Ids of all processes that a process has started, directly or not."""
-    children: dict[int, list[int]] = {}
-    for each in Path("/proc").iterdir():
-        if each.name.isdecimal():
-            with suppress(OSError):
-                parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(each.name))
-    waiting = [root]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        yield from below
-        waiting += below
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _maps_weights(pid: int) -> bool:
-    with suppress(OSError):
-        return "weights" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    with suppress(psutil.Error):
+        return any("weights" in mapped.path for mapped in psutil.Process(pid).memory_maps())
     return False
 
 

@@ -13,19 +13,19 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from outrider.plans.errors import PlanError
 from outrider.tools.lab.faults.client import FAILURES, get
 from outrider.tools.lab.faults.figures import Held
 
 MODEL = "faults"
 _STARTING = 180.0  # seconds, of a large plan on a machine that does other things
-_PAGE = 4096
 
 
 def held_by(pid: int) -> Held:
-    place = Path(f"/proc/{pid}")
-    resident = int((place / "statm").read_text(encoding="ascii").split()[1]) * _PAGE
-    return Held(len(os.listdir(place / "fd")), len(os.listdir(place / "task")), resident / 1e6)
+    process = psutil.Process(pid)
+    return Held(process.num_fds(), process.num_threads(), process.memory_info().rss / 1e6)
 
 
 class Server:

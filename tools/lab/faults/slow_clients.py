@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from pathlib import Path
 from time import monotonic, sleep
+
+import psutil
 
 from outrider.tools.lab.faults.client import FAILURES, plain, read_all
 from outrider.tools.lab.faults.crowd import Crowd, Ways
@@ -20,7 +21,6 @@ _RECEIVE = 2048  # bytes that the system keeps of what a slow reader has not rea
 _HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _READERS = 6  # of streams that do not fit into what the system keeps: each makes the server compute thousands of tokens
 _MOST_MB = 256.0  # more than before, while spans of all readers wait
-_ESTABLISHED = "01"
 _WAITING = 5.0  # seconds that others may wait longer for their answers
 
 
@@ -147,7 +147,8 @@ def _has_peer(made: socket.socket) -> bool:
 
     What a server has sent before it closes is kept for the client, who would learn of the end after it alone.
     """
-    own, peer = made.getsockname()[1], made.getpeername()[1]
-    ends = f"0100007F:{peer:04X}", f"0100007F:{own:04X}"
-    rows = (line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines())
-    return any(tuple(row[1:3]) == ends and row[3] == _ESTABLISHED for row in rows)
+    server, client = made.getpeername()[1], made.getsockname()[1]
+    return any(
+        (each.laddr.port, each.status) == (server, psutil.CONN_ESTABLISHED) and each.raddr.port == client
+        for each in psutil.net_connections("tcp4")
+    )

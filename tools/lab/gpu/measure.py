@@ -6,11 +6,6 @@ Its rows are lines of STAGE.jsonl in the folder of results as soon as they are k
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import json
 import os

@@ -6,11 +6,6 @@ decodes, packages of Python. No GPU is needed. Parts whose sources have not chan
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import json
 import os

@@ -20,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
+from outrider import Generation, Runtime, Session
 from outrider.plans import names
 from outrider.plans.buffers import Strict, Tensor
 from outrider.plans.kernel_costs import LaunchCost, launch_costs
@@ -35,9 +36,6 @@ from outrider.plugins.cuda.engine_kernels import ENGINE_KERNELS
 from outrider.runtime.backends.cuda_driver import CudaDevice, call, driver_version
 from outrider.runtime.backends.kernel_engines import Call, calls
 from outrider.runtime.backends.recorder import Recorder
-
-if TYPE_CHECKING:  # which takes a second to load
-    from outrider import Generation, Session
 
 Array = NDArray[Any]
 Tensors = Sequence[Array | None]
@@ -301,8 +299,6 @@ def _groups(step: Step) -> dict[tuple[str, str], Step]:
 
 def plan(bench: Bench) -> None:
     """The reference plan with every drafter: tokens and bits against the CPU's, and how long rounds take."""
-    from outrider import Runtime
-
     expected = json.loads((bench.prepared / "expected.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(bench.prepared / "plan.tar.xz", folder, filter="data")

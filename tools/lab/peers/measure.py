@@ -21,7 +21,7 @@ from outrider.plans.extras import install
 from outrider.plans.machine import available_cores
 from outrider.plans.plan import read_manifest
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.runtime import check_threads
+from outrider.runtime.backends.base import check_threads
 from outrider.tools.bench.prompts import choose_prompts, encode_prompts
 from outrider.tools.bench.runs import cost_of
 from outrider.tools.lab.peers.conversion import CONVERTED, convert

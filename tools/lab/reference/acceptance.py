@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.tools.lab.reference.prompts import read_completions
 from outrider.tools.lab.reference.teacher import Reading, Teacher, generate
+from outrider.tools.markdown import markdown_table
 
 DEPTHS, CHILDREN, NEW_TOKENS = 6, 4, 128
 GREEDY, SAMPLED = 0.0, 1.0
@@ -169,15 +170,8 @@ def joined(counts: Sequence[Counts]) -> Counts:
 def table(head: str, rows: Mapping[str, Sequence[float]]) -> str:
     """Markdown: a row for each name, a column for each depth."""
     depths = max(map(len, rows.values()))
-    lines = [
-        f"| {head} | " + " | ".join(str(1 + d) for d in range(depths)) + " |",
-        "|---" * (1 + depths) + "|",
-        *(
-            f"| {name} | " + " | ".join(f"{share:.3f}" for share in of_depths) + " |"
-            for name, of_depths in rows.items()
-        ),
-    ]
-    return "\n".join(lines)
+    cells = ([name, *(f"{share:.3f}" for share in of_depths)] for name, of_depths in rows.items())
+    return "\n".join(markdown_table([head, *map(str, range(1, 1 + depths))], cells))
 
 
 def shares(of_depths: Sequence[float]) -> str:

@@ -21,6 +21,7 @@ from outrider.compiler.models.block_config import BlockConfig, Confidence, Marko
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Execution, HeadNorms, norm_heads
 from outrider.compiler.models.drafting import BlockDraft
+from outrider.compiler.models.eager import rotated
 from outrider.compiler.models.eagle3_config import Taps
 from outrider.compiler.models.rope import RopeScaling, rope_tables
 from outrider.plans.errors import CheckpointError, UsageError
@@ -325,9 +326,8 @@ class BlocksExecution(Execution):
         return kept_keys, kept_values
 
     def _rotate(self, x: Tensor, heads: int, positions: Tensor) -> Tensor:
-        first, second = x.view(self._batch, len(positions), heads, -1).chunk(2, dim=-1)
-        cos, sin = (table[positions, None].to(x.dtype) for table in (self._cos, self._sin))
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+        apart = x.view(self._batch, len(positions), heads, -1)
+        return rotated(apart, self._cos[positions, None], self._sin[positions, None]).view(x.shape)
 
 
 def slot_positions(anchors: Tensor, slots: int) -> Tensor:

@@ -14,6 +14,7 @@ from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Execution, HeadNorms
+from outrider.compiler.models.eager import rotated
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.rope import RopeScaling, rope_tables
@@ -227,10 +228,9 @@ class UnrolledExecution(Execution):
         self._values: list[Tensor] = []
 
     def _rotate(self, x: Tensor, heads: int) -> Tensor:
-        step = len(self._keys)
-        first, second = x.view(self._batch, self._pairs, heads, -1).chunk(2, dim=-1)
-        cos, sin = (t[step : step + self._pairs, None].to(x.dtype) for t in (self._cos, self._sin))
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+        own = slice(len(self._keys), len(self._keys) + self._pairs)
+        apart = x.view(self._batch, self._pairs, heads, -1)
+        return rotated(apart, self._cos[own, None], self._sin[own, None]).view(x.shape)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None

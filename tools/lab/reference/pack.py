@@ -6,11 +6,6 @@ was (`compressed.py`). Without `--out` it takes the place of the one that was re
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import os
 import sys

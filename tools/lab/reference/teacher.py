@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Decoder, Execution, HeadNorms, norm_heads
-from outrider.compiler.models.eager import CausalExecution
+from outrider.compiler.models.eager import CausalExecution, rotated
 from outrider.compiler.models.rope import rope_tables
 
 
@@ -76,10 +76,9 @@ class CachedExecution(Execution):
         self._past += tokens
 
     def _rotate(self, x: Tensor, heads: int) -> Tensor:
-        first, second = x.view(self._batch, -1, heads, self._config.head_dim).chunk(2, dim=-1)
-        new = slice(self._past, self._past + first.shape[1])
-        cos, sin = self._cos[new, None], self._sin[new, None]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).view(x.shape)
+        apart = x.view(self._batch, -1, heads, self._config.head_dim)
+        new = slice(self._past, self._past + apart.shape[1])
+        return rotated(apart, self._cos[new, None], self._sin[new, None]).view(x.shape)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None

@@ -8,11 +8,6 @@ Serve; prompt tokens that were computed, by how requests are routed.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports, which take a second
-    from outrider.commands.process import begin
-
-    begin()
-
 import argparse
 import sys
 from collections.abc import Sequence

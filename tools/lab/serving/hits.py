@@ -12,7 +12,7 @@ from rich.console import Console
 from outrider import Generation, PrefixCacheConfig, Runtime
 from outrider.tools.identity import identity_columns
 from outrider.tools.lab.serving.load import choose_drafters, load_runtime, prompts_of
-from outrider.tools.measuring import Column, make_table, measuring, paired_ratios, print_head, run_in_turn
+from outrider.tools.measuring import Column, make_table, measuring, paired_ratios, print_head, run_in_turn, within
 
 
 def measure_hits(options: argparse.Namespace) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def _hit(
         spent = sum(getattr(after, name) - getattr(before, name) for name in ("match_ms", "insert_ms"))
         return found, spent, after.read_ms - before.read_ms
 
-    within = f"{drafter}, {share} % known, "
-    cold, warm = run_in_turn(["cold", "warm"], prompts, 1, run, begin=begin, within=within).values()
+    shown = within(f"{drafter}, {share} % known", begin)
+    cold, warm = run_in_turn(["cold", "warm"], prompts, 1, run, begin=shown).values()
     cold_ms, warm_ms = ([found.stats.ttft_ms for found, *_ in runs] for runs in (cold, warm))
     return {
         "reused": median(found.stats.reused_tokens for found, *_ in warm),

@@ -25,6 +25,7 @@ from outrider.tools.measuring import (
     percentile,
     print_head,
     run_in_turn,
+    within,
 )
 
 ALONE = "one by one"
@@ -92,8 +93,8 @@ def _loaded(
         expected = [probe.generate(prompt, **own).token_ids for prompt in prompts]
         return perf_counter() - began, expected, []
 
-    within = f"{drafter}, {count} at once, "
-    found = run_in_turn([ALONE, *runtimes], [None], options.reps, run, begin=begin, within=within)
+    shown = within(f"{drafter}, {count} at once", begin)
+    found = run_in_turn([ALONE, *runtimes], [None], options.reps, run, begin=shown)
     spent = {mode: [seconds for seconds, *_ in runs] for mode, runs in found.items()}
     rows = []
     for mode, runs in found.items():

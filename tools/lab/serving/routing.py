@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -17,13 +17,10 @@ from outrider.commands.packages import optional_packages
 from outrider.plans.errors import RequestError
 from outrider.plans.plan import Plan, open_plan
 from outrider.plans.tokenizer import Tokenizer
-from outrider.runtime.scheduler import SchedulerConfig
+from outrider.runtime.request_queue import SchedulerConfig
 from outrider.runtime.scheduler_stats import SchedulerStats
 from outrider.tools.bench.prompts import choose_prompts, cut_prompts
 from outrider.tools.measuring import Column, make_table
-
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
 
 _WAYS = ("prefix", "round-robin")
 
@@ -94,7 +91,7 @@ def measure_way(settings: Any, plan: Plan, talk: Talk) -> dict[str, Any]:
     name = f"routing-{settings.routing}"  # of its own: handles remember the router of a name
     serve.run(build(settings), name=name, route_prefix=None)
     try:
-        replicas: DeploymentHandle[Any] = serve.get_deployment_handle(REPLICA, name)
+        replicas: Any = serve.get_deployment_handle(REPLICA, name)
         warmed = _counted(replicas)
         answers = asyncio.run(_converse(replicas, plan, talk))
         counts = _counted(replicas)
@@ -115,12 +112,12 @@ def measure_way(settings: Any, plan: Plan, talk: Talk) -> dict[str, Any]:
     }
 
 
-def _counted(replicas: DeploymentHandle[Any]) -> dict[str, SchedulerStats]:
+def _counted(replicas: Any) -> dict[str, SchedulerStats]:
     """The counts of each replica since it was started."""
     return {each.replica: each.stats for each in replicas.broadcast("about").results(timeout_s=60)}
 
 
-async def _converse(replicas: DeploymentHandle[Any], plan: Plan, talk: Talk) -> list[list[int]]:
+async def _converse(replicas: Any, plan: Plan, talk: Talk) -> list[list[int]]:
     """All conversations at once, turn by turn, in another order in every turn; the answers' tokens."""
     from outrider.runtime.ray_serve.remote_runtime import RemoteRuntime
     from outrider.runtime.ray_serve.streams import sender

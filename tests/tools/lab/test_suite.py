@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outrider.tools.suite import tables
+from outrider.tools.lab.suite import tables
 
 
 def test_seconds_of_all_processes_are_summed_dearest_first(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Where the tests' time goes: a plugin of pytest that measures, and a command that prints its tables.
 
-    python -m pytest -p outrider.tools.suite -n 2
-    python -m outrider.tools.suite > tools/results/suite.txt
+    python -m pytest -p outrider.tools.lab.suite -n 2
+    python -m outrider.tools.lab.suite > tools/results/suite.txt
 
 Each process writes `build/suite/<worker>.jsonl`, a line for each phase of a test and each fixture that was made. A
 processor's seconds are those of the process and of the children that it waited for, so a server's are counted where it
@@ -25,7 +25,7 @@ import pytest
 
 from outrider.plans.machine import processor
 
-FOLDER = Path(__file__).resolve().parent.parent / "build" / "suite"
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "suite"
 KINDS = {"function": 30, "file": 30, "fixture": 20}
 """What seconds are summed by, with the number of rows printed."""
 
