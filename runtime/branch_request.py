@@ -38,16 +38,10 @@ _NO_OPTIONS = ("prompt", "predicted_tokens")
 
 
 def check_alone(
-    prompt: str | Sequence[int],
-    options: Options,
-    manifest: Manifest,
-    grammars: Grammars,
-    tokenizer: Tokenizer,
-    *,
-    shared: bool = False,
+    prompt: str | Sequence[int], options: Options, manifest: Manifest, grammars: Grammars, tokenizer: Tokenizer
 ) -> Request:
-    """Check a request for a sequence of its own, in a row that is `shared` with others or not. Raises RequestError."""
-    request = resolve(options, manifest, grammars, shared=shared)
+    """Check a request for a sequence of its own. Raises RequestError."""
+    request = resolve(options, manifest, grammars)
     given, least = request.generated, request.min_tokens
     prepared = prepare_prompt(prompt, (), request.stop, tokenizer, manifest.target, generated=given, min_tokens=least)
     return replace(request, token_ids=prepared.ids)
@@ -94,7 +88,7 @@ def check_branches(
         try:
             own = {n: value for n, value in branch.items() if n not in _NO_OPTIONS and value is not None}
             merged = cast(Options, {**options, **own})
-            request = resolve(merged, manifest, grammars, shared=mode == "in-one-sequence")
+            request = resolve(merged, manifest, grammars)
             if request.generated:
                 raise RequestError("generated is of a request that continues alone; leave it out.")
             if "stream_id" not in own:

@@ -100,7 +100,7 @@ class PartialPasses:
     @property
     def _most_tentative(self) -> int:
         """Number of a sequence's tokens that a pass can confirm, however many it confirms in other rows."""
-        rows = 1 if self._full.pooled else self._target.rows
+        rows = self._full.sequences if self._full.pooled else self._target.rows
         return (self._step.max_nodes + 1) // rows - 1
 
     def divide(self, sequences: Iterable[Sequence], passes: int) -> tuple[list[Sequence], dict[Sequence, int]]:
@@ -147,7 +147,12 @@ class PartialPasses:
         (queries, asked_in), run.queries = run.queries, None
         partial.budget = budget.blocks
         computed = sequence.computed
-        if asked_in == passes and partial.wanted(computed) and partial.fill(computed, queries, sequence.number):
+        if (
+            asked_in == passes
+            and self._full.in_order
+            and partial.wanted(computed)
+            and partial.fill(computed, queries, sequence.number)
+        ):
             stats.refreshes += 1
             stats.retrieved = partial.budget
 

@@ -198,7 +198,7 @@ class Runtime:
             one = cast("str | Sequence[int] | None", prompt)
             return self.stream(one, messages=messages, chat_template_kwargs=chat_template_kwargs, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
-        asked = [self._ask(self._choose(each, None, chat_template_kwargs), options) for each in prompts]
+        asked = [self._check(self._choose(each, None, chat_template_kwargs), options) for each in prompts]
         handles: list[Handle] = []
         try:
             for each in asked:
@@ -254,14 +254,11 @@ class Runtime:
     ) -> list[Handle]:
         """Submit several prompts, each with options of its own, all of them or none; see `submit`."""
         check_place_in_queue(priority, deadline)
-        requests = [self._ask(*each) for each in asked]
+        requests = [self._check(*each) for each in asked]
         return self._serve().submit(requests, priority, deadline, client=client)
 
-    def _ask(self, prompt: str | Sequence[int], options: Options) -> Request:
-        return self._check(prompt, options, shared=self.scheduler_config.shares_rows(self.manifest.target))
-
-    def _check(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> Request:
-        return check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
+    def _check(self, prompt: str | Sequence[int], options: Options) -> Request:
+        return check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer)
 
     def _choose(
         self, prompt: str | Sequence[int] | None, messages: Messages | None, variables: TemplateVariables | None

@@ -2,8 +2,9 @@
 
 It stands for the tokens that had KV in the full cache when it was filled; those of later steps lie in the buffer. A
 pass over it is a pass like any other, of the same engine: only the cache is another. Of layers that
-see the last tokens alone, the blocks retrieved are the last ones, so that they see the same as in the full cache. Every
-sequence that has a row of the full cache to itself may have the same row of this one.
+see the last tokens alone, the blocks retrieved are the last ones, so that they see the same as in the full cache. It is
+filled from a row that holds the tokens of one sequence in order: of sequences that share a row, the one that is alone
+in it. Whenever a sequence is opened in the row, the partial cache is empty.
 """
 
 from __future__ import annotations

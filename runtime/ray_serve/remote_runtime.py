@@ -105,8 +105,7 @@ class RemoteRuntime:
         self, prompt: str | Sequence[int], options: Options, priority: int, deadline: float | None, client: str | None
     ) -> FollowedRequest:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
-        shared = self._config.shares_rows(self.manifest.target)
-        checked = check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer, shared=shared)
+        checked = check_alone(prompt, options, self.manifest, self.grammars, self.tokenizer)
         options = Options(**{**options, "seed": checked.sampling.seed})  # the same wherever it continues
         sent = ReplicaRequest(
             list(checked.token_ids), options, self.manifest.identity, priority, deadline, client, self._caller
