@@ -63,9 +63,9 @@ class RequestChecks:
         """The prompt, or that of `messages`; see `choose_prompt`."""
         return choose_prompt(prompt, messages, self.tokenizer, self.manifest.target, variables)
 
-    def alone(self, prompt: str | Sequence[int], options: Options, *, shared: bool = False) -> Request:
-        """A request for a sequence of its own, in a row that is `shared` with others or not."""
-        request = resolve(options, self.manifest, self.grammars, shared=shared)
+    def alone(self, prompt: str | Sequence[int], options: Options) -> Request:
+        """A request for a sequence of its own."""
+        request = resolve(options, self.manifest, self.grammars)
         given, least = request.generated, request.min_tokens
         prepared = prepare_prompt(
             prompt, (), request.stop, self.tokenizer, self.manifest.target, generated=given, min_tokens=least
@@ -99,7 +99,7 @@ class RequestChecks:
         asked = []
         for place, branch in enumerate(given):
             try:
-                asked.append(self._branch(place, branch, prefix, mode, options))
+                asked.append(self._branch(place, branch, prefix, options))
             except RequestError as error:
                 raise RequestError(f"Branch {place}: {error}") from None
         if len({each.cache_salt for each in asked}) > 1:
@@ -112,12 +112,10 @@ class RequestChecks:
             raise RequestError(f"keep_for names {wrong[0]!r}; the plan has the drafters {', '.join(drafters)}.")
         return BranchRequest(prefix, asked, mode, parallel, keep_for)
 
-    def _branch(
-        self, place: int, branch: Mapping[str, Any], prefix: list[int], mode: Mode, options: Options
-    ) -> Request:
+    def _branch(self, place: int, branch: Mapping[str, Any], prefix: list[int], options: Options) -> Request:
         own = {name: value for name, value in branch.items() if name not in _NO_OPTIONS and value is not None}
         merged = cast(Options, {**options, **own})
-        request = resolve(merged, self.manifest, self.grammars, shared=mode == "in-one-sequence")
+        request = resolve(merged, self.manifest, self.grammars)
         if request.generated:
             raise RequestError("generated is of a request that continues alone; leave it out.")
         if "stream_id" not in own:

@@ -67,6 +67,11 @@ class PartialPasses:
         """The run of the sequence's generation; None where it reads the full cache alone."""
         return self._runs.get(sequence.number)
 
+    def ahead_of(self, sequence: Sequence) -> RunAhead | None:
+        """What decides over the sequence's tentative tokens; None where it makes none."""
+        run = self.run_of(sequence)
+        return None if run is None else run.ahead
+
     def arrange(self, *, pooled: bool) -> None:
         """Forget everything, as `KvCache.arrange` does."""
         self.cache.arrange(pooled=pooled)
@@ -78,7 +83,6 @@ class PartialPasses:
         """Prepare a generation of the sequence, as its request asks for partial KV."""
         generation, tokens = sequence.generation, len(sequence.tokens)
         request = generation.request
-        self._runs.pop(sequence.number, None)
         if request.partial_kv == "off":
             return
         partial = self.cache_for(sequence)
@@ -100,7 +104,7 @@ class PartialPasses:
     @property
     def _most_tentative(self) -> int:
         """Number of a sequence's tokens that a pass can confirm, however many it confirms in other rows."""
-        rows = 1 if self._full.pooled else self._target.rows
+        rows = self._full.sequences if self._full.pooled else self._target.rows
         return (self._step.max_nodes + 1) // rows - 1
 
     def divide(self, sequences: Iterable[Sequence], passes: int) -> tuple[list[Sequence], dict[Sequence, int]]:
@@ -147,7 +151,7 @@ class PartialPasses:
         (queries, asked_in), run.queries = run.queries, None
         partial.budget = budget.blocks
         computed = sequence.computed
-        if asked_in == passes and partial.wanted(computed) and partial.fill(computed, queries, sequence.number):
+        if asked_in == passes and self._full.in_order and partial.fill(computed, queries, sequence.number):
             stats.refreshes += 1
             stats.retrieved = partial.budget
 
@@ -171,22 +175,18 @@ class PartialPasses:
         """Discard the sequence's tentative tokens, with their KV and what drafters know of them."""
         if sequence.confirmed is None:
             return
-        confirmed, sequence.confirmed = sequence.confirmed, None
+        run, confirmed, sequence.confirmed = self._runs[sequence.number], sequence.confirmed, None
+        assert run.ahead is not None
+        run.ahead.over = False
         del sequence.tokens[confirmed:]
-        self._runs[sequence.number].cache.truncate(confirmed)
+        run.cache.truncate(confirmed)
         self._drafting.truncate(sequence, confirmed)
         self._drafting.mark_tentative(sequence, None)
-        run = self.run_of(sequence)
-        if run is not None and run.ahead is not None:
-            run.ahead.over = False
 
     def finish(self, sequence: Sequence) -> None:
         """The generation is over: keep KV of the sequence's tokens alone, not of any accepted after its end."""
         self.retract(sequence)
         self.cache_for(sequence).truncate(len(sequence.tokens))
-
-    def close(self, sequence: Sequence) -> None:
-        """Forget the sequence's run."""
         self._runs.pop(sequence.number, None)
 
     def disable(self, sequence: Sequence, error: PlanError) -> None:

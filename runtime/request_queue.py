@@ -48,10 +48,6 @@ class SchedulerConfig:
         """Return how sequences of a plan lie in the KV cache."""
         return self.mode or ("batching" if target.rows > 1 else "in-one-sequence")
 
-    def shares_rows(self, target: Geometry) -> bool:
-        """Return whether requests share a row of the KV cache."""
-        return target.branches > 1 and self.mode_on(target) == "in-one-sequence"
-
 
 def check_place_in_queue(priority: object, deadline: object) -> None:
     """Raise RequestError for a priority that is no whole number, and a deadline that is no time to come."""

@@ -182,7 +182,7 @@ class Runtime:
             one = cast("str | Sequence[int] | None", prompt)
             return self.stream(one, messages=messages, chat_template_kwargs=chat_template_kwargs, **options).result
         prompts = cast("Sequence[str | Sequence[int]]", prompt)
-        asked = [self._ask(self._checks.prompt(each, None, chat_template_kwargs), options) for each in prompts]
+        asked = [self._checks.alone(self._checks.prompt(each, None, chat_template_kwargs), options) for each in prompts]
         handles: list[Handle] = []
         try:
             for each in asked:
@@ -238,12 +238,8 @@ class Runtime:
     ) -> list[Handle]:
         """Submit several prompts, each with options of its own, all of them or none; see `submit`."""
         check_place_in_queue(priority, deadline)
-        requests = [self._ask(*each) for each in asked]
+        requests = [self._checks.alone(*each) for each in asked]
         return self._serve().submit(requests, priority, deadline, client=client)
-
-    def _ask(self, prompt: str | Sequence[int], options: Options) -> Request:
-        shared = self.scheduler_config.shares_rows(self.manifest.target)
-        return self._checks.alone(prompt, options, shared=shared)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -296,8 +296,6 @@ class StepLoop:
         self._free.sort(reverse=True)
         self.cache.close(sequence.number)
         self.drafting.close(sequence)
-        if self.parts.partial is not None:
-            self.parts.partial.close(sequence)
         self.parts.chosen_by.pop(sequence.number, None)
 
     def _set_greedy(self, number: int) -> None:

@@ -33,7 +33,8 @@ from outrider.runtime.kv.window import WindowedRow
 
 _LOG = logging.getLogger("outrider")
 # Dead slots are worth a compaction from this number on, where they are no fewer than live ones of sequences: what is
-# moved is then never more than what was appended since.
+# moved is then never more than what was appended since. Of a sequence that is alone they are worth one at once: only
+# what was appended since others came is moved.
 _MANY_DEAD = 64
 _PIECE = 256  # slots that are looked through at once
 
@@ -137,6 +138,11 @@ class KvCache:
         return self._pooled
 
     @property
+    def sequences(self) -> int:
+        """Number of open sequences."""
+        return len(self._open)
+
+    @property
     def length(self) -> int:
         """Number of committed slots of the fullest row."""
         return max(table.length for table in self._rows)
@@ -157,6 +163,11 @@ class KvCache:
     def alone(self) -> bool:
         """Whether one sequence has row 0 to itself, and no other row is in use."""
         return len(self._open) == 1 and (self._pooled or 0 in self._open) and self.alignment is None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether every open sequence has a row to itself, in which slot i holds its i-th token."""
+        return not self._pooled or (len(self._open) == 1 and not self._dead)
 
     def row_of(self, number: int) -> int:
         return 0 if self._pooled else number
@@ -212,7 +223,8 @@ class KvCache:
     def make_room(self, most: int) -> None:
         """Move live slots over dead ones where a step of `most` might not fit after them, or many are dead."""
         step = self._step
-        many = self._dead >= max(_MANY_DEAD, (self._tables[0].length - self._prefix) / 2)
+        least = 1 if len(self._open) == 1 else max(_MANY_DEAD, (self._tables[0].length - self._prefix) / 2)
+        many = self._dead >= least
         for row, table in enumerate(self._rows):
             if table.length + most <= step.largest_view and not (self._pooled and many):
                 continue

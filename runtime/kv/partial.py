@@ -1,9 +1,12 @@
 """The partial KV cache of the target: sink | retrieval | window | buffer, for steps after a long context.
 
 It stands for the tokens that had KV in the full cache when it was filled; those of later steps lie in the buffer. A
-pass over it is a pass like any other, of the same engine: only the cache is another. Of layers that
-see the last tokens alone, the blocks retrieved are the last ones, so that they see the same as in the full cache. Every
-sequence that has a row of the full cache to itself may have the same row of this one.
+pass over it is a pass like any other, of the same engine: only the cache is another. Of layers that see the last tokens
+alone, the blocks retrieved are the last ones, so that they see the same as in the full cache.
+
+It has room for one sequence, and is filled from a row that holds one in order. Several sequences that share a row read
+the full cache, where a pass reads the prefix that they share once for all of them: tentative tokens of each, and their
+confirmation, would cost more. When a sequence is opened in the row, the partial cache is emptied.
 """
 
 from __future__ import annotations
@@ -77,16 +80,14 @@ class PartialCache:
         fits = self._steps < self.settings.full_refresh_interval and self._most < self.room
         return not self.broken and self.computed == tokens - 1 and fits
 
-    def wanted(self, tokens: int) -> bool:
-        """Whether it pays to fill the cache from the first `tokens` tokens of the full one."""
-        return not self.broken and self.settings.pays(tokens, self.budget)
-
     def fill(self, tokens: int, queries: NDArray[np.int64], number: int) -> bool:
         """Take the KV of the first `tokens` of the sequence of this number; blocks are chosen by the queries of these
         tokens of the pass that ran last, over the full cache.
 
-        Returns whether that went well.
+        Returns whether that went well; not before it pays.
         """
+        if self.broken or not self.settings.pays(tokens, self.budget):
+            return False
         self._kept_indices[: len(queries)] = queries
         self._kept_count[0] = len(queries)
         self.forget()

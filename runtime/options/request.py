@@ -57,11 +57,8 @@ class Request:
         return self.cancel is not None and self.cancel.is_set()
 
 
-def resolve(options: Options, manifest: Manifest, grammars: Grammars, *, shared: bool = False) -> Request:
-    """Check options against a plan. Raises RequestError naming the option and its limits.
-
-    `shared`: others are in the same row of the KV cache.
-    """
+def resolve(options: Options, manifest: Manifest, grammars: Grammars) -> Request:
+    """Check options against a plan. Raises RequestError naming the option and its limits."""
     values = check_options(options, manifest.target.vocab_size)
     if values["ignore_eos"] and values["structured_outputs"] is not None:
         raise RequestError(
@@ -78,7 +75,7 @@ def resolve(options: Options, manifest: Manifest, grammars: Grammars, *, shared:
     ends = frozenset(own_ends) | spelled
     rules = _rules(RuleContext(values, ends, grammars))
     rejected = rejects([each for each in manifest.drafters if each.name == drafter])
-    mode, budget = _resolve_partial_kv(values, manifest, drafter, rejected, shared)
+    mode, budget = _resolve_partial_kv(values, manifest, drafter, rejected)
     ending = spelled if values["ignore_eos"] else ends
     _check_generated(values, mode, ending, drafter if rejected else None)
     read = ("max_new_tokens", "stop", "auto_disable", "on_round", "logprobs", "cancel", "min_tokens", "tentative")
@@ -119,7 +116,7 @@ def _rules(context: RuleContext) -> dict[str, Sequence[LogitsRule]]:
 
 
 def _resolve_partial_kv(
-    values: dict[str, Any], manifest: Manifest, drafter: str | None, rejected: bool, shared: bool
+    values: dict[str, Any], manifest: Manifest, drafter: str | None, rejected: bool
 ) -> tuple[PartialMode, int | Literal["auto"] | None]:
     """Return the mode and the budget of partial KV. `rejected` says that drafts are accepted by rejection. Raises
     RequestError."""
@@ -138,18 +135,12 @@ def _resolve_partial_kv(
             f"partial_kv is {mode!r}, and tokens of the drafter {drafter!r}, which is accepted by rejection, depend on "
             "where they are verified; ask for another drafter, or leave partial_kv out."
         )
-    if asked and shared:
-        raise RequestError(
-            f"partial_kv is {mode!r}, and sequences that share a row of the KV cache read all of it; ask for mode "
-            "batching, of a plan with capacity.batching, or leave partial_kv out."
-        )
     window = manifest.target.widest_window
     least, most = partial.least_budget(window), partial.n_retrieval_blocks
     if isinstance(budget, int) and not least <= budget <= most:
         why = "" if least == 1 else f": layers of the model see the last {window} tokens, which {least} blocks reach"
         raise RequestError(f"partial_budget is {budget}; pass auto, or {least} to {most} blocks{why}.")
-    off = rejected or shared
-    return "off" if off else mode or partial.mode, partial.budget if budget is None else budget
+    return "off" if rejected else mode or partial.mode, partial.budget if budget is None else budget
 
 
 def _check_generated(values: dict[str, Any], mode: str, ending: frozenset[int], rejecting: str | None) -> None:

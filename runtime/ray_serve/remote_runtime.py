@@ -106,8 +106,7 @@ class RemoteRuntime:
         self, prompt: str | Sequence[int], options: Options, priority: int, deadline: float | None, client: str | None
     ) -> FollowedRequest:
         """Check a request. Raises RequestError as `Runtime.submit` does."""
-        shared = self._config.shares_rows(self.manifest.target)
-        checked = self._checks.alone(prompt, options, shared=shared)
+        checked = self._checks.alone(prompt, options)
         options = Options(**{**options, "seed": checked.sampling.seed})  # the same wherever it continues
         sent = ReplicaRequest(
             list(checked.token_ids), options, self.manifest.identity, priority, deadline, client, self._caller

@@ -78,8 +78,7 @@ class Parts:
 
     def run_ahead(self, sequence: Sequence) -> RunAhead | None:
         """What decides how far passes over the partial cache run ahead of the full one; None where they do not."""
-        run = None if self.partial is None else self.partial.run_of(sequence)
-        return None if run is None else run.ahead
+        return None if self.partial is None else self.partial.ahead_of(sequence)
 
     def now(self) -> float:
         """Seconds of the loop's own time: callers' is left out."""

@@ -94,8 +94,7 @@ class PartialKvView:
         return names.partial(name)
 
     def run_ahead(self, sequence: Sequence) -> RunAhead | None:
-        run = self._passes.run_of(sequence)
-        return None if run is None else run.ahead
+        return self._passes.ahead_of(sequence)
 
     def commit(self, sequence: Sequence, computed: int) -> None:
         """The partial cache counts what it has by itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import resolve
 from outrider.runtime.session import Session
 from outrider.runtime.trace import RoundTrace
-from tests.conftest import TOY_DRAFTERS
+from tests.conftest import PARTIAL_KV, TOY_DRAFTERS, BuildOnce
 from tests.integration.long_context import prompt
 
 LAYOUT = {"block_size": 4, "sink_blocks": 1, "window_blocks": 2}
@@ -336,8 +337,8 @@ def expected(everything: Runtime) -> list[list[int]]:
     ]
 
 
-def test_rows_with_and_without_partial_kv_and_every_drafter_share_passes(
-    everything: Runtime, expected: list[list[int]]
+def test_requests_with_and_without_partial_kv_and_every_drafter_share_passes(
+    serving: Runtime, expected: list[list[int]]
 ) -> None:
     for shift in range(3):
         requests = []
@@ -345,10 +346,38 @@ def test_rows_with_and_without_partial_kv_and_every_drafter_share_passes(
             drafter = ["none", *TOY_DRAFTERS][(2 * seed + shift) % (1 + len(TOY_DRAFTERS))]
             mode = "off" if (seed + shift) % 4 == 0 else "lossless"
             requests.append((prompt(seed, length), Options(partial_kv=mode, **asked(seed, length, drafter))))  # type: ignore[misc, typeddict-item]
-        found = [handle.result() for handle in everything.submit_all(requests)]
+        found = [handle.result() for handle in serving.submit_all(requests)]
         assert [each.token_ids for each in found] == expected
         for own, (_, options) in zip((each.stats for each in found), requests, strict=True):
             assert (own.partial_rounds > own.refreshes > 0) == (options["partial_kv"] == "lossless")
+
+
+@pytest.fixture(scope="module")
+def one_row(built: BuildOnce) -> Runtime:
+    """A plan whose three branches share the one row that it has."""
+    capacity = "capacity={context: 160, prefill_chunk: 16, branches: 3}"
+    return Runtime.load(built("one-row", [f"partial_kv={PARTIAL_KV}", capacity]), threads=1)
+
+
+@pytest.mark.parametrize("drafter", ["none", "chain", "head", "ngram"])
+def test_a_sequence_that_shares_its_row_reads_the_partial_cache_while_it_is_alone(
+    one_row: Runtime, drafter: str
+) -> None:
+    """Others come while its tokens wait to be confirmed, and leave again; no sequence has other tokens than alone."""
+    shared, options = prompt(3, 60), asked(1, 90, drafter) | {"presence_penalty": 1.0}
+    own = [([7], 60, 0), ([8, 9], 4, 12), ([10], 3, 13)]  # tokens, how many follow, and in which round they come
+    branches = []
+    for tokens, new, first in own:
+        rounds = count()
+        later = lambda *_, tokens=tokens, first=first, rounds=rounds: tokens if next(rounds) >= first else None  # noqa: E731
+        branches.append({"prompt": later, **options, "partial_kv": "lossless", "max_new_tokens": new, "stream_id": 0})
+    found = one_row.generate_branches(shared, branches)
+    for (tokens, new, _), each in zip(own, found, strict=True):
+        alone = options | {"partial_kv": "off", "drafter": "none", "max_new_tokens": new}
+        assert each.token_ids == one_row.generate(shared + tokens, **alone).token_ids  # type: ignore[arg-type]
+    long, *others = (each.stats for each in found)
+    assert long.partial_rounds > long.refreshes > 1
+    assert all(each.partial_rounds == 0 for each in others)
 
 
 def test_lossy_rows_read_their_own_partial_caches(everything: Runtime) -> None:

@@ -173,10 +173,10 @@ class RandomUse:
         rules = self._random.choice(RULES) if self._random.random() < 0.3 else {}
         return chosen | ({"top_p": 0.9} if self._random.random() < 0.3 else {}) | rules
 
-    def _drafting(self, sampling: dict[str, Any], *, rejection: bool = True, partial: bool = True) -> dict[str, Any]:
+    def _drafting(self, sampling: dict[str, Any], *, rejection: bool = True) -> dict[str, Any]:
         drafter = self._random.choice([*self._coupled, *self._rejecting] if rejection else self._coupled)
         chosen = {"drafter": drafter, "auto_disable": self._random.random() < 0.5}
-        lossless = self._partial and partial and drafter not in self._rejecting and self._random.random() < 0.3
+        lossless = self._partial and drafter not in self._rejecting and self._random.random() < 0.3
         if drafter not in self._rejecting and self._random.random() < 0.2:
             chosen |= self._random.choice(LIMITS)
         budget = {"partial_kv": "lossless", "partial_budget": self._random.choice([None, 2, 3, "auto"])}
@@ -212,9 +212,8 @@ class RandomUse:
             self._compare(prompt, sampling, drafting, stream.result)
 
     def _submit(self) -> None:
-        partial = self._mode == "batching"
         samplings = [self._sampling() for _ in range(self._random.randint(2, 12))]
-        asked = [(self._prompt(), sampling, self._drafting(sampling, partial=partial)) for sampling in samplings]
+        asked = [(self._prompt(), sampling, self._drafting(sampling)) for sampling in samplings]
         handles = [
             self._used.submit(prompt, priority=self._random.randint(0, 2), **sampling, **drafting)
             for prompt, sampling, drafting in asked
@@ -229,10 +228,7 @@ class RandomUse:
 
     def _branches(self) -> None:
         prefix, sampling, mode = self._prompt(), self._sampling(), self._random.choice(["in-one-sequence", "batching"])
-        asked = [
-            (self._tokens(9), self._drafting(sampling, partial=mode == "batching"))
-            for _ in range(self._random.randint(2, 10))
-        ]
+        asked = [(self._tokens(9), self._drafting(sampling)) for _ in range(self._random.randint(2, 10))]
         branches = [{"prompt": tokens, "stream_id": 0, **drafting} for tokens, drafting in asked]
         most = self._random.randint(1, 8)
         stream = self._used.stream_branches(prefix, branches, mode=mode, max_parallel=most, **sampling)

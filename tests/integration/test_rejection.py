@@ -135,7 +135,7 @@ def test_tokens_do_not_depend_on_slots_that_neighbours_have_left(everything: Run
     engine.warm_up("in-one-sequence")
 
     def admit(id: int, prompt: list[int], own: Options) -> Sequence:
-        return engine.admit(id, prompt, resolve(own, everything.manifest, everything.grammars, shared=True))
+        return engine.admit(id, prompt, resolve(own, everything.manifest, everything.grammars))
 
     found: list[int] = []
 
