@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +15,7 @@ from outrider import Runtime
 from outrider.plans import names
 from outrider.runtime.backends import onnxruntime_cuda
 from outrider.runtime.branch_request import MODES
+from outrider.runtime.execution.warmup import warm_up
 from outrider.runtime.options.options import Options
 from tests.conftest import REJECTING, TOY_DRAFTERS
 from tests.integration.long_context import prompt
@@ -110,6 +113,18 @@ def test_what_runs_was_recorded(
     assert found == expected
     assert sizes <= {1, 2, 4}
     assert rounds > 3 * sequences
+
+
+def test_recordings_are_as_many_as_sizes_and_views(recorded: Runtime) -> None:
+    """In one row and in a row each, and no more where a plan has more branches."""
+    loop, programs = recorded.engines.loops[0], defaultdict[str, Mock](Mock)
+    buckets, steps = recorded.loaded.plan.buckets, {names.TARGET: loop.target_step, **loop.parts.draft_steps}
+    warm_up(loop.manifest.target.context, steps, loop.drafting, programs)  # type: ignore[arg-type]
+    runs = {name: program.run.call_count for name, program in programs.items()}
+    for model, own in buckets.items():
+        drafted = names.VERIFY if model == names.TARGET else names.draft(model)
+        alone = len(own.new) if model == names.TARGET else 0
+        assert 0 < runs[drafted] <= (2 * len(own.batch) + alone) * len(own.view)
 
 
 def test_the_plan_says_which_sizes(recorded: Runtime) -> None:
