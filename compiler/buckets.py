@@ -6,33 +6,67 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.compiler.design import PlanDesign
 from outrider.plans import names
-from outrider.plans.manifest import Buckets, Drafter, Engine, GraphDrafter, NgramDrafter
+from outrider.plans.manifest import BatchSize, Buckets, Drafter, Engine, GraphDrafter, NgramDrafter, longest_draft
+
+_FED = 8  # most tokens of each sequence for which a drafter has one size of step
 
 
 def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str, Buckets]:
     """Return the buckets by model. Each draft size of an engine has its own bucket; n-gram drafts are rounded up."""
     target, limits, drafters = {1}, design.limits, design.drafters
     own: dict[str, Iterable[int]] = {}
+    sequences = design.target.branches
+    batch = {names.TARGET: _verified_batches(sequences, limits[names.TARGET], 1 + longest_draft(drafters))}
     for drafter in drafters:
         if isinstance(drafter, NgramDrafter):
             target.update(_doubled(1 + drafter.max_draft))
         else:
             target.add(drafter.tree.nodes)
             own[drafter.name] = _fed(drafter, drafters, keeps_levels=engines[drafter.name].keeps_levels)
+            fed = _fed(drafter, drafters, keeps_levels=False)[-1]  # of several sequences, KV of levels is not kept
+            batch[drafter.name] = _drafted_batches(sequences, limits[drafter.name], fed)
     return {
         model: Buckets(
             new=tuple(size for size in sorted(sizes) if size <= limits[model][names.NEW]),
             view=view_buckets(design.target.view_bucket, limits[model][names.VIEW]),
-            batch=batch_buckets(design.target.branches) if model == names.TARGET else (),
+            batch=batch[model],
         )
         for model, sizes in {names.TARGET: target, **own}.items()
     }
 
 
-def batch_buckets(sequences: int) -> tuple[int, ...]:
-    """Return the sizes of steps of 2 to `sequences`: 2, 4, 8, then every eighth, and `sequences` itself."""
-    sizes = {size for size in (2, 4, *range(8, sequences, 8)) if size < sequences}
-    return tuple(sorted(sizes | {sequences})) if sequences > 1 else ()
+def _verified_batches(sequences: int, limits: Mapping[str, int], each: int) -> tuple[BatchSize, ...]:
+    """Return the target's sizes: a token of each sequence, then tips with drafts, at most `each` of a sequence.
+
+    Rows that a step has no sequence for are empty, and cost little: a size has as many as it may need.
+    """
+    if sequences == 1:
+        return ()
+    plain = [BatchSize(sequences=size, tokens=size, each=1) for size in batch_buckets(sequences)]
+    drafted = [
+        BatchSize(sequences=min(size, sequences), tokens=size, each=min(size, each))
+        for size in batch_buckets(min(limits[names.LOGITS], sequences * each))[1:]  # from 3 tokens on
+    ]
+    return (*plain, *(drafted if each > 1 else ()))
+
+
+def _drafted_batches(sequences: int, limits: Mapping[str, int], fed: int) -> tuple[BatchSize, ...]:
+    """Return the sizes of a drafter whose sequences are fed at most `fed` tokens each.
+
+    A tree grows for each of its rows, so that those are few; tokens that are fed cost it little.
+    """
+    shares = (fed,) if fed <= _FED else (_FED // 2, fed)
+    return tuple(
+        BatchSize(sequences=size, tokens=min(size * share, limits[names.NEW]), each=fed)
+        for size in batch_buckets(sequences)
+        for share in shares
+    )
+
+
+def batch_buckets(most: int) -> tuple[int, ...]:
+    """Return 2, 4, 8 and so on, from 8 on with their midpoints, and `most` itself; nothing for a `most` of 1."""
+    sizes = {size for size in (2, 4, *view_buckets(8, most)) if size < most}
+    return tuple(sorted(sizes | {most})) if most > 1 else ()
 
 
 def view_buckets(least: int, most: int) -> tuple[int, ...]:

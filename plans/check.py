@@ -208,6 +208,9 @@ def _buckets(buckets: Buckets, symbols: Mapping[str, int]) -> Iterator[str]:
             yield f"{name}: the plan has no such model"
         elif list(sizes) != sorted(set(sizes)) or sizes[-1] > most:
             yield f"{name}: {', '.join(map(str, sizes))} do not ascend to at most {most}"
+    most = symbols.get(names.NEW, 0)
+    if any(max(size.sequences, size.each) > size.tokens or size.tokens > most for size in buckets.batch):
+        yield f"batch: a size has more sequences than tokens, or more than {most} of these"
     if buckets.view[-1] != symbols.get(names.VIEW):
         yield f"view: ends at {buckets.view[-1]}, not at the largest view, {symbols.get(names.VIEW)}"
 

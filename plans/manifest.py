@@ -313,15 +313,23 @@ class View(Strict):
     plane: Annotated[int, Field(ge=0)]
 
 
+class BatchSize(Strict):
+    """A size of step for up to `sequences` sequences: `tokens` in all, at most `each` of one sequence."""
+
+    sequences: Size
+    tokens: Size
+    each: Size
+
+
 class Buckets(Strict):
     """Sizes that steps are rounded up to, ascending, so that they come again: `new` tokens and keys in `view`.
 
-    Steps with more new tokens have the size that they have. The last view is the largest. A step that gives each of
-    several sequences a token, and drafts nothing, has a size of `batch`.
+    Steps with more new tokens have the size that they have. The last view is the largest. A step of several sequences
+    has the first size of `batch` that holds it: of the target, the first sizes are those of steps that draft nothing.
     """
 
     new: Annotated[tuple[Size, ...], Field(min_length=1)]
-    batch: tuple[Size, ...] = ()
+    batch: tuple[BatchSize, ...] = ()
     view: Annotated[tuple[Size, ...], Field(min_length=1)]
 
 

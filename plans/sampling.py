@@ -21,3 +21,6 @@ class Sampling(NamedTuple):
 
 
 SETTINGS = len(Sampling._fields)
+
+NOBODY = 2**32
+"""The branch of tokens that fill up a step: nothing is chosen for them. `plugins/csrc/sample.h` declares it too."""

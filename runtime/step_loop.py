@@ -86,7 +86,7 @@ class StepLoop:
         self.buffers.set_sampling(0, SamplingParams())
         steps = {names.TARGET: self.target_step, **self.parts.draft_steps}
         with exchange.recording():
-            rounds = warm_up(self._geometry.context, steps, self.drafting.rounds, self.programs)
+            rounds = warm_up(self._geometry.context, steps, self.drafting, self.programs)
         _LOG.info("warmed up %d rounds in %.1f s", rounds, perf_counter() - started)
 
     @property

@@ -8,6 +8,8 @@
 
 namespace outrider {
 
+constexpr i64 kNoBranch = i64{1} << 32;  // of rows that fill up a step: they choose nothing (plans/sampling.py)
+
 struct SamplingSlots {
   const double* sampling;
   const u64* seed;

@@ -20,7 +20,7 @@ from outrider.plugins.schema import INTEGER, OpSchema, Purpose, TensorSpec
 
 SCHEMA = OpSchema(
     name="ChainAccept",
-    version=5,
+    version=6,
     doc="""Walk each drafted chain by classical speculative sampling: accept by p / q, or correct from the residual.
 
     Tokens stand as in TreeAccept. That is for trees of branches b whose by_rejection[b] is 1, which are chains: in
@@ -145,7 +145,7 @@ def chain_accept(tensors: Tensors) -> WeighedChains:
             return race(weights, key), None
         return race(rest, key), None
 
-    accepted = walk_trees(logit_indices, parent, step)
+    accepted = walk_trees(logit_indices, parent, branch, step)
     return WeighedChains(**vars(accepted), trials=trials)
 
 

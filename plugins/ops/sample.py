@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
+from outrider.plans.sampling import NOBODY
 from outrider.plugins.cuda.launches import STATUS, make_launch
 from outrider.plugins.ops import row_choices as rows
 from outrider.plugins.ops.op import Op
@@ -14,11 +15,12 @@ from outrider.plugins.schema import INTEGER, OpSchema, Purpose, TensorSpec
 
 SCHEMA = OpSchema(
     name="Sample",
-    version=3,
+    version=4,
     doc="""One token for each new token with logits.
 
     committed[m] = choice(logits[m], sampling[b], noise), with n = logit_indices[m], b = branch[n] and the noise of
-    (seed[b], stream[b], positions[n] + 1, purpose): an exponential race among the tokens that the filters keep.
+    (seed[b], stream[b], positions[n] + 1, purpose): an exponential race among the tokens that the filters keep. A token
+    of branch NOBODY fills up the step, and committed[m] is -1.
     Errors: ValueError for extents, indices or settings out of range, and for logits with NaN or with -inf alone.""",
     inputs=rows.CHOICE_INPUTS,
     outputs=(rows.COMMITTED,),
@@ -61,6 +63,7 @@ def sample(
 ) -> NDArray[np.int64]:
     """Choose tokens int64 `[M]` from `logits` `[M, V]` at `logit_indices`; `positions` and `branch` are `[N]`."""
     chosen = [
-        slots.choose(logits[m], int(branch[row]), int(positions[row]), purpose) for m, row in enumerate(logit_indices)
+        -1 if branch[row] == NOBODY else slots.choose(logits[m], int(branch[row]), int(positions[row]), purpose)
+        for m, row in enumerate(logit_indices)
     ]
     return np.array(chosen, dtype=np.int64)

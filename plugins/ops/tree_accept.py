@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
+from outrider.plans.sampling import NOBODY
 from outrider.plugins.cuda.launches import COUNTER, make_launch
 from outrider.plugins.ops import row_choices as rows
 from outrider.plugins.ops.op import Op, Tensors
@@ -18,12 +19,12 @@ from outrider.plugins.schema import OpSchema, Purpose
 
 SCHEMA = OpSchema(
     name="TreeAccept",
-    version=3,
+    version=4,
     doc="""Walk each draft tree along the target's own choices.
 
     logit_indices ascends. A token in it whose parent is not in it is the root of a tree (its tip), the others are
     drafted nodes of that tree and stand next to each other. Tokens outside it are pending: committed, KV not yet
-    computed.
+    computed. A root of branch NOBODY fills up the step: it is no tree's, commits nothing, and is not kept.
     From the root: x = choice(node), as Sample does; if a child of the node holds x, commit x and continue at it; else
     commit x and stop. One draw a visited node.
 
@@ -68,7 +69,10 @@ class Accepted:
 
 
 def walk_trees(
-    logit_indices: NDArray[np.int64], parent: NDArray[np.int64], step: Callable[[int], tuple[int, int | None]]
+    logit_indices: NDArray[np.int64],
+    parent: NDArray[np.int64],
+    branch: NDArray[np.int64],
+    step: Callable[[int], tuple[int, int | None]],
 ) -> Accepted:
     """Walk each tree from its root: `step(node)` returns the token after the node, and the next node or None."""
     rows = logit_indices.tolist()
@@ -77,8 +81,8 @@ def walk_trees(
     kept = [row for row in range(len(parent)) if row not in rows]
 
     for place, root in enumerate(rows):
-        if parent[root] in rows:
-            continue  # a drafted node
+        if parent[root] in rows or branch[root] == NOBODY:
+            continue  # a drafted node, or one that fills up the step
         tokens: list[int] = []
         node: int | None = root
         while node is not None:
@@ -102,4 +106,4 @@ def tree_accept(tensors: Tensors, purpose: Purpose = Purpose.TARGET) -> Accepted
         x = slots.choose(tensors[names.LOGITS_OUT][place_of[node]], int(branch[node]), int(positions[node]), purpose)
         return x, next((row for row in place_of if parent[row] == node and token_ids[row] == x), None)
 
-    return walk_trees(rows, parent, step)
+    return walk_trees(rows, parent, branch, step)

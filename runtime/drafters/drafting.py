@@ -10,7 +10,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from outrider.plans import names
-from outrider.plans.manifest import GraphDrafter, NgramDrafter
+from outrider.plans.manifest import BatchSize, GraphDrafter, NgramDrafter
 from outrider.runtime.drafters import make_host_drafter
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.drafters.base import NOTHING, Draft, HostDrafter
@@ -261,6 +261,10 @@ class Drafting:
             yield from chain_rounds(length, step, settings.max_draft)
             if settings.otherwise is not None:
                 yield from self.engine_drafters[settings.otherwise].extensions(length, 1 + step.max_nodes)
+
+    def batches(self, model: str, size: BatchSize, view: int, *, rows: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Lay out the runs of a drafter of that size for several sequences; see `EngineDrafter.batches`."""
+        return self.engine_drafters[model].batches(size, view, rows=rows)
 
 
 def _kept_features(loaded: LoadedPlan, assembly: Assembly) -> KeptFeatures | None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
+from outrider.plans.manifest import BatchSize
 from outrider.runtime.drafters.base import Draft
 from outrider.runtime.drafters.engine_state import EngineSequence, EngineState
 from outrider.runtime.execution.program import Program
@@ -140,7 +141,8 @@ class EngineDrafter(EngineState):
         grown = self._feed_all(waiting, tips)
         if not grown:
             return {}
-        self._step.grow(grown)
+        batch = self.cache.batch if self.cache.pooled else None
+        self._step.grow(grown, 1 if batch is None else batch.sequences)
         self._run(self._draft)
         return {number: self._read(tree, wanting[number]) for tree, number in self._trees(grown)}
 
@@ -155,9 +157,12 @@ class EngineDrafter(EngineState):
         while True:
             with self._watch:
                 self.cache.make_room(room)
-                self.cache.begin({each.number: 0 for each in waiting})  # rows are ragged, so counts do not matter
                 self._step.expect_tips(self._most_tips)
+                counts = {each.number: self._end(each) - self._states[each.number].end for each in waiting}
+                # Where they are more than a step has room for, none is recorded, and rows are ragged.
+                self.cache.begin(counts, fills=True)
                 grown = self._lay_out(waiting, tips)
+                self.cache.close_step()
             if grown and not waiting:
                 return grown
             if self._step.new_tokens:
@@ -190,6 +195,7 @@ class EngineDrafter(EngineState):
                     self._tip_position[number] = len(sequence.tokens) - 1
             if have + count < end:
                 break
+            self.cache.close_row(number)
             waiting.pop(0)
         return grown
 
@@ -219,6 +225,17 @@ class EngineDrafter(EngineState):
         return self._buffers.rows(self.name, names.DRAFT_PROBS, first + 1, first + self._nodes).copy()
 
     # Sizes of rounds, for devices that record them.
+
+    def batches(self, size: BatchSize, view: int, *, rows: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Lay out a size of step of several sequences, once for each program that may run it, as `rounds` does."""
+        self._step.expect_tips(1 if rows else len(self._tip_position))
+        if self._feature_indices is not None:
+            self._feature_indices[: size.tokens] = 0
+        self._step.begin_warmup_batch(size, view, rows=rows)
+        if self.paired:
+            yield names.extend(self.name), (self.name,)
+        self._step.grow((), 1 if rows else size.sequences)
+        yield names.draft(self.name), (self.name,)
 
     def rounds(self, length: int, step: TargetStep) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Lay out every size of round with it that a sequence of `length` tokens may come to, one after another.

@@ -97,32 +97,25 @@ def lay_out(
     # Sequences accepted by rejection choose first: room was reserved for them.
     whole.sort(key=lambda number: drafts.get(number, NOTHING).probs is None)
     nodes = cache.fit(chains, {number: len(drafts.get(number, NOTHING)) for number in whole})
-    batch = 0
-    if len(nodes) == sum(chains.values()) and not any(nodes.values()):  # a token each, and no drafts
-        size = step.batch_of(len(chains) if cache.pooled else 1 + max(map(cache.row_of, chains)))
-        batch = size if cache.holds_batch(size) else 0
-    cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()}, batch)
+    tips_alone = len(nodes) == sum(chains.values())  # no sequence catches up
+    cache.begin({number: count + nodes.get(number, 0) for number, count in chains.items()}, fills=tips_alone)
     placed: list[Placement] = []
-    trees = first = 0
+    trees = 0
     for number, count in chains.items():
         sequence = by_number[number]
         start = starts[sequence]
         last = cache.append(sequence.part(start, count), start, number)
         here = Placement(sequence, start, count)
         if number in nodes:
-            here.root, here.tree, here.first = last, trees, first
+            here.root, here.tree, here.first = last, trees, step.asked
             here.drafted, here.draft = nodes[number], drafts.get(number)
             step.append_tip(last)
             if here.drafted and here.draft is not None:
                 _hang(step, here.draft, last, here.drafted)
-            trees, first = trees + 1, first + 1 + here.drafted
+            trees += 1
         cache.close_row(number)
         placed.append(here)
     cache.close_step()
-    if batch:
-        step.ask_for_all()
-        for here in placed:
-            here.tree = here.first = here.root
     return placed
 
 

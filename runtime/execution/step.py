@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.plans import names
-from outrider.plans.manifest import Buckets, Geometry, GraphDrafter
+from outrider.plans.manifest import BatchSize, Buckets, Geometry, GraphDrafter
+from outrider.plans.sampling import NOBODY
 from outrider.runtime.execution.buffers import Buffers
 
 _NEW, _VIEW, _LOGITS, _ROWS, _EDGES, _PLACES, _FEATURED, _TIPS, _GROWN = range(len(names.SYMBOLS))
-NOBODY = 2**32  # a number that no branch has
 _HIDDEN = np.finfo(np.float32).min  # what BimMask writes: finite, so that no softmax is over nothing
 
 
@@ -99,6 +99,33 @@ class Step:
         self._row = row
         self._resize(last + 1)
         return last
+
+    def batch_size(self, sequences: int, tokens: int, each: int) -> BatchSize | None:
+        """Return the recorded size of a step of several sequences, of `tokens` in all and at most `each` of one; None
+        where there is none."""
+        sizes = () if self.buckets is None else self.buckets.batch
+        return next((s for s in sizes if sequences <= s.sequences and tokens <= s.tokens and each <= s.each), None)
+
+    def begin_warmup_batch(self, size: BatchSize, view: int, *, rows: bool) -> None:
+        """Begin a step of a recorded size in which no sequence takes part, with `view` keys in view or the next number
+        that there is, in a row each or all in one."""
+        count = min(size.sequences, self.most_rows) if rows else 1
+        most = -(-size.tokens // count)
+        self.begin_rows(count * [max(0, view - self.reach - most)])
+        for row in range(count):
+            self.append_filling(min(most, size.tokens - self.sizes[_NEW]), row)
+        self.end_batch(size)
+
+    def end_batch(self, size: BatchSize) -> None:
+        """End a step that has been filled up to a recorded size."""
+        assert self.sizes[_NEW] == size.tokens, "a step that is not full"
+        if self.sizes[_ROWS] > 1:
+            self.sizes[_PLACES] = size.each
+
+    def append_filling(self, count: int, row: int) -> None:
+        """Lay out padding tokens that fill a step up to a recorded size."""
+        if count:
+            self.append_padding(count, row)
 
     def append_padding(self, count: int, row: int) -> None:
         """Lay out padding tokens, which see and are seen by none but themselves."""
@@ -189,19 +216,17 @@ class DraftStep(Step):
         return self._grown * tips
 
     def expect_tips(self, most: int) -> None:
-        """At most `most` trees will grow in each row of the step that is being laid out."""
+        """At most `most` trees will grow in each row of the step that begins next."""
         self.reach = self.reach_of(most)
-        rows = self.sizes[_ROWS]
-        self.sizes[_VIEW] = self.view_of(int(self.past_length[:rows].max()))
 
-    def grow(self, tips: Sequence[tuple[int, int, int]]) -> None:
-        """Set the tips `(row, index, branch)`, row by row, that trees grow from; a row with fewer tips than others
-        grows trees that nobody reads.
+    def grow(self, tips: Sequence[tuple[int, int, int]], least: int = 1) -> None:
+        """Set the tips `(row, index, branch)`, row by row, that trees grow from, at least `least` in each row; a row
+        with fewer tips than others grows trees that nobody reads.
         """
         if self._tips is None:  # a plan of one branch: the tip is the last token
             return
         rows = self.sizes[_ROWS]
-        each = max(1, *(sum(tip[0] == row for tip in tips) for row in range(rows)))
+        each = max(least, *(sum(tip[0] == row for tip in tips) for row in range(rows)))
         at, of = (column[: rows * each].reshape(rows, each) for column in self._tips)
         at[:] = of[:] = 0
         place = [0] * rows
@@ -233,6 +258,18 @@ class TargetStep(Step):
         super().begin_rows(past, slots)
         self.drafted = self._free_bias[0] = self.sizes[_LOGITS] = 0
 
+    @property
+    def asked(self) -> int:
+        """Number of tokens whose logits are asked for."""
+        return self.sizes[_LOGITS]
+
+    def append_filling(self, count: int, row: int) -> None:
+        """Lay out padding tokens with logits, from which nothing is chosen."""
+        super().append_filling(count, row)
+        n, logits = self.sizes[_NEW], self.sizes[_LOGITS]
+        self.logit_indices[logits : logits + count] = self._count[n - count : n]
+        self.sizes[_LOGITS] += count
+
     def append_tip(self, index: int) -> None:
         """Ask for the logits of the last token of a chain that was appended; nodes may follow."""
         self.logit_indices[self.sizes[_LOGITS]] = index
@@ -246,12 +283,6 @@ class TargetStep(Step):
             self.token_ids[1 : 1 + drafted] = 0
             self.parent[1 : 1 + drafted] = self._count[:drafted]
             self.append_nodes(drafted)
-
-    def begin_warmup_batch(self, length: int, size: int, *, rows: bool) -> None:
-        """Begin a step of tokens 0, the tips of `size` sequences of `length` tokens, in a row each or all in one."""
-        self.begin_rows([length - 1] * (size if rows else 1))
-        for place in range(size):
-            self.append_tip(self.append_chain([0], length - 1, 0, place if rows else 0))
 
     def append_nodes(self, count: int) -> None:
         """Complete `count` drafted nodes whose tokens and parents a drafter wrote after the tip."""
@@ -291,17 +322,6 @@ class TargetStep(Step):
         self.logit_indices[n:size] = self._count[n:size]
         self.sizes[_LOGITS] = size
         self._resize(size)
-
-    def batch_of(self, tokens: int) -> int:
-        """Return the recorded size of a step of `tokens` sequences, a token each; 0 where there is none."""
-        sizes = () if self.buckets is None else self.buckets.batch
-        index = bisect_left(sizes, tokens)
-        return sizes[index] if index < len(sizes) else 0
-
-    def ask_for_all(self) -> None:
-        """Ask for the logits of every token."""
-        count = self.sizes[_LOGITS] = self.sizes[_NEW]
-        self.logit_indices[:count] = self._count[:count]
 
     def expect_tree(self, nodes: int) -> None:
         """Make room for a tree of `nodes` whose root is the only new token: tokens, positions and parents of all

@@ -6,52 +6,77 @@ Prompts are not warmed up: their passes are long, and few are of one size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from typing import Protocol
 
 from outrider.plans import names
+from outrider.plans.manifest import BatchSize
 from outrider.runtime.execution.program import Program
 from outrider.runtime.execution.step import Step, TargetStep
 
 _BY = [names.SYMBOLS.index(symbol) for symbol in (names.NEW, names.VIEW)]  # what makes a round large
 
-
-Rounds = Callable[[int, TargetStep], Iterator[tuple[str, tuple[str, ...]]]]
-"""Lays out, one after another, the rounds with a draft that a sequence of `length` tokens may need. Of each: the name
-of its program, and the models whose sizes it runs with."""
+Sizes = Iterator[tuple[str, tuple[str, ...]]]
+"""Rounds that are laid out one after another: of each, the name of its program, and the models whose sizes it has."""
 
 
-def warm_up(context: int, steps: Mapping[str, Step], rounds: Rounds, programs: Mapping[str, Program]) -> int:
-    """Run every round once, for an empty sequence that may come to `context` tokens; return the number of rounds.
+class DraftedRounds(Protocol):
+    """Lays out the rounds that drafters may need."""
+
+    def rounds(self, length: int, step: TargetStep) -> Sizes:
+        """Lay out the rounds with a draft of a sequence of `length` tokens that is alone."""
+
+    def batches(self, model: str, size: BatchSize, view: int, *, rows: bool) -> Sizes:
+        """Lay out the runs of a drafter for several sequences, with `view` keys in view, in a row each or in one."""
+
+
+def warm_up(context: int, steps: Mapping[str, Step], drafting: DraftedRounds, programs: Mapping[str, Program]) -> int:
+    """Run every round once, for an empty sequence that may come to `context` tokens, and for several; return the number
+    of rounds.
 
     `steps` are those of all models. Slots get garbage, none of which is committed.
     """
     target = steps[names.TARGET]
     assert isinstance(target, TargetStep)
-    found: dict[tuple[object, ...], tuple[list[int], int, int]] = {}
-    for length in _lengths(context, list(steps.values())):
-        for place, (program, models) in enumerate(_rounds(length, target, rounds)):
+    layouts: list[Callable[[], Sizes]] = [
+        partial(_rounds, length, target, drafting) for length in _lengths(context, list(steps.values()))
+    ]
+    for model, step in steps.items():
+        lay_out = partial(_verified, target) if model == names.TARGET else partial(drafting.batches, model)
+        layouts += [
+            partial(lay_out, *batch, rows=rows) for rows in {False, step.most_rows > 1} for batch in _batches(step)
+        ]
+    found: dict[tuple[object, ...], tuple[list[int], Callable[[], Sizes], int]] = {}
+    for layout in layouts:
+        for place, (program, models) in enumerate(layout()):
             sizes = [tuple(steps[model].sizes) for model in models]
             work = [sum(size[i] for size in sizes) for i in _BY]
-            found.setdefault((program, *sizes), (work, length, place))
-    for _, length, place in sorted(found.values(), reverse=True):
-        program, _ = next(islice(_rounds(length, target, rounds), place, None))
+            found.setdefault((program, *sizes), (work, layout, place))
+    for _, layout, place in sorted(found.values(), key=lambda round: round[0], reverse=True):
+        program, _ = next(islice(layout(), place, None))
         programs[program].run()
     return len(found)
 
 
-def _rounds(length: int, step: TargetStep, rounds: Rounds) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Lay out every round of a sequence of `length` tokens; yield its program, and the models whose sizes it has."""
-    yield from rounds(length, step)
+def _rounds(length: int, step: TargetStep, drafting: DraftedRounds) -> Sizes:
+    """Lay out every round of a sequence of `length` tokens that is alone."""
+    yield from drafting.rounds(length, step)
     step.begin_warmup(length)
     yield names.DECODE, (names.TARGET,)
-    assert step.buckets is not None
-    for size in reversed(step.buckets.batch):
-        if length - 1 + size <= step.largest_view:
-            step.begin_warmup_batch(length, size, rows=False)
-            yield names.DECODE, (names.TARGET,)
-        if size <= step.most_rows:
-            step.begin_warmup_batch(length, size, rows=True)
-            yield names.DECODE, (names.TARGET,)
+
+
+def _batches(step: Step) -> Iterator[tuple[BatchSize, int]]:
+    """Yield every size of step of several sequences, with each number of keys in view."""
+    assert step.buckets is not None, "what is recorded has buckets"
+    for size in step.buckets.batch:
+        for view in step.buckets.view:
+            yield size, view
+
+
+def _verified(step: TargetStep, size: BatchSize, view: int, *, rows: bool) -> Sizes:
+    step.begin_warmup_batch(size, view, rows=rows)
+    yield names.DECODE if size.each == 1 else names.VERIFY, (names.TARGET,)
 
 
 def _lengths(context: int, steps: Sequence[Step]) -> list[int]:
@@ -59,7 +84,7 @@ def _lengths(context: int, steps: Sequence[Step]) -> list[int]:
     lengths = {context}
     for step in steps:
         assert step.buckets is not None, "what is recorded has buckets"
-        added = max(step.buckets.new[-1], *step.buckets.batch, 0) + step.reach + 1
+        added = step.buckets.new[-1] + step.reach + 1
         for view in step.buckets.view:
             lengths.update(range(max(view - added, 1), min(view + 2, context + 1)))
     return sorted(lengths, reverse=True)

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.kv_slots import are_finite
-from outrider.plans.manifest import Geometry
+from outrider.plans.manifest import BatchSize, Geometry
+from outrider.plans.sampling import NOBODY
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.program import Program
-from outrider.runtime.execution.step import NOBODY, Step
+from outrider.runtime.execution.step import Step
 from outrider.runtime.kv.alignment import Alignment, AlignmentState
 from outrider.runtime.kv.memory import HostKv
 from outrider.runtime.kv.slots import EMPTY, SHARED, SlotTable
@@ -75,10 +76,12 @@ class KvCache:
         self._padded, self._rectangular = padded, rectangular
         self.alignment: AlignmentState | None = None
         self._aligned: Alignment | None = None  # of the step
-        self._numbers = range(geometry.branches)
-        self._inert: dict[int, int] = {}  # what fills up a batch: a number that the step has no token of, and its token
+        self.batch: BatchSize | None = None
+        """The recorded size that the step is filled up to."""
+        self._filling: list[int] = []  # by row, how many tokens fill it up, which come last
+        self._adding: Collection[int] = ()  # sequences of a step that is filled up
         self.filled_rows: set[int] = set()
-        """Numbers whose rows tokens that fill up a batch were written to, over KV that no sequence has any more."""
+        """Numbers whose rows tokens that fill up a step were written to, over KV that no sequence has any more."""
         self._open: set[int] = set()
         self.arrange(pooled=True)
 
@@ -183,13 +186,28 @@ class KvCache:
             room -= chunk
         return sum(ends) <= room if self._pooled else max(ends) <= room
 
-    def holds_batch(self, size: int) -> bool:
-        """Whether a step of one token of each sequence may be filled up to a batch of that size, which is recorded for
-        the target's own cache."""
-        if self.alignment is not None or self._model != names.TARGET:
-            return False
-        view = self._step.largest_view
-        return self.length + size <= view if self._pooled else self.length < view
+    def _fill(self, tokens: Mapping[int, int]) -> None:
+        """Choose the recorded size of a step that adds `tokens` by sequence, and what each row has of the tokens that
+        fill it up. None is recorded for padded rows and the partial cache, and near the end of the view.
+
+        Rows of sequences come first: KV of earlier sequences may lie in others, for the prefix cache.
+        """
+        step, total, pooled = self._step, sum(tokens.values()), self._pooled
+        sequences = len(tokens) if pooled else 1 + max(tokens)
+        size = step.batch_size(sequences, total, max(tokens.values()))
+        if size is None or self.alignment is not None or self._model == names.PARTIAL:
+            return
+        rows = self._rows[: size.sequences]
+        if self._rectangular and not pooled and size.each + max(table.length for table in rows) > self._kv[0].slots:
+            return
+        own = [total] if pooled else [tokens.get(row, 0) for row in range(len(rows))]
+        each, view, left = size.tokens if pooled else size.each, step.largest_view - step.reach, size.tokens - total
+        filling = len(rows) * [0]
+        for row in sorted(range(len(rows)), key=lambda row: own[row] == 0):
+            filling[row] = max(0, min(left, each - own[row], view - rows[row].length - own[row]))
+            left -= filling[row]
+        if not left:
+            self.batch, self._filling = size, filling
 
     def width(self, numbers: Collection[int]) -> int:
         """Most tokens that each row may add in a step of these sequences; padded rows are a rectangle within a step.
@@ -244,19 +262,20 @@ class KvCache:
 
     # A step.
 
-    def begin(self, tokens: Mapping[int, int], batch: int = 0) -> None:
+    def begin(self, tokens: Mapping[int, int], *, fills: bool = False) -> None:
         """Begin an empty step after all rows, for `tokens` by sequence; none: for the prefix.
 
-        A step that adds one token of each is filled up to a `batch` of that many tokens, of other numbers: in a row
-        each, if sequences have one. Nobody sees them, and their KV is never committed.
+        With `fills` it is filled up to a recorded size, where there is one, with tokens that nobody sees, and whose KV
+        is never committed.
         """
         self._used = 1 + max(map(self.row_of, tokens), default=0)
-        self._aligned = None
-        others = [number for number in self._numbers if number not in tokens] if batch else []
-        self._inert = dict.fromkeys(others[: batch - len(tokens)], -1)
-        if batch and not self._pooled:
-            self._used = batch
-            self.filled_rows.update(self._inert)
+        self._aligned, self.batch, self._filling = None, None, []
+        if fills and any(tokens.values()):
+            self._fill(tokens)
+        if self._filling:
+            self._used = len(self._filling)
+            if not self._pooled:
+                self.filled_rows.update(row for row, count in enumerate(self._filling) if count and row not in tokens)
         used = self._rows[: self._used]
         if self.alignment is not None and tokens:
             self.alignment.cache_length = max(table.length for table in used)
@@ -265,7 +284,8 @@ class KvCache:
             self._aligned = self.alignment.align([tokens.get(row, 0) for row in range(self._used)])
         self._step.begin_rows([table.length for table in used], self._kv[0].slots)
         self._pad_rows(0)
-        if not self._pooled:
+        self._adding = tokens.keys()
+        if self._filling and not self._pooled and 0 not in tokens:
             self._fill_rows(0)
 
     def reach(self, number: int, position: int, count: int) -> int:
@@ -279,7 +299,7 @@ class KvCache:
 
     def begin_alone(self, tokens: list[int], position: int, number: int) -> None:
         """Lay out a whole step: the next tokens of a sequence that is alone in row 0."""
-        self._used, self._aligned, self._inert = 1, None, {}
+        self._used, self._aligned, self.batch, self._filling = 1, None, None, []
         if self.states is not None:
             self.states.feed(number, 0, position, len(tokens))
         self._step.begin(self._tables[0].length, position, tokens, number, self._kv[0].slots)
@@ -295,21 +315,22 @@ class KvCache:
         """End the tokens of a sequence in the step."""
         if self._aligned is not None:
             self._pad_rows(self.row_of(number) + 1)
-        if self._inert and not self._pooled:
-            self._fill_rows(number + 1)
+        if self._filling and not self._pooled:
+            self._fill_rows(number)
 
     def close_step(self) -> None:
-        """End the step: in one row, what fills it up comes last."""
-        if self._pooled:
-            for number in self._inert:
-                self._inert[number] = self._step.append_chain([0], 0, number)
+        """End the step."""
+        if self.batch is not None:
+            if self._pooled:
+                self._fill_rows(0)
+            self._step.end_batch(self.batch)
 
     def _fill_rows(self, first: int) -> None:
-        """Lay out the inert tokens of row `first` and those after it, up to one that has a token of its own."""
-        number = first
-        while number in self._inert:
-            self._inert[number] = self._step.append_chain([0], 0, number, number)
-            number += 1
+        """Fill up row `first`, and those after it up to one that a sequence adds tokens to."""
+        for row in range(first, len(self._filling)):
+            if row > first and row in self._adding:
+                break
+            self._step.append_filling(self._filling[row], row)
 
     def _pad_rows(self, first: int) -> None:
         """Lay out the padding of row `first`, and of those after it that have nothing else."""
@@ -325,14 +346,14 @@ class KvCache:
         step = self._step
         if self.states is not None:
             self.states.commit(kept)
-        if self._used == 1 and not self._inert and self.alignment is None:  # without the bookkeeping of rows
+        if self._used == 1 and not self._filling and self.alignment is None:  # without the bookkeeping of rows
             self._commit_row(0, step.new_tokens if kept is None else len(kept), kept, 0)
             self._note_peak()
             return
         if kept is None:
             kept = np.arange(step.new_tokens)
-            if self._inert:
-                kept = np.delete(kept, list(self._inert.values()))
+            if self._filling:
+                kept = kept[step.branch[: step.new_tokens] != NOBODY]
         cuts = np.searchsorted(kept, step.row_splits[: self._used + 1])
         for row in range(self._used):
             mine = kept[cuts[row] : cuts[row + 1]]

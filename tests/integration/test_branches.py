@@ -298,7 +298,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
 
     begin, begin_alone = KvCache.begin, KvCache.begin_alone
     monkeypatch.setattr(StepLoop, "step", noted)
-    monkeypatch.setattr(KvCache, "begin", lambda self, *given: (begin(self, *given), poisoned(self)))
+    monkeypatch.setattr(KvCache, "begin", lambda self, *given, **named: (begin(self, *given, **named), poisoned(self)))
     monkeypatch.setattr(KvCache, "begin_alone", lambda self, *given: (begin_alone(self, *given), poisoned(self)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from outrider.plans.sampling import Sampling
+from outrider.plans.sampling import NOBODY, Sampling
 from outrider.plugins import native
 from outrider.plugins.ops.row_choices import SamplingSlots
 from tests.plugins.drawn_pairs import distribution
@@ -57,7 +57,8 @@ def equal_slots(branches=1, *, seed=3, **settings) -> SamplingSlots:
 
 
 def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
-    """Random trees, each after its chain of pending tokens: (token_ids, parent, branch, logit_indices).
+    """Random trees, each after its chain of pending tokens, some before a root of NOBODY: (token_ids, parent, branch,
+    logit_indices).
 
     `straight` has the probability, by branch, that a node is the child of the one before it: 1 makes chains.
     """
@@ -79,6 +80,10 @@ def forest(rng, trees, most_pending, most_nodes, vocabulary, straight):
             branch.append(b)
             if row >= root:
                 logit_indices.append(row)
+        if rng.random() < 0.2:
+            logit_indices.append(len(parent))
+            for column, value in ((token_ids, 0), (parent, -1), (branch, NOBODY)):
+                column.append(value)
     return tuple(np.array(column, dtype=np.int64) for column in (token_ids, parent, branch, logit_indices))
 
 

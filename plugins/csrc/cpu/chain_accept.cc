@@ -71,6 +71,7 @@ class ChainAccept {
     const Trees trees = walk_.trees(choices_.logit_indices(), count, new_tokens);
     const GilReleasedIfLong released(2 * choices_.bytes(count));
     for (i64 place = 0; place < count; ++place) {
+      if (choices_.fills_up(place)) continue;
       const i64 branch = choices_.branch(place);
       check_value(kOp, "skip_sample_adjustment", branch, skip_sample_adjustment_[branch], 0, 1);
       check_value(kOp, "by_rejection", branch, by_rejection_[branch], 0, 1);

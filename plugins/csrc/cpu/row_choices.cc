@@ -26,6 +26,7 @@ void RowChoices::check(i64 new_tokens, i64 count) const {
   for (i64 place = 0; place < count; ++place) {
     const i64 row = logit_indices_[place];
     check_value(op_, "logit_indices", place, row, 0, new_tokens - 1);
+    if (fills_up(place)) continue;
     const i64 branch = branch_[row];
     check_value(op_, "branch", row, branch, 0, branches_ - 1);
     if (const char* fault = settings_fault(sampling(place))) {

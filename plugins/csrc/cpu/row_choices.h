@@ -24,6 +24,7 @@ class RowChoices {
 
   const i64* logit_indices() const { return logit_indices_; }
   i64 branch(i64 place) const { return branch_[logit_indices_[place]]; }
+  bool fills_up(i64 place) const { return branch(place) == kNoBranch; }
   Sampling sampling(i64 place) const { return sampling_of(slots_.sampling, branch(place)); }
   i64 vocabulary() const { return vocabulary_; }
   i64 bytes(i64 count) const { return count * vocabulary_ * static_cast<i64>(sizeof(float)); }

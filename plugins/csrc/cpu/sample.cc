@@ -19,7 +19,9 @@ class Sample {
   void call(i64 new_tokens, i64 count) {
     choices_.check(new_tokens, count);
     const GilReleasedIfLong released(choices_.bytes(count));
-    for (i64 place = 0; place < count; ++place) committed_[place] = choices_.at(place);
+    for (i64 place = 0; place < count; ++place) {
+      committed_[place] = choices_.fills_up(place) ? -1 : choices_.at(place);
+    }
   }
 
  private:

@@ -6,6 +6,7 @@ TreeWalk::TreeWalk(const Binding& bound)
     : op_(bound.op()),
       token_ids_(bound.input<i64>("token_ids")),
       parent_(bound.input<i64>("parent")),
+      branch_(bound.input<i64>("branch")),
       committed_(bound.output<i64>("committed")),
       accepted_count_(bound.output<i64>("accepted_count")),
       kept_indices_(bound.output<i64>("kept_indices")),
@@ -27,7 +28,7 @@ Trees TreeWalk::trees(const i64* logit_indices, i64 count, i64 new_tokens) const
     const i64 parent = parent_place(trees, place);
     if (parent < 0) {
       root = place;
-      ++tree_count;
+      tree_count += fills_up(trees, place) ? 0 : 1;
     } else if (parent < root) {
       refuse(op_, "the rows of a tree must be neighbours in logit_indices; the parent of new token " +
                       std::to_string(logit_indices[place]) + " stands before the root of another tree, new token " +

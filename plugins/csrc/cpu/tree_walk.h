@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../sample.h"
 #include "../tree_accept.h"
 #include "op.h"
 
@@ -66,8 +67,9 @@ class TreeWalk {
     std::fill_n(accepted_count_, most_trees_, 0);
     KeptRows kept(trees, kept_indices_);
     i64 tree = 0;
-    for (i64 root = 0; root < trees.count; ++tree) {
-      const i64 end = tree_end(trees, root);
+    for (i64 root = 0, end; root < trees.count; root = end) {
+      end = tree_end(trees, root);
+      if (fills_up(trees, root)) continue;
       i64 committed = 0;
       for (i64 node = root; node != kNothing;) {
         const Visit visit = step(node, end);
@@ -75,18 +77,19 @@ class TreeWalk {
         committed_[root + committed++] = visit.token;
         node = visit.next;
       }
-      accepted_count_[tree] = committed;
-      root = end;
+      accepted_count_[tree++] = committed;
     }
     kept_count_[0] = kept.finish(new_tokens);
   }
 
  private:
   static i64 tree_end(const Trees& trees, i64 root);
+  bool fills_up(const Trees& trees, i64 place) const { return branch_[trees.logit_indices[place]] == kNoBranch; }
 
   const char* op_;
   const i64* token_ids_;
   const i64* parent_;
+  const i64* branch_;
   i64* committed_;
   i64* accepted_count_;
   i64* kept_indices_;

@@ -46,6 +46,10 @@ OUTRIDER_DEVICE bool knows(const ChoiceStep& step, i64 place) {
   return b >= 0 && b < step.branches;
 }
 
+OUTRIDER_DEVICE bool fills_up(const ChoiceStep& step, i64 place) {
+  return step.branch[step.logit_indices[place]] == kNoBranch;
+}
+
 OUTRIDER_DEVICE Sampling sampling_at(const ChoiceStep& step, i64 place) {
   return sampling_of(step.slots.sampling, step.branch[step.logit_indices[place]]);
 }
@@ -91,8 +95,10 @@ OUTRIDER_DEVICE FilteredRow filtered(const ChoiceStep& step, i64 place) {
                     reinterpret_cast<Candidate*>(step.candidates) + place * kMostCandidates);
 }
 
-// The token that a row chooses, or what stands in its place. Every thread calls, and gets it.
+// The token that a row chooses, or what stands in its place; kNobody of one that fills up the step. Every thread calls,
+// and gets it.
 OUTRIDER_DEVICE i64 choose(const ChoiceStep& step, i64 place, u32 purpose) {
+  if (fills_up(step, place)) return kNobody;
   const FilteredRow row = filtered(step, place);
   return row.fault == kNoFault ? draw_token(row, race_of(step, place, purpose)) : in_place_of_token(row.fault);
 }
@@ -147,9 +153,10 @@ OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const 
   i64 kept = 0;
   i64 row = 0;    // rows before it are told
   i64 place = 0;  // the first whose row is not below `row`
-  for (i64 root = 0; root < trees.count && tree < most_trees; ++tree) {
-    i64 end = root + 1;
+  for (i64 root = 0, end; root < trees.count && tree < most_trees; root = end) {
+    end = root + 1;
     while (end < trees.count && parent_place(trees, end) >= 0) ++end;
+    if (chosen[root] == kNobody) continue;  // it fills up the step
     i64 tokens = 0;
     for (i64 node = root; node != kNobody; node = next[node]) {
       for (; row <= trees.logit_indices[node]; ++row) {  // pending rows, nodes passed over, and the node itself
@@ -161,8 +168,7 @@ OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const 
       if (fault == kNoFault) fault = fault_of(token);
       out.committed[root + tokens++] = token < 0 ? kNobody : token;
     }
-    out.accepted_count[tree] = tokens;
-    root = end;
+    out.accepted_count[tree++] = tokens;
   }
   for (; row < new_tokens; ++row) {
     const bool drafted = place < trees.count && trees.logit_indices[place] == row;
@@ -248,6 +254,13 @@ OUTRIDER_DEVICE bool astray(const ChoiceStep& step, i64 place) {
 // `weighed` gets r and p / q of the child, or NaN.
 OUTRIDER_DEVICE void choose_link(const ChoiceStep& step, const Trees& trees, const Drafts& drafts, i64 place,
                                  const Nodes& nodes, double* weighed) {
+  if (fills_up(step, place)) {
+    if (thread_index() == 0) {
+      nodes.chosen[place] = nodes.next[place] = kNobody;
+      weighed[2 * place] = weighed[2 * place + 1] = double_of(kNotANumber);
+    }
+    return;
+  }
   const FilteredRow row = filtered(step, place);
   const i64 drafted = place + 1;
   const float* q = weighed_against(step, trees, drafts, place);
