@@ -16,8 +16,9 @@ class OnnxRuntimeCpuBackend(Backend):
     @classmethod
     def rules(cls) -> tuple[Rule, ...]:
         from outrider.compiler.lowering import OUR_ARITHMETIC
+        from outrider.compiler.lowering.functions import FunctionBody
 
-        return (*OUR_ARITHMETIC, *super().rules())
+        return (*OUR_ARITHMETIC, FunctionBody())
 
 
 BACKEND = OnnxRuntimeCpuBackend

@@ -43,7 +43,7 @@ class CpuAttention(Rule):
 
 
 class AroundAttention(Rule):
-    """TensorRT, and ONNX Runtime on CUDA without GroupQueryAttention: norms, rotation and window are nodes before a
+    """TensorRT, ONNX Runtime on CUDA without GroupQueryAttention, and readers of standard ops: norms, rotation and window are nodes before a
     BranchAttention that attends alone."""
 
     def pattern(self, node: ir.Node) -> bool:
