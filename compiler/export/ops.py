@@ -15,6 +15,7 @@ from torch import Tensor
 import outrider.compiler.models.experts  # noqa: F401  registers its ops
 from outrider.compiler.models.ops import composite
 from outrider.plugins.onnx_ops import DOMAIN, VERSION
+from outrider.plugins.onnx_ops.layers import LAYER_OPS
 from outrider.plugins.ops import OPS
 
 
@@ -185,9 +186,10 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),
     torch.ops.outrider.clamped_mixture_of_experts.default: _translated("ClampedMixtureOfExperts", ("alpha", "limit")),
-    torch.ops.outrider.silu_unit.default: _translated("SiluUnit", ()),
-    torch.ops.outrider.gelu_unit.default: _translated("GeluUnit", ()),
-    torch.ops.outrider.softcap.default: _translated("Softcap", ("cap",)),
+    **{
+        getattr(torch.ops.outrider, name).default: _translated(op.name, tuple(spec.name for spec in op.attributes))
+        for name, op in LAYER_OPS.items()
+    },
     torch.ops.outrider.tree_expand.default: _translated("TreeExpand", ("top_k", "doubt")),
     torch.ops.outrider.draft_sample.default: _translated("DraftSample", ()),
     torch.ops.outrider.tree_rerank.default: _translated("TreeRerank", ("nodes",)),

@@ -28,11 +28,11 @@ from outrider.compiler.kernels.values import (
 from outrider.plugins.cuda.engine_kernels import (
     FORMS,
     INTEGERS,
-    UNITS,
     half_bytes,
     quant_bytes,
 )
 from outrider.plugins.cuda.launches import THREADS
+from outrider.plugins.onnx_ops.layers import UNITS
 from outrider.plugins.quant_layout import BLOCK, QuantLayout
 from outrider.plugins.schema import CPU_DOMAIN
 
@@ -328,7 +328,7 @@ def _multiply_integers(e: Emitter, node: ir.Node, output: ir.Value, unit: int) -
 
 
 def gated_unit(e: Emitter, node: ir.Node) -> None:
-    unit = UNITS.index(node.attributes.get_string("activation", "silu"))
+    unit = 1 + list(UNITS.values()).index(node.attributes.get_string("activation", "silu"))
     value = e.value(node.inputs[0])
     if isinstance(value, PendingProduct):
         launch = _multiply_integers if value.node.domain == CPU_DOMAIN else _multiply_halves

@@ -19,7 +19,7 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
-from outrider.compiler.models.ops import gelu_unit, silu_unit, softcap
+from outrider.compiler.models.ops import UNITS, softcap
 
 
 class Execution(Protocol):
@@ -106,8 +106,7 @@ class DecoderLayer(nn.Module):
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
             return self._add(h, self.experts(x), self.mlp_out_norm)
-        unit = silu_unit if c.activation == "silu" else gelu_unit
-        return self._add(h, self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
+        return self._add(h, self.down(UNITS[c.activation](self.gate(x), self.up(x))), self.mlp_out_norm)
 
     def _add(self, h: Tensor, out: Tensor, norm: RmsNorm | None) -> Tensor:
         """Return the residual stream `h` with what attention or the MLP adds to it."""

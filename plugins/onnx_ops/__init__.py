@@ -67,7 +67,7 @@ for _schema in (
     *(OPS[name].schema for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias")),
     *map(quant_op, QUANT_OPS),
     *map(experts_op, EXPERT_OPS),
-    *LAYER_OPS,
+    *LAYER_OPS.values(),
 ):
     if not defs.has(_schema.name, DOMAIN):
         defs.register_schema(onnx_schema(_schema, optional=_OPTIONAL))

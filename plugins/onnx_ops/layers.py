@@ -7,12 +7,15 @@ from outrider.plugins.schema import ANY_FLOAT, AttributeSpec, OpSchema, TensorSp
 _X, _OUT = (TensorSpec(name, ANY_FLOAT, ("...", "size")) for name in ("x", "out"))
 _GATE, _UP = (TensorSpec(name, ANY_FLOAT, ("...", "size")) for name in ("gate", "up"))
 
-LAYER_OPS = (
-    OpSchema("SiluUnit", 1, "silu(gate) * up.", (_GATE, _UP), (_OUT,)),
-    OpSchema("GeluUnit", 1, "gelu(gate) * up, with GELU by tanh.", (_GATE, _UP), (_OUT,)),
-    OpSchema("Softcap", 1, "cap * tanh(x / cap).", (_X,), (_OUT,), (AttributeSpec("cap", float),)),
-)
-"""Their schemas: of graphs alone, as of `QUANT_OPS`."""
+UNITS = {"SiluUnit": "silu", "GeluUnit": "gelu_tanh"}
+"""Activations of gated units, by op, in the order in which CUDA kernels number them (`csrc/cuda/engine/units.h`)."""
+
+LAYER_OPS = {
+    "silu_unit": OpSchema("SiluUnit", 1, "silu(gate) * up.", (_GATE, _UP), (_OUT,)),
+    "gelu_unit": OpSchema("GeluUnit", 1, "gelu(gate) * up, with GELU by tanh.", (_GATE, _UP), (_OUT,)),
+    "softcap": OpSchema("Softcap", 1, "cap * tanh(x / cap).", (_X,), (_OUT,), (AttributeSpec("cap", float),)),
+}
+"""Their schemas, by the name of PyTorch's op (`compiler/models/ops.py`): of graphs alone, as of `QUANT_OPS`."""
 
 LAYER_BODIES = {
     "SiluUnit": """

@@ -1,6 +1,8 @@
 // Rows of logits and of activations, written once for all instruction sets.
 #pragma once
 
+#include <cstring>
+
 #include "onnxruntime/kernels.h"
 #include "onnxruntime/tanh.h"
 
@@ -193,10 +195,15 @@ void row_scaled(const float* x, float factor, const float* weight, std::int64_t 
 }
 
 template <class Lanes>
+GatedUnit unit_of(const char* activation) {
+  if (std::strcmp(activation, "silu") == 0) return &row_gated<Lanes, Silu>;
+  return std::strcmp(activation, "gelu_tanh") == 0 ? &row_gated<Lanes, GeluTanh> : nullptr;
+}
+
+template <class Lanes>
 RowKernels rows_of() {
-  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes, Silu>,
-          &row_gated<Lanes, GeluTanh>, &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>,
-          &row_scaled<Lanes>};
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &unit_of<Lanes>, &row_capped<Lanes>,
+          &row_clamped<Lanes>, &row_squares<Lanes>, &row_scaled<Lanes>};
 }
 
 }  // namespace
