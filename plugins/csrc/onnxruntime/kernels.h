@@ -1,4 +1,4 @@
-// What is computed by vectors: a set of functions for each instruction set, of which a machine's best is taken.
+// Functions that compute in vectors: a set for each instruction set, of which the machine's best is used.
 #pragma once
 
 #include <cstdint>

@@ -26,7 +26,8 @@ namespace {
 
 constexpr const char* kThreads = "outrider.threads";
 
-// The ops of sessions with so many threads. They live as long as this library: nobody says when the last session ends.
+// The ops of sessions with `threads` threads. They live as long as this library, which does not learn when the last
+// session ends.
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
@@ -54,7 +55,7 @@ struct Domain {
   OrtCustomOpDomain* domain = nullptr;
 };
 
-// What the session says, or as many as the machine has processors, which may be more than it will have.
+// The session's setting, else the number of the machine's processors, of which the session may use fewer threads.
 int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
   int known = 0;
   check(api.HasSessionConfigEntry(options, kThreads, &known));
@@ -68,7 +69,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace
 }  // namespace outrider::engine
 
-// Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
+// Version of the ops; plugins/onnxruntime_ops.py requires the same.
 extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 11; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.

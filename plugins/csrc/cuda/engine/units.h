@@ -1,4 +1,4 @@
-// Gated units: what a product does with pairs of its outputs, a gate and what goes through it.
+// Gated units: what a product does with pairs of its outputs, a gate and the value that it scales.
 #pragma once
 
 #include "lane_math.h"
