@@ -6,6 +6,7 @@ them: float32, halves, or integers of 8 bits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +45,7 @@ _BYTES = (4, 2, 2, 1)  # of a number, by form
 
 def part_of(name: str) -> str:
     """Return what a weight belongs to, for the reader: `layers.3.q+k+v` of the weights' names."""
-    name = name.removesuffix(".int4").removesuffix(".int8")
+    name = re.sub(r"\.int\d$", "", name)
     parts = [each.removesuffix(".weight").removeprefix("decoder.").removeprefix("model.") for each in name.split("+")]
     first, *others = parts
     return "+".join([first, *(each.rpartition(".")[2] for each in others)])
