@@ -19,7 +19,7 @@ from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.drafting import BlockDraft, DecoderDraft, Eagle3Draft
 from outrider.compiler.models.eagle3 import Eagle3Head
-from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.eagle3_config import HeadConfig
 from outrider.compiler.open_head import OpenHead
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe
@@ -49,7 +49,7 @@ class GraphSource:
 
     index: int
     section: GraphSection
-    config: DecoderConfig | Eagle3Config | BlockConfig
+    config: DecoderConfig | HeadConfig
     head: OpenHead[Any, Any] | None
     tree: Tree
     sink: int = 0
@@ -100,7 +100,7 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
             continue
         path, at = recipe.drafter_path(section), ("drafters", index)
         head: OpenHead[Any, Any] | None = None
-        config: DecoderConfig | Eagle3Config | BlockConfig
+        config: DecoderConfig | HeadConfig
         if isinstance(section, BlockSection):
             head = open_block(path, target)
             config, size = head.config, head.config.draft_vocab_size
@@ -196,7 +196,7 @@ def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightTyp
     return Eagle3Draft(head, target.embedding) if isinstance(head, Eagle3Head) else BlockDraft(head, target)
 
 
-def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig, device: Device) -> Tree:
+def _tree(section: GraphSection, config: DecoderConfig | HeadConfig, device: Device) -> Tree:
     if section.tree is not None:
         deepest = config.drafted - 1 if isinstance(config, BlockConfig) else None
         return resolve_tree(section.tree, device, deepest).tree()
