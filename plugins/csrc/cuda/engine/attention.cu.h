@@ -33,7 +33,7 @@ OUTRIDER_KERNEL outrider_visible(const float* bias, const i64* row_splits, i32* 
 
 struct HeadShape {
   i64 size;           // numbers of a head
-  i64 rotated;        // of these, the first so many are rotated
+  i64 rotated;        // the first `rotated` numbers of a head are rotated
   float epsilon;
 };
 
