@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.compiler.design import PlanDesign
 from outrider.plans import names
-from outrider.plans.manifest import BatchSize, Buckets, Drafter, Engine, GraphDrafter, NgramDrafter, longest_draft
+from outrider.plans.host_drafters import HostDrafter
+from outrider.plans.manifest import BatchSize, Buckets, Drafter, Engine, GraphDrafter, longest_draft
 
 _FED = 8  # most tokens of each sequence for which a drafter has one size of step
 
@@ -18,7 +19,7 @@ def step_buckets(design: PlanDesign, engines: Mapping[str, Engine]) -> dict[str,
     sequences = design.target.branches
     batch = {names.TARGET: _verified_batches(sequences, limits[names.TARGET], 1 + longest_draft(drafters))}
     for drafter in drafters:
-        if isinstance(drafter, NgramDrafter):
+        if isinstance(drafter, HostDrafter):
             target.update(_doubled(1 + drafter.max_draft))
         else:
             target.add(drafter.tree.nodes)
@@ -91,6 +92,6 @@ def _fed(drafter: GraphDrafter, drafters: Sequence[Drafter], *, keeps_levels: bo
     also tokens that n-grams committed in its place.
     """
     keeps = drafter.kind == "model" and keeps_levels
-    before = (d.max_draft for d in drafters if isinstance(d, NgramDrafter) and d.otherwise == drafter.name)
+    before = (d.max_draft for d in drafters if isinstance(d, HostDrafter) and d.otherwise == drafter.name)
     longest = max(drafter.longest_path, *before, 0) if drafter.reads_features else drafter.longest_path
     return range(1, 3 if keeps else 2 + longest)

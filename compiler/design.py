@@ -14,11 +14,11 @@ from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.mixers import DeltaConfig
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe, check_capacity
-from outrider.compiler.recipe_drafters import NgramSection
 from outrider.compiler.recipe_source import Location
 from outrider.plans import names
 from outrider.plans.backends import Feature
 from outrider.plans.buffers import Tensor
+from outrider.plans.host_drafters import HostDrafter
 from outrider.plans.manifest import (
     Drafter,
     Geometry,
@@ -273,7 +273,7 @@ def _check_served(recipe: Recipe) -> None:
     if recipe.partial_kv.enabled:
         check_feature(recipe, "partial KV", ("partial_kv", "enabled"), "is true", "set it to false")
     for place, drafter in enumerate(recipe.drafters):
-        if not isinstance(drafter, NgramSection) and drafter.acceptance == "rejection":
+        if not isinstance(drafter, HostDrafter) and drafter.acceptance == "rejection":
             key = ("drafters", place, "acceptance")
             check_feature(recipe, "rejection", key, "is rejection", "leave it coupled")
     for index, backend in enumerate(recipe.backends):

@@ -19,7 +19,7 @@ from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.drafting import BlockDraft, DecoderDraft, Eagle3Draft
 from outrider.compiler.models.eagle3 import Eagle3Head
-from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.eagle3_config import HeadConfig
 from outrider.compiler.open_head import OpenHead
 from outrider.compiler.opening import read_config
 from outrider.compiler.recipe import Recipe
@@ -29,13 +29,13 @@ from outrider.compiler.recipe_drafters import (
     Eagle3Section,
     GraphSection,
     ModelSection,
-    NgramSection,
     resolve_tree,
 )
 from outrider.compiler.recipe_sections import WeightsSection, positions_served
 from outrider.compiler.text import read_vocabulary
 from outrider.plans.errors import RecipeError
-from outrider.plans.manifest import Drafter, Geometry, GraphDrafter, NgramDrafter, Taps, Tree
+from outrider.plans.host_drafters import HostDrafter
+from outrider.plans.manifest import Drafter, Geometry, GraphDrafter, Taps, Tree
 from outrider.plans.plan import file_sha256
 from outrider.plans.tokenizer import TOKENIZER_FILE
 
@@ -49,7 +49,7 @@ class GraphSource:
 
     index: int
     section: GraphSection
-    config: DecoderConfig | Eagle3Config | BlockConfig
+    config: DecoderConfig | HeadConfig
     head: OpenHead[Any, Any] | None
     tree: Tree
     sink: int = 0
@@ -96,11 +96,11 @@ def read_sources(recipe: Recipe, target: DecoderConfig) -> list[GraphSource]:
     """Read the configurations of the recipe's drafters with weights, and check them against the target's."""
     sources = []
     for index, section in enumerate(recipe.drafters):
-        if isinstance(section, NgramSection):
+        if isinstance(section, HostDrafter):
             continue
         path, at = recipe.drafter_path(section), ("drafters", index)
         head: OpenHead[Any, Any] | None = None
-        config: DecoderConfig | Eagle3Config | BlockConfig
+        config: DecoderConfig | HeadConfig
         if isinstance(section, BlockSection):
             head = open_block(path, target)
             config, size = head.config, head.config.draft_vocab_size
@@ -159,7 +159,7 @@ def source_hashes(recipe: Recipe) -> dict[str, str]:
     tokenizer = target.get(TOKENIZER_FILE)
     found = target | _calibration_hash(recipe, recipe.target.weights, tokenizer)
     for section in recipe.drafters:
-        if not isinstance(section, NgramSection):
+        if not isinstance(section, HostDrafter):
             files = checkpoint_hashes(recipe.drafter_path(section))
             files |= _calibration_hash(recipe, section.weights, tokenizer)
             found |= {f"{section.name}/{file}": sha for file, sha in files.items()}
@@ -178,8 +178,7 @@ def manifest_drafters(recipe: Recipe, sources: Sequence[GraphSource]) -> tuple[D
     """Return every drafter of the recipe as the manifest has it, in the recipe's order."""
     graphs = {source.index: source.drafter for source in sources}
     return tuple(
-        NgramDrafter(**section.model_dump()) if isinstance(section, NgramSection) else graphs[index]
-        for index, section in enumerate(recipe.drafters)
+        section if isinstance(section, HostDrafter) else graphs[index] for index, section in enumerate(recipe.drafters)
     )
 
 
@@ -197,7 +196,7 @@ def defer(recipe: Recipe, source: GraphSource, target: Decoder, dtype: WeightTyp
     return Eagle3Draft(head, target.embedding) if isinstance(head, Eagle3Head) else BlockDraft(head, target)
 
 
-def _tree(section: GraphSection, config: DecoderConfig | Eagle3Config | BlockConfig, device: Device) -> Tree:
+def _tree(section: GraphSection, config: DecoderConfig | HeadConfig, device: Device) -> Tree:
     if section.tree is not None:
         deepest = config.drafted - 1 if isinstance(config, BlockConfig) else None
         return resolve_tree(section.tree, device, deepest).tree()

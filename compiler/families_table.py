@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.compiler.formats.gguf_config import ARCHITECTURES
-from outrider.compiler.models.families import FAMILIES, Family
+from outrider.compiler.models.families import FAMILIES, UNIT_TITLES, Family
 
 NOTE = (
     "Weights in safetensors: float32, float16, bfloat16; AWQ, GPTQ, compressed-tensors of 4 and 8 bits, but for phi3 "
@@ -67,7 +67,7 @@ def _rotation(family: Family) -> str:
 
 def _layer(family: Family) -> str:
     norms = [place for place, has in (("before", family.norm_before), ("after", family.norm_after)) if has]
-    unit = {"silu": "SwiGLU", "gelu_tanh": "GeGLU"}[family.activation]
+    unit = UNIT_TITLES[family.activation]
     experts = ""
     if family.experts is not None:
         unit, experts = ("clamped SwiGLU", " experts") if family.experts.clamped else (unit, " experts, or one MLP")

@@ -231,17 +231,11 @@ def _kernel_table(facts: dict[str, Any]) -> Table:
 
 def _drafter_cells(drafter: dict[str, Any]) -> tuple[str, str, str]:
     """Return a drafter's table cells: its drafts, its acceptance, and its other settings."""
-    if drafter["kind"] == "ngram":
-        settings = f"looks up {drafter['min_context']} to {drafter['max_context']} tokens"
-        settings += f", min_confidence {drafter['min_confidence']:g}"
-        if drafter["filler_top_k"]:
-            settings += f", filler_top_k {drafter['filler_top_k']}"
-        if drafter["memory"]:
-            settings += f", memory {drafter['memory']} tokens"
-        if drafter["otherwise"] is not None:
-            settings += f", below {drafter['least']} tokens {drafter['otherwise']} drafts"
+    tree = drafter.get("tree")
+    if tree is None:
+        said = ("name", "kind", "max_draft")
+        settings = ", ".join(f"{key} {value}" for key, value in drafter.items() if value and key not in said)
         return f"trees of up to {drafter['max_draft']} nodes", "coupled", settings
-    tree = drafter["tree"]
     if tree["top_k"] == 1:
         return f"chains of {tree['nodes'] - 1}", drafter["acceptance"], ""
     drafts = f"trees of {tree['nodes']} nodes"

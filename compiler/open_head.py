@@ -8,22 +8,19 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.compiler.deferred import defer
-from outrider.compiler.models.block import BlockHead
-from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import WeightType
-from outrider.compiler.models.eagle3 import Eagle3Head
-from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.eagle3_config import HeadConfig
 from outrider.compiler.slots import Slot, check_tensors, fill, slots
 from outrider.compiler.tensor_source import TensorSource
 from outrider.plans.errors import CheckpointError
 
 D2T, T2D = "d2t", "t2d"
 """Draft token i is target token i + d2t[i]; t2d marks the target tokens that have a draft token."""
-Config = TypeVar("Config", Eagle3Config, BlockConfig)
-Head = TypeVar("Head", Eagle3Head, BlockHead)
+Config = TypeVar("Config", bound=HeadConfig)
+Head = TypeVar("Head", bound=nn.Module)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from outrider.compiler.backends.base import Backend
 from outrider.compiler.formats.gguf_file import is_gguf
 from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.rope import RopeScaling
-from outrider.compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection, NgramSection
+from outrider.compiler.recipe_drafters import Device, DrafterSection, GraphSection, ModelSection
 from outrider.compiler.recipe_sections import (
-    Name,
     PartialKvSection,
     RopeScalingSection,
     Section,
@@ -32,8 +31,9 @@ from outrider.compiler.recipe_sections import (
 )
 from outrider.compiler.recipe_source import Location, RecipeSource
 from outrider.plans import names
-from outrider.plans.buffers import DType
+from outrider.plans.buffers import DType, Name
 from outrider.plans.errors import PlanError, RecipeError
+from outrider.plans.host_drafters import HostDrafter
 from outrider.plans.kv_slots import KvType
 from outrider.plans.manifest import Manifest, ToolParser
 from outrider.plans.plan import read_manifest
@@ -163,9 +163,9 @@ class Recipe(Section):
                 context = {"name": drafter.name, "reason": seen[drafter.name], "at": (index, "name")}
                 raise PydanticCustomError("name", "is '{name}', which {reason}; choose another name", context)
             seen[drafter.name] = "is the name of an earlier drafter"
-        coupled = {d.name for d in drafters if not isinstance(d, NgramSection) and d.acceptance == "coupled"}
+        coupled = {d.name for d in drafters if not isinstance(d, HostDrafter) and d.acceptance == "coupled"}
         for index, drafter in enumerate(drafters):
-            if isinstance(drafter, NgramSection) and drafter.otherwise not in (None, *coupled):
+            if isinstance(drafter, HostDrafter) and drafter.otherwise not in (None, *coupled):
                 has = ", ".join(sorted(coupled)) or "none"
                 context = {"name": str(drafter.otherwise), "has": has, "at": (index, "otherwise")}
                 raise PydanticCustomError(
@@ -268,7 +268,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise source.errors(invalid, Recipe) from None
     recipe._source = source
     sections: list[tuple[Location, TargetSection | GraphSection]] = [(("target",), recipe.target)]
-    sections += [(("drafters", i), d) for i, d in enumerate(recipe.drafters) if not isinstance(d, NgramSection)]
+    sections += [(("drafters", i), d) for i, d in enumerate(recipe.drafters) if not isinstance(d, HostDrafter)]
     for location, section in sections:
         path = recipe._absolute(section.checkpoint)
         is_file = isinstance(section, TargetSection | ModelSection) and is_gguf(path) and path.is_file()

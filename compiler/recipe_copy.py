@@ -10,8 +10,9 @@ from pathlib import Path
 import yaml
 
 from outrider.compiler.recipe import Recipe, load_recipe
-from outrider.compiler.recipe_drafters import ModelSection, NgramSection, TreeSection
+from outrider.compiler.recipe_drafters import ModelSection, TreeSection
 from outrider.plans.errors import RecipeError
+from outrider.plans.host_drafters import HostDrafter
 from outrider.plans.manifest import Tree
 
 _Edit = tuple[int, int, str]  # replace text[start:stop] by this
@@ -118,7 +119,7 @@ def _span(node: yaml.Node, new: str) -> _Edit:
 
 def _check(copy: Recipe, drafter: str, tree: Tree) -> None:
     section = next((d for d in copy.drafters if d.name == drafter), None)
-    if section is not None and not isinstance(section, NgramSection):
+    if section is not None and not isinstance(section, HostDrafter):
         if isinstance(section.tree, TreeSection) and section.tree.tree() == tree:
             return
         if isinstance(section, ModelSection) and section.gamma == tree.depth + 1 and tree.top_k == 1:

@@ -10,7 +10,6 @@ from pydantic import (
     Field,
     JsonValue,
     Tag,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -19,65 +18,10 @@ from pydantic_core import PydanticCustomError
 from outrider.compiler.models.config_reader import RopeTheta
 from outrider.compiler.models.eagle3_config import Eagle3Overrides
 from outrider.compiler.models.rope import RopeScaling
-from outrider.compiler.recipe_sections import Name, RopeScalingSection, Section, WeightsSection, WrittenPath
-from outrider.plans.manifest import LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY, Tree
-
-
-class _Section(Section):
-    """A drafter of any kind."""
-
-    name: Name = Field(description="what requests call the drafter: small letters, digits, and -_. after the first")
-    kind: str
-
-
-class NgramSection(_Section):
-    """A drafter that looks up the last tokens in the sequence itself, and with `memory` in earlier outputs too."""
-
-    kind: Literal["ngram"] = Field(description="the kind of drafter")
-    max_context: int = Field(64, ge=1, le=64, description="tokens of the longest suffix that is looked up")
-    min_context: int = Field(1, ge=1, description="tokens of the shortest suffix that is looked up")
-    max_draft: int = Field(32, ge=1, le=64, description="most tokens proposed in a step")
-    min_confidence: float = Field(
-        0.25, ge=0, le=1, description="tokens are proposed where the chance that they are accepted is at least this"
-    )
-    filler_top_k: int = Field(
-        3, ge=0, le=8, description="how many of the target's likeliest tokens are learned from too (NASD); 0 is off"
-    )
-    otherwise: str | None = Field(
-        None, description="the model, eagle3 or block drafter that drafts where fewer than `least` tokens are foreseen"
-    )
-    least: int = Field(1, ge=1, le=64, description="foreseen tokens from which on `otherwise` is not asked")
-    memory: int = Field(
-        0,
-        ge=0,
-        le=MOST_NGRAM_MEMORY,
-        description="tokens of earlier outputs that are kept at most to draft from, at up to 160 bytes each; 0 is off. "
-        "Who shares a runtime shares them, and requests with `remember: false` leave none",
-    )
-
-    @model_validator(mode="after")
-    def _least_can_be_foreseen(self) -> Self:
-        if self.least > self.max_draft:
-            context = {"least": self.least, "most": self.max_draft, "at": ("least",)}
-            raise PydanticCustomError("least", "is {least}, more than max_draft {most}; lower it", context)
-        return self
-
-    @field_validator("memory")
-    @classmethod
-    def _holds_a_text(cls, value: int) -> int:
-        if 0 < value < LEAST_NGRAM_MEMORY:
-            context = {"value": value, "least": LEAST_NGRAM_MEMORY}
-            raise PydanticCustomError("memory", "is {value}; raise it to at least {least} tokens, or set 0", context)
-        return value
-
-    @field_validator("min_context")
-    @classmethod
-    def _not_above_max(cls, value: int, info: ValidationInfo) -> int:
-        longest = info.data.get("max_context", value)
-        if value > longest:
-            context = {"value": value, "longest": longest}
-            raise PydanticCustomError("context", "is {value}, more than max_context {longest}; lower it", context)
-        return value
+from outrider.compiler.recipe_sections import RopeScalingSection, Section, WeightsSection, WrittenPath
+from outrider.plans.buffers import Name
+from outrider.plans.host_drafters import NAME, HostDrafter, HostDrafterKind
+from outrider.plans.manifest import Tree
 
 
 class TreeSection(Section):
@@ -130,9 +74,11 @@ def resolve_tree(written: TreeSection | Literal["auto"], device: Device, deepest
     return TreeSection(top_k=found.top_k, depth=deepest, nodes=min(found.nodes, 1 + shallow.candidates))
 
 
-class _EngineSection(_Section):
+class _EngineSection(Section):
     """A drafter with an engine."""
 
+    name: Name = Field(description=NAME)
+    kind: str
     checkpoint: WrittenPath
     weights: WeightsSection | None
     tree: TreeKey | None = Field(
@@ -241,13 +187,13 @@ class ModelSection(_EngineSection):
 
 
 GraphSection = Eagle3Section | BlockSection | ModelSection
-DrafterSection = Annotated[NgramSection | Eagle3Section | BlockSection | ModelSection, Field(discriminator="kind")]
+DrafterSection = Annotated[HostDrafterKind | Eagle3Section | BlockSection | ModelSection, Field(discriminator="kind")]
 
 
 def reshaped(section: DrafterSection, name: str, shape: Tree | int) -> dict[str, JsonValue]:
-    """Return the same drafter as recipe data under another name, with `shape`: a tree or, for n-grams, the most nodes
+    """Return the same drafter as recipe data under another name, with `shape`: a tree or, on the host, the most nodes
     of a draft, to which `least` is lowered where it is more."""
-    if isinstance(section, NgramSection):
+    if isinstance(section, HostDrafter):
         assert isinstance(shape, int), "the most nodes of a draft"
         least = min(section.least, shape)
         return section.model_dump(mode="json") | {"name": name, "max_draft": shape, "least": least}

@@ -15,9 +15,6 @@ from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.plans.buffers import LARGEST_SIZE
 from outrider.plans.partial_kv import PartialBudget, PartialKv, PartialMode, Reduce
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
-"""A name that is also a file name: small letters, digits, and `-_.` after the first character."""
-
 
 def _printable(written: str) -> str:
     if not written.isprintable():

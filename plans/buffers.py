@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 LARGEST_SIZE = 2**24  # tokens, vocabulary entries, heads ...: far above any model, far below what overflows
 
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
+"""A name that is also a file name: small letters, digits, and `-_.` after the first character."""
+
 Dimension = Annotated[int, Field(ge=1, le=LARGEST_SIZE)] | Annotated[str, Field(pattern="^[A-Z]$")]
 
 

@@ -5,15 +5,14 @@ Nothing is allocated or loaded before these questions are answered, so that a wr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from outrider.plans import names
 from outrider.plans.buffers import DType, Tensor
 from outrider.plans.check_partial import kv_problems, partial_problems, refresh_problems
+from outrider.plans.host_drafters import HostDrafter
 from outrider.plans.manifest import (
-    LEAST_NGRAM_MEMORY,
-    MOST_NGRAM_MEMORY,
     BackendPlan,
     Buckets,
     Drafter,
@@ -21,7 +20,6 @@ from outrider.plans.manifest import (
     Geometry,
     GraphDrafter,
     Manifest,
-    NgramDrafter,
     Program,
     Stage,
     StageKind,
@@ -63,27 +61,15 @@ def problems(manifest: Manifest) -> Iterator[str]:
     for drafter in graphs:
         yield from _drafter(drafter, manifest.models)
     coupled = {drafter.name for drafter in graphs if drafter.acceptance == "coupled"}
-    for ngram in manifest.drafters:
-        if isinstance(ngram, NgramDrafter):
-            yield from _ngram(ngram, coupled)
+    for host in manifest.drafters:
+        if isinstance(host, HostDrafter) and host.otherwise not in (None, *coupled):
+            yield f"drafters.{host.name}: {host.otherwise!r} is no drafter with an engine and coupled acceptance"
     partial = manifest.partial_kv
     if partial is not None:
         yield from (f"partial_kv: {problem}" for problem in partial_problems(partial, manifest))
     for name, backend in manifest.backends.items():
         for problem in _backend(backend, manifest.models, manifest.drafters, partial):
             yield f"backends.{name}.{problem}"
-
-
-def _ngram(drafter: NgramDrafter, coupled: Collection[str]) -> Iterator[str]:
-    """`coupled` are the drafters that may draft where this one foresees too little."""
-    where = f"drafters.{drafter.name}"
-    if drafter.otherwise not in (None, *coupled):
-        yield f"{where}: {drafter.otherwise!r} is no drafter with an engine and coupled acceptance"
-    if drafter.min_context > drafter.max_context:
-        yield f"{where}: min_context {drafter.min_context} is above max_context {drafter.max_context}"
-    least, most = LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY
-    if drafter.memory and not least <= drafter.memory <= most:
-        yield f"{where}: memory is {drafter.memory} tokens, neither 0 nor {least} to {most}"
 
 
 def _drafter(drafter: GraphDrafter, models: Mapping[str, Geometry]) -> Iterator[str]:

@@ -10,11 +10,10 @@ from pydantic import Field
 
 from outrider.plans import names
 from outrider.plans.buffers import LARGEST_SIZE, Strict, Tensor
+from outrider.plans.host_drafters import HostDrafter, HostDrafterKind
 from outrider.plans.partial_kv import PartialKv
 
 FORMAT_VERSION = 19
-
-LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY = 1024, 2**24  # tokens: a few texts with their leads, and 2.5 GiB
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
@@ -98,25 +97,6 @@ class Text(Strict):
     special_tokens: dict[str, str] = Field(default_factory=dict)
 
 
-class NgramDrafter(Strict):
-    """The n-gram drafter's settings. The drafter itself checks their limits.
-
-    Where it foresees fewer than `least` tokens, the drafter named `otherwise` has the round, if there is one. It drafts
-    from a memory of earlier outputs too, of at most `memory` tokens; 0 is none.
-    """
-
-    kind: Literal["ngram"]
-    name: str
-    max_context: Count
-    min_context: Count
-    max_draft: Count
-    min_confidence: float
-    filler_top_k: Count
-    otherwise: str | None = None
-    least: Size = 1
-    memory: Count = 0
-
-
 class Tree(Strict):
     """A draft tree's static shape: `top_k` children of a node and nodes of a frontier, `depth` expansions after the
     root's own, `nodes` with the root."""
@@ -183,12 +163,12 @@ class GraphDrafter(Strict):
         return self.kind == "model" and self.tree.top_k > 1 and self.grown > 0
 
 
-Drafter = Annotated[NgramDrafter | GraphDrafter, Field(discriminator="kind")]
+Drafter = Annotated[HostDrafterKind | GraphDrafter, Field(discriminator="kind")]
 
 
 def longest_draft(drafters: Iterable[Drafter]) -> int:
     """Most nodes that any of them hangs after a tip."""
-    return max((d.max_draft if isinstance(d, NgramDrafter) else d.longest for d in drafters), default=0)
+    return max((d.max_draft if isinstance(d, HostDrafter) else d.longest for d in drafters), default=0)
 
 
 def rejects(drafters: Iterable[Drafter]) -> bool:

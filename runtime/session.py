@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from outrider.plans import names
 from outrider.plans.errors import BusyError, RequestError
-from outrider.plans.manifest import Manifest, NgramDrafter
+from outrider.plans.host_drafters import HostDrafter
+from outrider.plans.manifest import Manifest
 from outrider.runtime.execution.buffers import Buffers
 from outrider.runtime.execution.program import Program
 from outrider.runtime.generation import Generation, Run, Stream
@@ -258,8 +259,8 @@ class Session:
         by_name = {each.name: each for each in self._manifest.drafters}
         if drafter is not None:
             resolve_drafter(drafter, self._manifest)
-        if drafter not in (None, "none") and not isinstance(by_name[drafter], NgramDrafter):
-            raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name an n-gram drafter.")
+        if drafter not in (None, "none") and not isinstance(by_name[drafter], HostDrafter):
+            raise RequestError(f"The drafter {drafter!r} drafts in an engine of its own; name one on the host.")
         with self._exclusive:
             loop, sequence = self._take()
             drafts = bool(chain) if drafter is None else drafter != "none"

@@ -60,9 +60,10 @@ class Backend(Section):
     @classmethod
     def rules(cls) -> tuple[Rule, ...]:
         """Return the rules that lower a graph for the backend, in order."""
+        from outrider.compiler.lowering.attention import AroundAttention
         from outrider.compiler.lowering.functions import FunctionBody
 
-        return (FunctionBody(),)
+        return (AroundAttention(), FunctionBody())
 
     def open_folder(self, folder: Path, report: Report, cache: Path | None, dtype: WeightType) -> EngineFolder:
         """Return the writer of engines, which builds with the file `cache`; `dtype` is the type of the weights.

@@ -16,9 +16,10 @@ class OnnxRuntimeCpuBackend(Backend):
     @classmethod
     def rules(cls) -> tuple[Rule, ...]:
         from outrider.compiler.lowering import OUR_ARITHMETIC
+        from outrider.compiler.lowering.functions import FunctionBody
         from outrider.compiler.lowering.own_ops import CpuSigmoids
 
-        return (*OUR_ARITHMETIC, *super().rules(), CpuSigmoids())
+        return (*OUR_ARITHMETIC, FunctionBody(), CpuSigmoids())
 
 
 BACKEND = OnnxRuntimeCpuBackend

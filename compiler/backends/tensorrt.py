@@ -41,11 +41,12 @@ class BuilderBackend(GpuBackend):
     @classmethod
     def rules(cls) -> tuple[Rule, ...]:
         from outrider.compiler.lowering.attention import AroundAttention
+        from outrider.compiler.lowering.functions import FunctionBody
         from outrider.compiler.lowering.plugin_nodes import BodyOfDeclined, PluginNodes
         from outrider.compiler.lowering.quantized import FloatDraftExperts, FloatDrafts
         from outrider.compiler.lowering.scatter_attention import UpdateOnceAttention
 
-        ops = (PluginNodes(), BodyOfDeclined()) if cls.holds_ops else super().rules()
+        ops = (PluginNodes(), BodyOfDeclined()) if cls.holds_ops else (FunctionBody(),)
         return (FloatDrafts(), FloatDraftExperts(), AroundAttention(), UpdateOnceAttention(), *ops)
 
     @abstractmethod

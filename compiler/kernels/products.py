@@ -6,6 +6,7 @@ them: float32, halves, or integers of 8 bits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +27,11 @@ from outrider.compiler.kernels.values import (
 from outrider.plugins.cuda.engine_kernels import (
     FORMS,
     INTEGERS,
-    UNITS,
     half_bytes,
     quant_bytes,
 )
 from outrider.plugins.cuda.launches import THREADS
+from outrider.plugins.onnx_ops.layers import UNITS
 from outrider.plugins.quant_layout import BLOCK, QuantLayout
 from outrider.plugins.schema import CPU_DOMAIN
 
@@ -42,7 +43,7 @@ _BYTES = (4, 2, 2, 1)  # of a number, by form
 
 def part_of(name: str) -> str:
     """Return what a weight belongs to, for the reader: `layers.3.q+k+v` of the weights' names."""
-    name = name.removesuffix(".int4").removesuffix(".int8")
+    name = re.sub(r"\.int\d$", "", name)
     parts = [each.removesuffix(".weight").removeprefix("decoder.").removeprefix("model.") for each in name.split("+")]
     first, *others = parts
     return "+".join([first, *(each.rpartition(".")[2] for each in others)])
@@ -284,7 +285,7 @@ def quant_matmul(e: Emitter, node: ir.Node) -> None:
 
 
 def gated_unit(e: Emitter, node: ir.Node) -> None:
-    unit = UNITS.index(node.attributes.get_string("activation", "silu"))
+    unit = 1 + list(UNITS.values()).index(node.attributes.get_string("activation", "silu"))
     pending = e.pending(node.inputs[0])
     if pending is not None and pending.outputs % (2 * _MATRIX) == 0:
         pending.launch(node.outputs[0], unit=unit)

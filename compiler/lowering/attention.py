@@ -43,8 +43,8 @@ class CpuAttention(Rule):
 
 
 class AroundAttention(Rule):
-    """TensorRT, and ONNX Runtime on CUDA without GroupQueryAttention: norms, rotation and window are nodes before a
-    BranchAttention that attends alone."""
+    """TensorRT, ONNX Runtime on CUDA without GroupQueryAttention, readers of standard ops: norms, rotation and window
+    are nodes before a BranchAttention that attends alone."""
 
     def pattern(self, node: ir.Node) -> bool:
         return node.domain == DOMAIN and node.op_type == "BranchAttention"

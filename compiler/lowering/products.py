@@ -12,10 +12,8 @@ from outrider.compiler.graph_edits import drop_unread, given, replace
 from outrider.compiler.lowering.rule import Lowering, Rule
 from outrider.compiler.quantization.form import product_source, side_by_side
 from outrider.plugins.onnx_ops import DOMAIN
+from outrider.plugins.onnx_ops.layers import UNITS
 from outrider.plugins.schema import CPU_DOMAIN
-
-_ACTIVATIONS = {"SiluUnit": "silu", "GeluUnit": "gelu_tanh"}
-"""Of gated units, by op."""
 
 
 def product_kind(node: ir.Node | None) -> Hashable:
@@ -122,7 +120,7 @@ class GatedUnitOfProduct(Rule):
     """
 
     def pattern(self, node: ir.Node) -> bool:
-        return node.domain == DOMAIN and node.op_type in _ACTIVATIONS
+        return node.domain == DOMAIN and node.op_type in UNITS
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         products = [each for value in given(node.inputs) if (each := value.producer()) is not None]
@@ -130,7 +128,7 @@ class GatedUnitOfProduct(Rule):
         joined = len(kinds) == 1 and None not in kinds and products[0].inputs[0] is products[1].inputs[0]
         both = join_products(products, lowering) if joined else ir.node("Concat", node.inputs, {"axis": -1})
         lowering.graph.insert_before(node, [both])
-        activation = {"activation": _ACTIVATIONS[node.op_type]}
+        activation = {"activation": UNITS[node.op_type]}
         lowering.put(node, ir.node("GatedUnit", both.outputs, activation, domain=CPU_DOMAIN))
         for each in products if joined else ():
             weights = each.inputs[1:]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Literal, NamedTuple
 
-from outrider.compiler.models.attention import Attention
-from outrider.compiler.models.eagle3_config import Taps
+from outrider.compiler.models.eagle3_config import HeadConfig, Taps
 from outrider.compiler.models.families import Activation, QkNorm
 from outrider.compiler.models.rope import RopeScaling
 
@@ -30,7 +29,7 @@ class Confidence(Enum):
 
 
 @dataclass(frozen=True)
-class BlockConfig(Attention):
+class BlockConfig(HeadConfig):
     """Geometry of one head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
 
     A block has `block_size` slots: the tip, then masks (`mask_token_id`), at the tip's position and those after it.
@@ -72,14 +71,6 @@ class BlockConfig(Attention):
     def drafted(self) -> int:
         """Tokens drafted by one block."""
         return self.block_size - self.first_slot
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.taps.layers
-
-    @property
-    def feature_size(self) -> int:
-        return len(self.taps.layers) * self.target_hidden_size
 
     @property
     def markov_rank(self) -> int:

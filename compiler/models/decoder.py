@@ -20,7 +20,7 @@ from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
 from outrider.compiler.models.mixers import DeltaConfig, MixerConfig, ShortConvConfig
-from outrider.compiler.models.ops import add_norm, gelu_unit, silu_unit, softcap
+from outrider.compiler.models.ops import UNITS, add_norm, silu_unit, softcap
 
 
 class Execution(Protocol):
@@ -177,7 +177,7 @@ class DecoderLayer(nn.Module):
         x, h = add_and_norm(h, self._scaled(mixed, self.attention_out_norm), self.mlp_norm)
         if self.experts is not None:
             return h, self._scaled(self.experts(x), self.mlp_out_norm)
-        unit = silu_unit if self.config.activation == "silu" else gelu_unit
+        unit = UNITS[self.config.activation]
         return h, self._scaled(self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
 
     def _attend(self, x: Tensor, index: int, execution: Execution) -> Tensor:

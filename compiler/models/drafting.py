@@ -11,7 +11,7 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.decoder import Decoder, Execution
 from outrider.compiler.models.eagle3 import Eagle3Head
-from outrider.compiler.models.eagle3_config import Eagle3Config
+from outrider.compiler.models.eagle3_config import HeadConfig
 
 
 class DecoderDraft(nn.Module):
@@ -50,7 +50,7 @@ class _HeadDraft(nn.Module):
     embedding: nn.Parameter
 
     @property
-    def heads(self) -> Eagle3Config | BlockConfig:
+    def heads(self) -> HeadConfig:
         return self.head.config
 
     @property

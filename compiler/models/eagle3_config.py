@@ -20,6 +20,24 @@ class Taps(NamedTuple):
     reason: str
 
 
+class HeadConfig(Attention):
+    """Facts of any head: its width, the target's, their vocabularies, and the target's layers that it reads."""
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: Taps
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.taps.layers
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.taps.layers) * self.target_hidden_size
+
+
 class Eagle3Overrides(NamedTuple):
     """A recipe's values for a head in place of its config.json's; None leaves a value to the checkpoint."""
 
@@ -29,7 +47,7 @@ class Eagle3Overrides(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Eagle3Config(Attention):
+class Eagle3Config(HeadConfig):
     """Geometry of one draft head. `hidden_size` is its own width H, `target_hidden_size` the target's, Ht.
 
     `fc_norm`: each stream is normed before `fc`. `norm_output`: levels feed back h after the final norm, not before it
@@ -52,12 +70,4 @@ class Eagle3Config(Attention):
     norm_output: bool
     taps: Taps
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.taps.layers
-
     num_layers: ClassVar[int] = 1  # type: ignore[misc]
-
-    @property
-    def feature_size(self) -> int:
-        return TAPS * self.target_hidden_size

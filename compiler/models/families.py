@@ -15,6 +15,7 @@ Slides = Literal["never", "all", "switched", "all_switched"] | int
 QkNorm = Literal["none", "head", "whole"]
 """Whether queries and keys are normed before the rotation: each head by itself, or the whole projection as one."""
 Activation = Literal["silu", "gelu_tanh"]
+UNIT_TITLES: dict[Activation, str] = {"silu": "SwiGLU", "gelu_tanh": "GeGLU"}
 
 
 @dataclass(frozen=True)

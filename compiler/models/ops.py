@@ -51,6 +51,9 @@ def gelu_unit(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+UNITS = {"silu": silu_unit, "gelu_tanh": gelu_unit}  # by their activation
+
+
 @composite
 def softcap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap

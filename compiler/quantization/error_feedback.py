@@ -24,12 +24,11 @@ from torch import Tensor
 
 from outrider.compiler.quantization.form import QuantizedWeight, stack
 from outrider.compiler.quantization.moments import WINDOW, Moments
-from outrider.compiler.quantization.rounding import round_to_nearest
+from outrider.compiler.quantization.rounding import integer_limits, round_to_nearest
 from outrider.plugins.quant_layout import BLOCK
 from outrider.plugins.reference import dequantize
 
 _ROWS = 4096  # outputs rounded at once; threads share these out
-_LIMITS = {4: (-8, 7), 8: (-127, 127)}  # the smallest and the largest integer, by bits
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def search_block(weights: Tensor, moments: Tensor, bits: int, search: BlockSearc
 
     `moments` `[32, 32]` are those of its inputs. All are float32.
     """
-    low, high = _LIMITS[bits]
+    low, high = integer_limits(bits)
     largest = weights.gather(1, weights.abs().argmax(1, keepdim=True))[:, 0]
     inverse = torch.where(largest == 0, 0, 1 / largest)
     aimed = weights @ moments

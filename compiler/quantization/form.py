@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -15,13 +14,6 @@ from outrider.plans.errors import CheckpointError
 from outrider.plugins.onnx_ops import DOMAIN
 from outrider.plugins.quant_layout import BLOCK, QuantLayout
 from outrider.plugins.schema import QUANT_OPS
-
-_TYPES = {
-    (4, False): (ir.DataType.INT4, ml_dtypes.int4),
-    (8, False): (ir.DataType.INT8, np.int8),
-    (4, True): (ir.DataType.UINT4, ml_dtypes.uint4),
-    (8, True): (ir.DataType.UINT8, np.uint8),
-}  # by bits, and whether there are minimums
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ class WeightSource:
 
     def tensors(self, dtype: ir.DataType) -> list[QuantTensor]:
         """Return the integers, scales and minimums as tensors of a graph, the latter two of `dtype`."""
-        kind, _ = _TYPES[self.bits, self.minimums]
+        kind = ir.DataType[f"{'U' if self.minimums else ''}INT{4 if self.bits <= 4 else 8}"]
         n, k = self.shape
         tensors = [QuantTensor(self, "integers", kind, (n, k)), QuantTensor(self, "scales", dtype, (n, k // BLOCK))]
         return tensors + ([QuantTensor(self, "minimums", dtype, (n, k // BLOCK))] if self.minimums else [])
@@ -76,11 +68,7 @@ class QuantTensor(ir.LazyTensor):
 
     def _compute(self) -> ir.TensorProtocol:
         value = getattr(self.source.read(), self.part)
-        if self.part == "integers":
-            _, kind = _TYPES[self.source.bits, self.source.minimums]
-        else:
-            kind = self.dtype.numpy()
-        stored = value.astype(kind)
+        stored = value.astype(self.dtype.numpy())
         if self.source.origin and not np.array_equal(stored.astype(value.dtype), value):
             raise CheckpointError(
                 f"{self.source.origin} has {self.part} that {self.dtype.name.lower()} does not hold exactly; build for "

@@ -17,21 +17,25 @@ _LARGEST_HALF = np.float32(65504)
 _SLICE = 1 << 20  # numbers rounded at once
 
 
+def integer_limits(bits: int) -> tuple[int, int]:
+    """Return the smallest and the largest integer of weights."""
+    return (-127, 127) if bits == 8 else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+
+
 def round_to_nearest(weight: NDArray[np.float32], bits: int) -> QuantizedWeight:
     """Round weights `[N, K]` block by block, each to the nearest step, without minimums.
 
-    The largest magnitude of a block of 8 bits is 127 steps. With 4 bits it is -8 steps, of whichever sign, since a
-    step more counts there. Scales are rounded to float16 first, as they are stored.
+    The largest magnitude of a block of 8 bits is 127 steps. With fewer bits it is the smallest integer, of either sign,
+    since a step more counts there. Scales are rounded to float16 first, as they are stored.
     """
     outputs, inputs = weight.shape
     blocks = weight.reshape(outputs, inputs // BLOCK, BLOCK).astype(np.float32, copy=False)
-    if bits == 8:
-        scales = np.abs(blocks).max(axis=2) / np.float32(127)
-        low, high = -127, 127
+    low, high = integer_limits(bits)
+    if low == -high:
+        scales = np.abs(blocks).max(axis=2) / np.float32(high)
     else:
         at = np.abs(blocks).argmax(axis=2)
-        scales = np.take_along_axis(blocks, at[:, :, None], axis=2)[:, :, 0] / np.float32(-8)
-        low, high = -8, 7
+        scales = np.take_along_axis(blocks, at[:, :, None], axis=2)[:, :, 0] / np.float32(low)
     scales = stored_scales(scales)
     return QuantizedWeight(bits, in_steps(blocks, scales, low, high).reshape(outputs, inputs), scales)
 

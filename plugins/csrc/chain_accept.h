@@ -1,4 +1,4 @@
-// Classical speculative sampling: when a drafted token is accepted, and what a rejected one is replaced from.
+// Classical speculative sampling: when a drafted token is accepted, and the distribution that replaces a rejected one.
 //
 // The target's p and the drafter's q stand on one scale, integers in units of 2^-50, rounded down. A residual is then
 // exact, and its sum too, in any order. Rounding moves less than V * 2^-50 of p (V <= 2^22); q comes in as float32,
@@ -13,14 +13,14 @@ namespace outrider {
 
 constexpr double kProbabilityOne = 0x1p+50;
 
-// What turns weights that add up to `total` into probabilities.
+// The factor that turns weights with the sum `total` into probabilities.
 OUTRIDER_HD inline double probability_scale(u64 total) { return kProbabilityOne / static_cast<double>(total); }
 
 OUTRIDER_HD inline u64 target_probability(u64 weight, double scale) {
   return floor_to_integer(double_from(weight) * scale);
 }
 
-// What rounding put above 1 is 1.
+// Values above 1, by rounding, count as 1.
 OUTRIDER_HD inline u64 draft_probability(float q) {
   return floor_to_integer(static_cast<double>(q < 1.0f ? q : 1.0f) * kProbabilityOne);
 }

@@ -1,4 +1,5 @@
-// The choice of a token from its logits: argmax, or who wins an exponential race (race.h) among those that filters keep.
+// The choice of a token from its logits: argmax, or the winner of an exponential race (race.h) among the tokens that
+// filters keep.
 //
 // Weights are integers (exp in units of 2^-40), so their sums do not depend on the order of summation, and neither does
 // the chosen token: one thread, many lanes or a GPU block choose alike. plugins/reference/choice.py.
@@ -41,7 +42,7 @@ constexpr double kTemperatureLast = 1.0;
 constexpr double kWeightOne = 0x1p+40;
 // exp(-28) * 2^40 is 0.76: below this every weight is 0.
 constexpr double kNoWeightBelow = -28.0;
-// So many weights of at most 2^40 add up in 64 bits with room to spare.
+// The sum of this many weights of at most 2^40 stays far below 2^64.
 constexpr i64 kMostVocabulary = i64{1} << 22;
 
 // Integers that order as the logits do (-0 equals +0): maxima of integers vectorise without fast-math.

@@ -17,17 +17,17 @@ constexpr i64 kLikely = 64;         // tokens among which the cuts of top-k and 
 constexpr float kCoolest = 1e-30f;  // temperatures below it are it
 constexpr float kFaintest = -87.0f;  // exp of less is 0
 constexpr float kLeastMass = 1e-30f;
-constexpr float kUnknownScore = -3.0e38f;  // of children of a node whose logits say nothing
+constexpr float kUnknownScore = -3.0e38f;  // of children of a node with illegible logits
 constexpr u64 kWhole53 = u64{1} << 53;
 
-// x of [0, 1] as an integer in units of 2^-53. What lies outside counts as its nearer end, NaN as 0.
+// x of [0, 1] as an integer in units of 2^-53. Values outside are clamped, NaN counts as 0.
 OUTRIDER_HD inline u64 fraction53(double x) {
   return !(x > 0.0) ? 0 : x >= 1.0 ? kWhole53 : static_cast<u64>(x * 0x1p+53);
 }
 
 struct DraftFilters {
   bool sampled;  // else greedy
-  float heat;    // what logits are divided by
+  float heat;    // divides logits
   i64 top_k;     // 0 is off, as more than kLikely would be
   u64 top_p;     // in units of 2^-53; all of them are off
   float min_p;   // 0 is off

@@ -34,7 +34,7 @@ OUTRIDER_HD inline double shared_exp(double x) {
   p = p * r + 0.5;
   p = p * r + 1.0;
   p = p * r + 1.0;
-  // 2^k: the low bits of `shifted` are k; the exponent field wants k + 1023, the shift drops what lies above.
+  // 2^k: the low bits of `shifted` are k; the exponent field wants k + 1023, the shift drops higher bits.
   return p * double_of((bits_of(shifted) + 1023) << 52);
 }
 

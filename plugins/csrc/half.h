@@ -1,7 +1,7 @@
 // float16 and bfloat16, which live in the low 16 bits of a number, as float32 and back: to the nearest, ties to even.
 //
 // The same bits everywhere, of NaN too, of which a GPU's own conversions know only one: it keeps its sign, and as
-// float32 what float16 says of it.
+// float32 the value of the float16.
 #pragma once
 
 #include "portable.h"

@@ -1,6 +1,5 @@
-// Which slot of a KV plane goes where. Moves happen one after another, i ascending: whoever splits the work splits it
-// over planes, rows, heads and lanes, never over the moves of a row, so that slots moved down over each other arrive
-// whole.
+// The moves of a KV plane's slots. Moves happen one after another, i ascending: work is split over planes, rows,
+// heads and lanes, never over the moves of a row, so that slots that are moved down over each other arrive whole.
 #pragma once
 
 #include "portable.h"

@@ -1,4 +1,4 @@
-// Uniform numbers by counter: a draw is a function of (seed, stream, position, purpose), whoever asks and in what order.
+// Uniform numbers by counter: a draw is a function of (seed, stream, position, purpose), in any order of calls.
 //
 // Philox4x32-10 of Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3" (SC11).
 #pragma once

@@ -1,4 +1,4 @@
-// What is ranked: a value and its index as one integer, the larger the better. Of equal values the lower index is
+// A value and its index as one integer, the larger the better. Of equal values the lower index is
 // better, so no two of a list are alike, and 0 is no one's.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Products of two 64-bit integers divided by 2^53, exact: what turns a 53-bit fraction into a share of a sum of weights.
+// Products of two 64-bit integers divided by 2^53, exact: they turn a 53-bit fraction into a share of a sum of weights.
 #pragma once
 
 #include "portable.h"

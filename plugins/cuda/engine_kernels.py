@@ -126,9 +126,6 @@ FORMS = (*ELEMENTS, "int8")
 
 INTEGERS = FORMS.index("int8")
 
-UNITS = ("", "silu", "gelu_tanh")
-"""Gated units after a product, in the kernels' numbering (`engine/units.h`)."""
-
 CHUNK = 256
 """Keys that are summed by themselves (kChunk of `engine/attention.cu.h`)."""
 

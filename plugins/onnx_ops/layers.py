@@ -11,6 +11,9 @@ _X, _OUT, _GATE, _UP, _RESIDUAL, _ADDED, _NORMED, _SUM = (
 _EARLIER = TensorSpec("earlier", ANY_FLOAT, ("...", "width"))
 _WEIGHT = TensorSpec("weight", ANY_FLOAT, ("size",))
 
+UNITS = {"SiluUnit": "silu", "GeluUnit": "gelu_tanh"}
+"""Activations of gated units, by op, in the order in which CUDA kernels number them (`csrc/cuda/engine/units.h`)."""
+
 LAYER_OPS = (
     OpSchema(
         "AddNorm",

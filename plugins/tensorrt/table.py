@@ -29,6 +29,7 @@ A plugin's kernel gets inputs, outputs and integers, and no memory that outlives
 
 from __future__ import annotations
 
+from outrider.plugins.onnx_ops.layers import LAYER_BODIES
 from outrider.plugins.ops import OPS
 from outrider.plugins.ops.route import EXPERTS_DECLINED
 from outrider.plugins.schema import EXPERT_OPS, QUANT_OPS
@@ -37,10 +38,7 @@ from outrider.plugins.tensorrt.plugin import Declined, Plugin
 PLUGINS: dict[str, tuple[Plugin, ...] | Declined] = {
     **dict.fromkeys(QUANT_OPS, Declined("TensorRT fuses dequantised weights with the product that reads them")),
     **dict.fromkeys(("BiasedRoute", *EXPERT_OPS), EXPERTS_DECLINED),
-    **dict.fromkeys(
-        ("AddNorm", "RunAfter", "SiluUnit", "GeluUnit", "Softcap"),
-        Declined("TensorRT fuses their standard ops"),
-    ),
+    **dict.fromkeys(LAYER_BODIES, Declined("TensorRT fuses their standard ops")),
     **{name: op.plugins for name, op in OPS.items()},
 }
 """By the op type of a graph's node."""

@@ -10,7 +10,8 @@ from time import perf_counter_ns
 import numpy as np
 
 from outrider.plans import names
-from outrider.plans.manifest import BatchSize, GraphDrafter, NgramDrafter
+from outrider.plans.host_drafters import HostDrafter as HostSettings
+from outrider.plans.manifest import BatchSize, GraphDrafter
 from outrider.runtime.drafters import make_host_drafter
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.drafters.base import NOTHING, Draft, HostDrafter
@@ -84,7 +85,7 @@ class Drafting:
             for drafter in manifest.drafters
             if isinstance(drafter, GraphDrafter)
         }
-        self.host_times = {d.name: HostTime(d.name) for d in manifest.drafters if isinstance(d, NgramDrafter)}
+        self.host_times = {name: HostTime(name) for name in self._settings if name not in self.engine_drafters}
         nodes = assembly.step.max_nodes + 1
         self._nodes = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.float32)
         self._vocabulary = manifest.target.vocab_size
@@ -121,7 +122,7 @@ class Drafting:
 
     def _otherwise(self, drafter: str | None) -> str | None:
         settings = self._settings.get(drafter or "")
-        return settings.otherwise if isinstance(settings, NgramDrafter) else None
+        return settings.otherwise if isinstance(settings, HostSettings) else None
 
     # A sequence.
 
@@ -143,7 +144,7 @@ class Drafting:
         request, own = sequence.generation.request, self._drafters[sequence.number]
         settings = self._settings.get(request.drafter or "")
         own.host = own.engine = None
-        if isinstance(settings, NgramDrafter):
+        if isinstance(settings, HostSettings):
             if settings.name not in own.hosts:
                 own.hosts[settings.name] = make_host_drafter(settings)
             own.host, own.least = own.hosts[settings.name], settings.least
@@ -164,11 +165,10 @@ class Drafting:
         run beside the next step.
         """
         generation = sequence.generation
-        settings = self._settings.get(generation.request.drafter or "")
-        if isinstance(settings, NgramDrafter) and (memories := self._memories.get(settings.name)) is not None:
+        if (memories := self._memories.get(generation.request.drafter or "")) is not None:
             first = generation.prompted
             memory = memories.get_or_create(generation.request.cache_salt)
-            memory.add(sequence.tokens[max(0, first - settings.max_context) : first], list(output))
+            memory.add(sequence.tokens[max(0, first - memories.max_context) : first], list(output))
 
     def catch_up(self, sequence: Sequence, passes: int) -> int:
         """Let the sequence's drafters take in its tokens; return how many tokens may keep their KV in the target."""

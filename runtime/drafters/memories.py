@@ -18,8 +18,9 @@ class Memories:
     several memories loses one of its own first.
     """
 
-    def __init__(self, make: Callable[[], NgramMemory]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], NgramMemory], max_context: int) -> None:
+        """Each memory is made for contexts of up to `max_context` tokens."""
+        self._make, self.max_context = make, max_context
         self._by_owner: OrderedDict[str, NgramMemory] = OrderedDict({"": make()})
         self._lock = threading.Lock()
 

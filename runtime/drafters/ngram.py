@@ -12,13 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.plans.errors import PlanError
+from outrider.plans.host_drafters import NgramDrafter as NgramSettings
 from outrider.plugins.native import NgramMemory, Ngrams
 from outrider.runtime.sampling import SamplingParams
-
-MAX_CONTEXT = 64
-
-_REPAIR = "Correct the recipe and build the plan again."
 
 
 class NgramDrafter:
@@ -57,24 +53,6 @@ class NgramDrafter:
         *,
         name: str = "ngram",
     ) -> None:
-        """Raises PlanError, under the drafter's `name`, for values outside 1 <= min_context <= max_context <= 64,
-        max_draft >= 1, 0 <= min_confidence <= 1 and filler_top_k >= 0."""
-        if not 1 <= min_context <= max_context <= MAX_CONTEXT:
-            raise PlanError(
-                f"The drafter {name!r} has min_context {min_context} and max_context {max_context}; they must be whole "
-                f"numbers with 1 <= min_context <= max_context <= {MAX_CONTEXT}. {_REPAIR}"
-            )
-        if max_draft < 1:
-            raise PlanError(f"The drafter {name!r} has max_draft {max_draft}; it must be at least 1. {_REPAIR}")
-        if not 0.0 <= min_confidence <= 1.0:
-            raise PlanError(
-                f"The drafter {name!r} has min_confidence {min_confidence}; it must be a chance from 0 (always draft) "
-                f"to 1. {_REPAIR}"
-            )
-        if filler_top_k < 0:
-            raise PlanError(
-                f"The drafter {name!r} has filler_top_k {filler_top_k}; it must be 0 (off) or more. {_REPAIR}"
-            )
         self._name, self._max_context = name, max_context
         self._min_context = min_context
         self._max_draft = max_draft
@@ -170,6 +148,18 @@ class NgramDrafter:
     def _races(self, sampling: SamplingParams) -> tuple[int, int, int, float]:
         """The races after the tokens it received: seed, stream, position of the next token, temperature."""
         return sampling.seed, sampling.stream_id, self._told + self._ahead, sampling.temperature
+
+
+def make(settings: NgramSettings) -> NgramDrafter:
+    """Return a drafter with the settings of a plan."""
+    return NgramDrafter(
+        settings.max_context,
+        settings.min_context,
+        settings.max_draft,
+        settings.min_confidence,
+        settings.filler_top_k,
+        name=settings.name,
+    )
 
 
 def _plain(token_ids: Sequence[int] | NDArray[np.int64]) -> list[int]:

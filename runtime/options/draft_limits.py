@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.plans.errors import RequestError
-from outrider.plans.manifest import Drafter, NgramDrafter, longest_draft, rejects
+from outrider.plans.host_drafters import HostDrafter
+from outrider.plans.manifest import Drafter, longest_draft, rejects
 from outrider.runtime.options.kinds import Whole
 
 _NAMES = ("draft_tokens", "draft_depth")
@@ -31,7 +32,7 @@ def check_draft_limits(values: Mapping[str, Any], drafter: str | None, drafters:
         return DraftLimits()
     first, by_name = next(iter(given)), {each.name: each for each in drafters}
     asked = None if drafter is None else by_name[drafter]
-    fallback = by_name.get(asked.otherwise or "") if isinstance(asked, NgramDrafter) else None
+    fallback = by_name.get(asked.otherwise or "") if isinstance(asked, HostDrafter) else None
     if any(rejects([each]) for each in (asked, fallback) if each is not None):
         raise RequestError(
             f"{first} is given, and tokens of the drafter {drafter!r}, which is accepted by rejection, depend on what "

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from outrider.plans.manifest import Drafter, NgramDrafter
+from outrider.plans.host_drafters import HostDrafter
+from outrider.plans.manifest import Drafter
 from outrider.runtime.generation import FinishReason, Generation, Span
 from outrider.runtime.sampling import TokenLogprob
 from outrider.runtime.server.served import ServedRuntime
@@ -190,7 +191,7 @@ def longest_path(drafters: Sequence[Drafter], asked: str | None) -> int:
     chosen = next((each for each in drafters if not asked or each.name == asked), None)
     if chosen is None:
         return 0
-    if not isinstance(chosen, NgramDrafter):
+    if not isinstance(chosen, HostDrafter):
         return chosen.longest_path
     return max(chosen.max_draft, 0 if chosen.otherwise is None else longest_path(drafters, chosen.otherwise))
 

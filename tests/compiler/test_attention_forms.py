@@ -14,6 +14,7 @@ import onnx_ir as ir
 import pytest
 
 from outrider.compiler.backends import BACKEND_CLASSES
+from outrider.compiler.backends.base import Backend
 from outrider.compiler.engines.torch_converters import is_plain
 from outrider.compiler.export.ops import branch_attention
 from outrider.compiler.export.tracing import traced_of
@@ -84,6 +85,15 @@ def test_every_backend_computes_the_references(name: str, target: str, rows: int
     model, _ = lowered(name, target, rows)
     feeds = random_step(FORMS[name], CAPACITY, *TREES[rows])
     compare(model, feeds, module(name).in_numpy(feeds), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "gpt-oss"])
+def test_a_backend_without_rules_of_its_own_computes_them_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKEND_CLASSES, "of-tests", Backend)
+    feeds = random_step(FORMS[name], CAPACITY, *TREES[2])
+    compare(lowered(name, "of-tests", 2)[0], feeds, module(name).in_numpy(feeds), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "plain"), [("gemma 2", 0), ("gpt-oss", 0), ("smollm 3", 3), ("phi 3", 1)])

@@ -200,7 +200,7 @@ def test_wrong_override_is_named(override: str, sentence: str, recipe_file: Path
 
 def test_every_whole_number_of_a_recipe_has_a_largest_value() -> None:
     """So that a slip of the hand is a sentence, and neither an endless build nor a number that no plan can hold."""
-    by_another_key = {"CapacitySection.prefill_chunk", "NgramSection.min_context"}
+    by_another_key = {"CapacitySection.prefill_chunk", "NgramDrafter.min_context"}
     numbers = Recipe.model_json_schema()["$defs"]
     unbounded = [
         f"{section}.{name}"

@@ -21,10 +21,10 @@ from outrider.compiler.__main__ import main
 from outrider.compiler.default_recipe import is_checkpoint, write_recipe
 from outrider.compiler.recipe import Recipe, load_recipe
 from outrider.compiler.recipe_copy import RecipeCopy
-from outrider.compiler.recipe_drafters import NgramSection
 from outrider.compiler.recipe_keys import choose_keys, print_keys, recipe_keys, recipe_schema
 from outrider.compiler.recipe_sections import Section
 from outrider.plans.errors import CheckpointError, RecipeError, UsageError
+from outrider.plans.host_drafters import HostDrafter, NgramDrafter
 from outrider.plans.manifest import Tree
 from tests.conftest import REPOSITORY, TOY_RECIPE
 
@@ -146,7 +146,7 @@ def test_paths_lead_to_the_same_files_from_another_folder(folder: Path) -> None:
     caches = [r.cache_path(target) for r in (old, new) for target in r.backends]
     assert caches == 2 * [None, folder / "recipes" / "kernels.cache"]
     assert (new.checkpoint_path, new.held_out_path) == (old.checkpoint_path, old.held_out_path)
-    (section,) = (d for d in new.drafters if not isinstance(d, NgramSection))
+    (section,) = (d for d in new.drafters if not isinstance(d, NgramDrafter))
     assert new.drafter_path(section) == folder / "recipes" / "models" / "drafter"
     for found in (new.target.weights, section.weights):
         assert new.calibration_path(found) == folder / "recipes" / "text" / "held_out.jsonl"
@@ -199,7 +199,7 @@ def printed(*wanted: str) -> str:
 
 
 def test_every_field_of_every_section_is_described_and_printed() -> None:
-    found = list(sections())
+    found = [*sections(), *HostDrafter.__subclasses__()]
     assert len(found) >= 17
     for section in found:
         about = " ".join(str(section.__doc__).split())

@@ -293,7 +293,7 @@ def test_the_server_has_the_option_remember(runtime: Runtime) -> None:
 def test_inspect_and_memory_use_have_it(plan: Path, runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
     outrider.compiler.__main__.main(["inspect", str(plan)])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "filler_top_k 3, memory 1024 tokens, below 2 tokens head drafts" in shown
+    assert "otherwise head, least 2, max_context 12, min_context 1, min_confidence 0.25, filler_top_k 3, mem" in shown
     use = runtime.memory()
     assert use.ngram_memory_bytes == sum(memory_of(runtime, drafter).nbytes for drafter in RECALLING) > 0
     assert use.total_bytes >= use.ngram_memory_bytes

@@ -109,10 +109,10 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "two drafters of one name": (lambda m: m["drafters"][1].update(name="ngram"), "ngram"),
     "a drafter named none": (lambda m: m["drafters"][1].update(name="none"), "none"),
     "no such drafter after n-grams": (ngram(otherwise="oracle"), "'oracle' is no drafter"),
-    "a draft longer than its buffers": (ngram(max_draft=2**24), "draft"),
+    "a draft longer than its buffers": (ngram(max_draft=64), "draft"),
     "a drafter with contexts in the wrong order": (ngram(min_context=9), "min_context"),
-    "a memory that holds no text": (ngram(memory=1023), "memory is 1023 tokens, neither 0"),
-    "a memory of absurd size": (ngram(memory=2**24 + 1), "to 16777216"),
+    "a memory that holds no text": (ngram(memory=1023), "is 1023; raise it to at least 1024"),
+    "a memory of absurd size": (ngram(memory=2**24 + 1), "16777216"),
     # Programs.
     "no decode program": without("decode"),
     "no beam program": without("beam"),

@@ -20,13 +20,13 @@ from outrider.plugins.cuda.engine_kernels import (
     CHUNK,
     ENGINE_KERNELS,
     FORMS,
-    UNITS,
     attention_bytes,
     attention_room,
     half_bytes,
     quant_bytes,
 )
 from outrider.plugins.cuda.launches import ELEMENTS
+from outrider.plugins.onnx_ops.layers import UNITS
 from outrider.plugins.quant_layout import QuantLayout, pack
 from outrider.plugins.reference import lanes_attention
 from outrider.plugins.reference.lanes import gated_unit, ordered_matmul
@@ -197,11 +197,11 @@ def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: K
     written.check(norm(x[None], weight)[0][0])
 
 
-@pytest.mark.parametrize("unit", UNITS[1:])
+@pytest.mark.parametrize("unit", UNITS.values())
 def test_gated_units_have_the_bits_of_the_cpu(engine_kernels: Kernels, unit: str) -> None:
     both, to = normal(np.random.default_rng(0), 3, 2 * 37) * 8, poisoned(3, 37)
     both[0, :6] = [0.0, -0.0, 90.0, -90.0, np.nan, np.inf]
-    numbers = {"rows": 3, "size": 37, "unit": UNITS.index(unit)}
+    numbers = {"rows": 3, "size": 37, "unit": 1 + list(UNITS.values()).index(unit)}
     launch(engine_kernels, "outrider_gated_unit", {"both": both, "to": to}, numbers, 1)
     np.testing.assert_array_equal(to, gated_unit_of_cpu(unit, both[None])[0])
 

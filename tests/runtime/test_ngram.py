@@ -7,8 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from outrider.plans.errors import PlanError
-from outrider.plans.manifest import NgramDrafter as NgramSettings
+from outrider.plans.host_drafters import NgramDrafter as NgramSettings
 from outrider.runtime.drafters import make_host_drafter
 from outrider.runtime.drafters.ngram import NgramDrafter
 from tests.runtime.ngram_oracle import (
@@ -40,27 +39,11 @@ def test_worked_examples(settings: dict[str, float], tokens: list[int], draft: l
     assert drafted(drafter, 8) == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"min_context": 0}, "min_context 0"),
-        ({"max_context": 2, "min_context": 3}, "min_context 3 and max_context 2"),
-        ({"max_context": 65}, "<= 64"),
-        ({"min_confidence": float("nan")}, "min_confidence nan"),
-    ],
-)
-def test_settings_out_of_limits_are_refused(settings: dict[str, float], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        NgramDrafter(**settings)  # type: ignore[arg-type]
-
-
 def test_a_plan_describes_its_drafters() -> None:
     settings = {"max_context": 2, "min_context": 1, "max_draft": 3, "min_confidence": 0.0, "filler_top_k": 0}
     drafter = make_host_drafter(NgramSettings(kind="ngram", name="repeat", **settings))  # type: ignore[arg-type]
     drafter.extend([1, 2, 1])
     assert drafted(drafter, 8) == [2, 1, 2]
-    with pytest.raises(PlanError, match="'repeat' has max_draft 0"):
-        make_host_drafter(NgramSettings(kind="ngram", name="repeat", **settings | {"max_draft": 0}))  # type: ignore[arg-type]
 
 
 def test_text_that_repeats_one_token_is_cheap() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from outrider.compiler.recipe_drafters import NgramSection, reshaped
+from outrider.compiler.recipe_drafters import reshaped
 from outrider.plans.errors import RequestError
-from outrider.plans.manifest import Drafter, GraphDrafter, NgramDrafter, Tree
+from outrider.plans.host_drafters import NgramDrafter
+from outrider.plans.manifest import Drafter, GraphDrafter, Tree
 from outrider.plans.pass_prices import PassPrices, Price, read_pass_prices, write_pass_prices
 from outrider.plans.plan import read_manifest
 from outrider.runtime.options.options import Options
@@ -71,8 +72,8 @@ def test_a_draft_ends_with_its_block_and_n_grams_of_few_nodes_foresee_few() -> N
     wide = [Tree(top_k=2, depth=d, nodes=12) for d in (4, 8)]
     assert within_block(wide, 5) == wide[:1]
     assert within_block(wide, 1) == [Tree(top_k=2, depth=0, nodes=3)]
-    section = NgramSection(name="mixed", kind="ngram", max_draft=6, otherwise="head", least=2)
-    found = [NgramSection.model_validate(reshaped(section, "mixed.1", nodes)) for nodes in (1, 8)]
+    section = NgramDrafter(name="mixed", kind="ngram", max_draft=6, otherwise="head", least=2)
+    found = [NgramDrafter.model_validate(reshaped(section, "mixed.1", nodes)) for nodes in (1, 8)]
     assert [(each.name, each.max_draft, each.least) for each in found] == [("mixed.1", 1, 1), ("mixed.1", 8, 2)]
 
 

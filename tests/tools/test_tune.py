@@ -17,8 +17,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from outrider import Runtime
 from outrider.compiler.build import build
 from outrider.compiler.recipe import load_recipe
-from outrider.compiler.recipe_drafters import BlockSection, ModelSection, NgramSection
+from outrider.compiler.recipe_drafters import BlockSection, ModelSection
 from outrider.plans import names
+from outrider.plans.host_drafters import NgramDrafter
 from outrider.plans.manifest import Tree
 from outrider.plans.pass_prices import read_pass_prices
 from outrider.runtime.trace import Node, RoundTrace
@@ -144,7 +145,7 @@ def test_sizes_are_closer_where_drafts_end_and_depths_end_with_a_block(toy_recip
 
 @pytest.mark.parametrize("drafter", ["chain", "bushy", "head"])
 def test_a_recording_replays_what_happened(toy: Runtime, drafter: str) -> None:
-    tree = next(d.tree for d in toy.manifest.drafters if d.name == drafter and not isinstance(d, NgramSection))
+    tree = next(d.tree for d in toy.manifest.drafters if d.name == drafter and not isinstance(d, NgramDrafter))
     rounds: list[RoundTrace] = []
     toy.generate(
         "def f(", drafter=drafter, max_new_tokens=60, ignore_eos=True, auto_disable=False, on_round=rounds.append

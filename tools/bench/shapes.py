@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from outrider.compiler.recipe_drafters import TreeSection
 from outrider.plans.errors import RequestError
-from outrider.plans.manifest import Drafter, GraphDrafter, NgramDrafter, Tree
+from outrider.plans.host_drafters import HostDrafter
+from outrider.plans.manifest import Drafter, GraphDrafter, Tree
 
 PLAIN = "none"
 _OWN = "own"
@@ -41,7 +42,7 @@ class Variant:
     @classmethod
     def from_drafter(cls, settings: Drafter, drafter: str) -> Variant:
         """What the plan's `settings` describe, which were made of those of `drafter`."""
-        if isinstance(settings, NgramDrafter):
+        if isinstance(settings, HostDrafter):
             longest = settings.max_draft
             return cls(settings.name, drafter, settings.kind, None, 1 + longest, longest, "coupled", settings.otherwise)
         tree, depth = settings.tree, settings.longest_path
@@ -135,7 +136,7 @@ def takes_trees(drafter: Drafter) -> bool:
 
 
 def own_shape(drafter: Drafter) -> Shape:
-    if isinstance(drafter, NgramDrafter):
+    if isinstance(drafter, HostDrafter):
         return drafter.max_draft
     return drafter.tree
 

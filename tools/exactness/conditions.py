@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[import-not-found]
 
+from outrider.plans.host_drafters import HostDrafter
 from outrider.plans.machine import available_cores
-from outrider.plans.manifest import Manifest, NgramDrafter, rejects
+from outrider.plans.manifest import Manifest, rejects
 from outrider.runtime.branch_request import MODES, Mode
 
 NONE, MIXED = "none", "mixed"
@@ -77,7 +78,7 @@ def usable_drafters(manifest: Manifest) -> tuple[list[str], list[LeftOut]]:
     kept, left_out = list[str](), list[LeftOut]()
     by_name = {drafter.name: drafter for drafter in manifest.drafters}
     for drafter in manifest.drafters:
-        other = by_name.get(drafter.otherwise or "") if isinstance(drafter, NgramDrafter) else None
+        other = by_name.get(drafter.otherwise or "") if isinstance(drafter, HostDrafter) else None
         if rejects([drafter if other is None else other]):
             reason = "accepted by rejection, which keeps the distribution of tokens, not the tokens"
             left_out.append(LeftOut(f"drafter {drafter.name}", reason))

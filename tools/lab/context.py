@@ -15,7 +15,7 @@ from outrider import PrefixCacheConfig, Runtime, Session, Stats
 from outrider.commands.arguments import Parser, at_least_1, counts
 from outrider.plans import names
 from outrider.plans.errors import RequestError
-from outrider.plans.manifest import NgramDrafter
+from outrider.plans.host_drafters import HostDrafter
 from outrider.plans.partial_kv import PARTIAL_MODES
 from outrider.plans.plan import read_manifest
 from outrider.runtime.kv.memory import HostKv, KvMemory
@@ -183,7 +183,7 @@ def _verify_ms(
 
 def _chain(runtime: Runtime, tokens: list[int]) -> tuple[str, list[int]]:
     """Nodes verified after the tip, and the drafter whose round that is: n-grams', or without them the tip alone."""
-    host = next((d.name for d in runtime.manifest.drafters if isinstance(d, NgramDrafter)), "none")
+    host = next((d.name for d in runtime.manifest.drafters if isinstance(d, HostDrafter)), "none")
     return host, [] if host == "none" else tokens[:_CHAIN]
 
 

@@ -27,8 +27,9 @@ from outrider import Generation, Runtime, Session
 from outrider.compiler.build import build
 from outrider.compiler.held_out import read_prompts
 from outrider.compiler.recipe import Recipe, load_recipe
-from outrider.compiler.recipe_drafters import BlockSection, GraphSection, NgramSection, reshaped
+from outrider.compiler.recipe_drafters import BlockSection, GraphSection, reshaped
 from outrider.plans.errors import RequestError
+from outrider.plans.host_drafters import HostDrafter
 from outrider.plans.manifest import GraphDrafter, Manifest, Tree
 from outrider.plans.plan import read_manifest
 from outrider.runtime.backends import choose_backend
@@ -115,7 +116,7 @@ def tune_plan(
     settings = tunable(manifest, drafter)
     check_same_source(recipe, plan, manifest)
     section = next(d for d in recipe.drafters if d.name == settings.name)
-    assert not isinstance(section, NgramSection)
+    assert not isinstance(section, HostDrafter)
     context = manifest.target.context
     if runs.count < 1 or not 2 * search.nodes <= runs.new_tokens < context - 1:
         raise RequestError(

@@ -12,7 +12,7 @@ namespace outrider {
 
 namespace {
 
-constexpr i64 kLeastBranch = -1;  // rows of the shared prefix itself; -2 marks empty slots and is nobody's branch
+constexpr i64 kLeastBranch = -1;  // rows of the shared prefix itself; -2 marks empty slots and is no branch
 
 OUTRIDER_CLONES void committed_part(const i64* bim, i64 past, i64 branch, float* line) {
   for (i64 j = 0; j < past; ++j) line[j] = sees_committed(bim[j], branch) ? kVisible : kMasked;

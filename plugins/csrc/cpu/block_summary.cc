@@ -1,4 +1,4 @@
-// BlockSummary on the CPU: what is new since the last call, of all heads of layers that see every token.
+// BlockSummary on the CPU: the tokens that are new since the last call, of all heads of layers that see every token.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -65,7 +65,7 @@ class BlockSummary {
   void summarise(i64 first, i64 end) {
     for (i64 of = 0; of < layers_ * heads_; ++of) {
       const i64 layer = of / heads_, head = of % heads_;
-      if (layer_windows_[layer] > 0) continue;  // nobody scores its blocks
+      if (layer_windows_[layer] > 0) continue;  // its blocks are not scored
       const i64 plane = (2 * layer * rows_ + row_[0]) * heads_ + head;
       const Key* keys = reinterpret_cast<const Key*>(kv_) + plane * capacity_ * slot_size_;
       const i64 summaries = (row_[0] * layers_ * heads_ + of) * head_dim_ * blocks_;
@@ -84,7 +84,7 @@ class BlockSummary {
     }
   }
 
-  // Of a block's keys, element by element. What is no number stays.
+  // Of a block's keys, element by element. NaN stays.
   template <class Key>
   void extremes(const Key* keys, float* __restrict high, float* __restrict low) const {
     const engine::SlotNumbers<Key> first(keys, head_dim_);

@@ -91,7 +91,7 @@ class KvGather {
 
   // A run in every head of one plane. Heads hold different memory, so only the order of a head's runs matters.
   void move(i64 plane, const Run& run) const {
-    // Upwards over itself, a run read slot by slot sees what it has just written; memmove would not.
+    // A run that moves upwards over itself, slot by slot, reads its own writes; memmove would not.
     const bool feeds_itself = run.from < run.to && run.to < run.from + run.slots;
     const i64 piece = feeds_itself ? 1 : run.slots;
     char* slots = kv_ + (plane * most_rows_ + run.row) * heads_ * capacity_ * slot_bytes_;

@@ -12,8 +12,8 @@ constexpr double kFirstDoubt = 0.5, kLessBy = 0.75, kMostWorth = 0.85;
 constexpr double kShares = 8.0;  // how many shares the assumption weighs as much as
 constexpr i64 kAlone = 8;        // up to which length contexts learn by themselves
 constexpr i64 kGrades[] = {12, 20, 36};  // and longer ones together, up to these lengths
-constexpr double kLikely = 0.1;  // of a token that came: what one that was likely there weighs in a race of the counts
-constexpr double kDoubt = 0.5;   // how often a race of the counts tells nothing of the target's
+constexpr double kLikely = 0.1;  // weight of a likely token in a race of the counts, relative to one that came
+constexpr double kDoubt = 0.5;   // how often a race of the counts is no evidence of the target's
 constexpr std::size_t kWidest = 8;  // continuations of one node
 
 }  // namespace
@@ -62,7 +62,7 @@ void NgramCounts::extend(u32 token, const u32* likely, i64 likely_count) {
 }
 
 void NgramCounts::go_ahead(u32 token) {
-  judged_ = true;  // what is supposed says nothing about them
+  judged_ = true;  // supposed tokens say nothing about them
   tokens_.push_back(token);
   now_.own = text_.step(now_.own, token);
 }
@@ -81,7 +81,7 @@ void NgramCounts::recall_from(std::shared_ptr<NgramMemory> memory) {
   look_again();
 }
 
-// Nothing is known of what the memory knows.
+// Forgets the matches in the memory.
 void NgramCounts::look_again() {
   now_.recalled = {};
   followed_ = 0;
@@ -109,7 +109,7 @@ const std::vector<Foreseen>& NgramCounts::foresee(i64 limit, const Races& races)
   return nodes_;
 }
 
-// Looks the last tokens up in the memory: the new ones, or as many as matter where the memory has changed.
+// Looks up the last tokens in the memory: the new ones, or the longest context where the memory has changed.
 void NgramCounts::follow() {
   const std::size_t most = static_cast<std::size_t>(longest_);
   const std::size_t oldest = tokens_.size() > most ? tokens_.size() - most : 0;
@@ -130,7 +130,7 @@ NgramCounts::Place NgramCounts::step(const Place& place, u32 token) const {
   return next;
 }
 
-// Opens what may follow a place, `depth` tokens after the sequence.
+// Opens the continuations of a place, `depth` tokens after the sequence.
 void NgramCounts::open(const Place& place, double chance, i64 parent, i64 depth, const Races& races) {
   const Suffixes::Match own = text_.continued(place.own, shortest_);
   std::array<Suffixes::Match, 2> recalled{};
@@ -159,8 +159,8 @@ void NgramCounts::open(const Place& place, double chance, i64 parent, i64 depth,
   }
 }
 
-// Fills choices_ with what followed a state of the sequence or, where races are run, was likely to. A token goes after
-// those that were likely in its place.
+// Fills choices_ with tokens that followed a state of the sequence or, where races are run, were likely to. A token
+// goes after those that were likely in its place.
 void NgramCounts::gather(u32 state, bool race) {
   for (u32 index = text_.state(state).edges; index != Suffixes::kNone; index = text_.edge(index).next) {
     const Suffixes::Edge& edge = text_.edge(index);
@@ -172,7 +172,7 @@ void NgramCounts::gather(u32 state, bool race) {
   }
 }
 
-// Fills choices_ with what followed the longest of the matches with the memory's parts, of both where they are as long.
+// Fills choices_ with the continuations of the longer match of the memory's two parts, or of both if equally long.
 void NgramCounts::gather_recalled(const std::array<Suffixes::Match, 2>& matches) {
   constexpr std::size_t kOlder = NgramMemory::kOlder, kNewer = NgramMemory::kNewer;
   const bool both = matches[kOlder].length == matches[kNewer].length;
@@ -191,7 +191,7 @@ void NgramCounts::gather_recalled(const std::array<Suffixes::Match, 2>& matches)
   }
 }
 
-// Sorts choices_, the best ones first, and returns what their shares are parts of.
+// Sorts choices_, the best ones first, and returns the total of their shares.
 double NgramCounts::choose(i64 depth, const Races& races) {
   double whole = 0.0, most = 0.0;
   for (const Choice& choice : choices_) {

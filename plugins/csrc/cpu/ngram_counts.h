@@ -39,7 +39,7 @@ struct Races {
 
 // A token that is foreseen after another one, `parent`, or after the sequence: -1. Its context is the last `length`
 // tokens before it; `share` is its part of what followed that, in the sequence or, `recalled`, in the memory; `chance`
-// that the target comes to it, by all shares on its path and what these are worth.
+// that the target reaches it, by all shares on its path and what these are worth.
 struct Foreseen {
   u32 token;
   i64 parent;
@@ -118,8 +118,8 @@ class NgramCounts {
   std::size_t followed_ = 0;   // tokens that now_.recalled knows of, in this version of the memory
   u64 version_ = 0;
   std::vector<Foreseen> nodes_;
-  bool judged_ = true;  // what comes says nothing about the nodes
-  i64 at_ = -1;         // the node that the sequence has come to; -1: none of them yet
+  bool judged_ = true;  // the next tokens say nothing about the nodes
+  i64 at_ = -1;         // the node that the sequence has reached; -1: none yet
   std::vector<Open> heap_;
   u64 order_ = 0;
   std::vector<Choice> choices_;

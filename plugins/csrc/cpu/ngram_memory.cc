@@ -42,7 +42,7 @@ void NgramMemory::add(const std::vector<u32>& text, i64 lead) {
   }
 }
 
-// Forgets the older automaton, and makes it the newer one; nobody reads it while it is cleared.
+// Forgets the older automaton, and makes it the newer one; it is not read while it is cleared.
 void NgramMemory::turn() {
   Suffixes* oldest;
   {

@@ -1,4 +1,4 @@
-// What generations before have put out, at most so many tokens, for many sequences to draft from.
+// A bounded number of tokens of earlier outputs, which many sequences draft from.
 #pragma once
 
 #include <array>
@@ -15,8 +15,9 @@ namespace outrider {
 // all; then the older one forgets everything, and becomes the newer. So the oldest texts go first, many at once, and
 // after the first half there is always about half of what may be kept. Texts never run on into each other.
 //
-// Any thread may add, and any may read: who reads holds the memory, for microseconds, or for a look at every token that
-// has followed the context (some 0.3 ms for 10,000 of them), and who adds lets readers in between portions of a text. A reader may find a text added in part.
+// Any thread may add or read. A reader holds the memory for microseconds, or for a look at every token that has
+// followed the context (some 0.3 ms for 10,000 of them); a writer admits readers between portions of a text, so that a
+// reader may find a text added in part.
 class NgramMemory {
  public:
   // Room for `tokens`, of which contexts of up to `longest` are known; all memory is taken here.
@@ -36,7 +37,7 @@ class NgramMemory {
   static constexpr std::size_t kOlder = 0, kNewer = 1;
   // One of the two automata; null while the newer one is being cleared.
   const Suffixes* part(std::size_t age) const { return parts_[age]; }
-  // Tells whether anything has changed: matches are those of one version.
+  // Changes with the contents: matches are those of one version.
   u64 version() const { return version_; }
 
  private:

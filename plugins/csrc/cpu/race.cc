@@ -141,7 +141,7 @@ i64 raced_row(const float* logits, i64 size, const i32* block_top, float top, do
       }
     }
   };
-  // The block of the likeliest first: whoever is fast there leaves little to look at.
+  // The block of the likeliest token first: a fast time there leaves little to look at.
   i64 first = 0;
   while (bounds[first] != static_cast<u64>(kWeightOne)) ++first;
   race_block_at(first);

@@ -1,4 +1,4 @@
-// The winner of an exponential race among the survivors of a row's filters, and what they all run with.
+// The winner of an exponential race among the survivors of a row's filters, and the race's parameters.
 #pragma once
 
 #include "../race.h"

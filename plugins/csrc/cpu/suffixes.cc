@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFirstBits = 10;
 
-// Bits of a table that is never more than half full of the edges of so many tokens.
+// Bits of a table that the edges of `tokens` tokens never fill more than by half.
 int bits_for(i64 tokens) {
   int bits = kFirstBits;
   while ((i64{1} << bits) <= 6 * tokens) ++bits;

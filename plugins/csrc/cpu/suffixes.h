@@ -1,4 +1,4 @@
-// A suffix automaton of a text that grows, or of several: where any string of them came, how often, and what followed.
+// A suffix automaton of a text that grows, or of several: where each string occurs, how often, and its continuations.
 #pragma once
 
 #include <cstddef>
@@ -43,16 +43,16 @@ class Suffixes {
   // The next token of the text, and those that were `likely` in its place.
   void extend(u32 token, const u32* likely, i64 likely_count);
 
-  // A token likewise that does not count as the continuation of what is before it.
+  // A token likewise that does not count as a continuation of the tokens before it.
   void lead(u32 token);
 
-  // What comes next begins another text: nothing is before it.
+  // The next token begins another text.
   void begin_text();
 
   // Forgets all texts, and keeps the memory.
   void clear();
 
-  // The longest suffix of the text, and what is left of a match after one more token: of at most `longest` tokens.
+  // The longest suffix of the text, and the rest of a match after one more token: of at most `longest` tokens.
   Match tail() const { return within(tail_); }
   Match step(Match match, u32 token) const;
 

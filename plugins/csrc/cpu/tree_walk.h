@@ -1,5 +1,5 @@
-// What the accept ops have in common: the trees of a step are checked, walked from their roots, and told as committed
-// tokens and kept rows.
+// Common to the accept ops: the trees of a step are checked, walked from their roots, and written as committed tokens
+// and kept rows.
 #pragma once
 
 #include <algorithm>

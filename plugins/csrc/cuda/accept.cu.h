@@ -1,8 +1,8 @@
-// Sample, TreeAccept and ChainAccept: blocks tell of their shares of every row, a row's last one works out what its
+// Sample, TreeAccept and ChainAccept: blocks summarise their shares of every row, a row's last block computes what its
 // node would commit, and the last of these walks.
 //
-// Nodes that the walk does not come to are worked out in vain, but at the same time. So a fault stays with its node
-// until the walk tells it: one of a row of logits where it comes to that node, an index fault of any node at once.
+// Nodes that the walk does not reach are computed in vain, but at the same time. So a fault stays with its node until
+// the walk reports it: one of a row of logits where it reaches that node, an index fault of any node at once.
 #pragma once
 
 #include "../chain_accept.h"
@@ -15,7 +15,7 @@ namespace outrider {
 constexpr i64 kNobody = -1;
 constexpr u64 kNotANumber = 0x7ff8000000000000ull;  // the bits of a double
 
-// What stands in place of the token of a node at fault: a number below kNobody.
+// The number in place of the token of a node at fault, below kNobody.
 OUTRIDER_DEVICE i64 in_place_of_token(i64 fault) { return kNobody - fault; }
 
 OUTRIDER_DEVICE i64 fault_of(i64 chosen) {
@@ -64,7 +64,7 @@ OUTRIDER_DEVICE u64 uniform_of(const ChoiceStep& step, i64 place, u32 purpose) {
   return next_uniform(step.slots, step.branch[row], step.positions[row], purpose);
 }
 
-// The row, of every step, and the share of it that a block of a launch tells of.
+// The row, of every step, and the share of it that a block of a launch summarises.
 struct Part {
   i64 place;
   i64 share;
@@ -95,7 +95,7 @@ OUTRIDER_DEVICE FilteredRow filtered(const ChoiceStep& step, i64 place) {
                     reinterpret_cast<Candidate*>(step.candidates) + place * kMostCandidates);
 }
 
-// The token that a row chooses, or what stands in its place; kNobody of one that fills up the step. Every thread calls,
+// The token that a row chooses, or the number in its place; kNobody of one that fills up the step. Every thread calls
 // and gets it.
 OUTRIDER_DEVICE i64 choose(const ChoiceStep& step, i64 place, u32 purpose) {
   if (fills_up(step, place)) return kNobody;
@@ -143,15 +143,15 @@ OUTRIDER_DEVICE i64 fault_of_step(const volatile i64* chosen, i64 count) {
 }
 
 // Thread 0 of one block. `chosen` holds each node's token, or its fault, and `next` the place of the child to continue
-// at, or kNobody. They were written by other blocks of this launch: read past this multiprocessor's own cache.
-// `fault` is the step's; the first one that the walk comes to is told where that has none.
+// at, or kNobody. Other blocks of this launch wrote them: they are read past this multiprocessor's own
+// cache. `fault` is the step's; where it has none, the first one that the walk reaches is reported.
 OUTRIDER_DEVICE void walk(const Trees& trees, const volatile i64* chosen, const volatile i64* next, const Outputs& out,
                           i64 new_tokens, i64 most_trees, i64 fault) {
   for (i64 i = 0; i < trees.count; ++i) out.committed[i] = kNobody;
   for (i64 i = 0; i < most_trees; ++i) out.accepted_count[i] = 0;
   i64 tree = 0;
   i64 kept = 0;
-  i64 row = 0;    // rows before it are told
+  i64 row = 0;    // rows before it are reported
   i64 place = 0;  // the first whose row is not below `row`
   for (i64 root = 0, end; root < trees.count && tree < most_trees; root = end) {
     end = root + 1;
@@ -186,7 +186,7 @@ OUTRIDER_DEVICE i64 end_of_tree(const Trees& trees, i64 place) {
   return end;
 }
 
-// What each node of the step would commit, and the place of the child to continue at, or kNobody.
+// The token that each node of the step would commit, and the place of the child to continue at, or kNobody.
 struct Nodes {
   i64* chosen;
   i64* next;
@@ -222,15 +222,14 @@ OUTRIDER_KERNEL outrider_tree_accept(const float* logits, const i64* logit_indic
   }
 }
 
-// What a step drafted by sampling: a distribution for each place, and how branches go about it.
+// Drafts by sampling: a distribution for each place, and each branch's acceptance rule.
 struct Drafts {
   const float* probabilities;
   const i64* skip_sample_adjustment;
   const i64* by_rejection;
 };
 
-// Whether a place's branch weighs what was drafted. By the other rule a node's child is the one that holds the target's
-// choice.
+// Whether a place's branch weighs the drafted token. By the other rule its child is the one with the target's choice.
 OUTRIDER_DEVICE bool weighs(const ChoiceStep& step, const Drafts& drafts, i64 place) {
   return knows(step, place) && drafts.by_rejection[step.branch[step.logit_indices[place]]] != 0;
 }
@@ -243,7 +242,7 @@ OUTRIDER_DEVICE const float* weighed_against(const ChoiceStep& step, const Trees
   return has_child ? drafts.probabilities + child * step.vocabulary : nullptr;
 }
 
-// Whether a row's shares hold what is no probability. Every thread calls, and gets it.
+// Whether a row's shares hold an invalid probability. Every thread calls and gets it.
 OUTRIDER_DEVICE bool astray(const ChoiceStep& step, i64 place) {
   const volatile Share* shares = step.shares_at(place);
   i64 own = 0;

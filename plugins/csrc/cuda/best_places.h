@@ -21,7 +21,7 @@ OUTRIDER_DEVICE void find_best_places(const float* values, i64 size, i64 count, 
     own_above += key > cut ? 1 : 0;
     own_at_cut += key == cut ? 1 : 0;
   }
-  // Of those at the cut the first ones are chosen, as many as there is room for.
+  // Of keys at the cut the first `room` are chosen.
   const i64 room = count - fold(own_above, Sum());
   i64 at_cut = static_cast<i64>(sum_before(own_at_cut));
   const i64 left = room > at_cut ? room - at_cut : 0;

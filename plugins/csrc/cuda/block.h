@@ -1,4 +1,4 @@
-// What a kernel asks of the block of threads that it runs in: its place, a barrier, atomics, memory that threads share.
+// Operations of a block of threads: its place, a barrier, atomics, memory that threads share.
 //
 // A GPU gives them (nvcc, NVRTC). Tests on machines without one give them too, with threads that are run one after another
 // between barriers (tests/plugins/emulator): the same source is compiled, and compared with the references.
@@ -12,8 +12,8 @@
 #define OUTRIDER_DEVICE __device__ inline
 #define OUTRIDER_OUTLINED __device__ __noinline__ inline  // long code of several kernels, compiled once
 #define OUTRIDER_SHARED __shared__
-#define OUTRIDER_UNROLL(times) OUTRIDER_PRAGMA(unroll times)  // before a loop: loads of so many rounds may overlap
-#define OUTRIDER_FIT(threads, blocks) __launch_bounds__(threads, blocks)  // registers for as many blocks at once
+#define OUTRIDER_UNROLL(times) OUTRIDER_PRAGMA(unroll times)  // before a loop: loads of `times` rounds may overlap
+#define OUTRIDER_FIT(threads, blocks) __launch_bounds__(threads, blocks)  // registers for `blocks` blocks at once
 #define OUTRIDER_PRAGMA(text) _Pragma(#text)
 
 namespace outrider {
@@ -72,7 +72,7 @@ OUTRIDER_DEVICE Bytes16 load_bytes16(const void* from) { return *static_cast<con
 OUTRIDER_DEVICE Bytes8 load_bytes8(const void* from) { return *static_cast<const Bytes8*>(from); }
 
 // Copies from global to shared memory that a thread does not wait for (PTX ISA, "cp.async"): it starts some, closes them as
-// a group, and later waits until at most `kOpen` of its newest groups are open. Then it may read what it copied; other
+// a group, and later waits until at most `kOpen` of its newest groups are open. Then it may read its own copies; other
 // threads may after a barrier. Both addresses are multiples of the bytes. Nothing is copied unless `there`: a predicate, where
 // the compiler would branch. Needs compute capability 8.0.
 using SharedAddress = u32;

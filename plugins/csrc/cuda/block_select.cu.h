@@ -25,7 +25,7 @@ struct Asked {
 };
 
 // The score of one block by all queries; `most` and `least` are its summaries, an element `stride` from the next. Every
-// thread calls: who has no block (null) helps the others to their queries.
+// thread calls: threads without a block (null) load queries for the others.
 OUTRIDER_DEVICE float score_of(const Asked& asked, const float* most, const float* least, i64 stride, i64 reduction) {
   OUTRIDER_SHARED float shared[kElements * kQueries];
   float total = 0.0f;
@@ -35,7 +35,7 @@ OUTRIDER_DEVICE float score_of(const Asked& asked, const float* most, const floa
     for (i64 start = 0; start < asked.head_dim; start += kElements) {
       const i64 left = asked.head_dim - start;
       const i64 elements = left < kElements ? left : kElements;
-      barrier();  // nobody reads the last ones any more
+      barrier();  // until all threads have read the last ones
       for (i64 i = thread_index(); i < kQueries * kElements; i += thread_count()) {
         const i64 q = i / kElements;
         const i64 d = i % kElements;

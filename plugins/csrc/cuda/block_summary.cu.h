@@ -17,7 +17,7 @@ OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* layer_windows,
   const i64 shares = block_count() / (layers * heads);
   const i64 end = layout.candidates(covered[0]);
   if (row[0] < 0 || row[0] >= rows) return;
-  if (layer_windows[of / heads] != 0) return;  // nobody scores its blocks
+  if (layer_windows[of / heads] != 0) return;  // its blocks are not scored
   if (covered[0] < 0 || covered[0] > capacity || end > blocks || summarised[0] < 0) return;
   const i64 keys = ((2 * (of / heads) * rows + row[0]) * heads + of % heads) * capacity;
   for (i64 block = summarised[0] + share; block < end; block += shares) {
@@ -27,7 +27,7 @@ OUTRIDER_KERNEL outrider_block_summary(const char* kv, const i64* layer_windows,
       float low = high;
       for (i64 t = 1; t < block_size; ++t) {
         const float key = element_at(kv, first + t * head_dim + d, element);
-        high = key > high || key != key ? key : high;  // what is no number stays
+        high = key > high || key != key ? key : high;  // NaN stays
         low = key < low || key != key ? key : low;
       }
       const i64 to = ((row[0] * layers * heads + of) * head_dim + d) * blocks + block;

@@ -25,7 +25,7 @@ OUTRIDER_DEVICE i32* group_memory() {  // one for everything that goes over toke
   return groups;
 }
 
-// A row of logits that its shares have told of. They were written by other blocks, of this launch or the one before:
+// A row of logits and the summaries of its shares, which other blocks wrote, of this launch or the one before: they are
 // read past this multiprocessor's own cache.
 struct Row {
   const float* logits;
@@ -45,7 +45,7 @@ struct Row {
     i32* list = group_memory();
     for (i64 start = begin; start < end; start += kMostGroups) {
       const i64 stop = end < start + kMostGroups ? end : start + kMostGroups;
-      barrier();  // nobody reads the last ones any more
+      barrier();  // until all threads have read the last ones
       if (thread_index() == 0) found = 0;
       barrier();
       for (i64 g = start + thread_index(); g < stop; g += thread_count()) {
@@ -63,7 +63,7 @@ struct Row {
   }
 
   // The order key that at least `groups` groups reach: that of the groups-th largest of the groups' largest logits.
-  // Where there are not so many groups, one that every logit but -inf reaches, which weighs nothing.
+  // Where there are fewer groups, one that every logit but -inf reaches, which weighs nothing.
   OUTRIDER_DEVICE i32 floor_of(i64 most) const {
     if (most > groups()) return kLeastFinite;
     const i32 key = kth_largest_key(
@@ -87,7 +87,7 @@ struct Candidates {
 OUTRIDER_DEVICE Candidates every_token(Candidate* list) { return {list, kMostCandidates + 1, kLeastFinite}; }
 
 // Lists the tokens whose order key is `floor` or more; of those that weigh nothing, only where the `faint` count. In
-// which order does not matter to whoever goes over them.
+// any order.
 OUTRIDER_DEVICE Candidates find_candidates(const Row& row, i32 floor, double heat, bool faint, Candidate* list) {
   OUTRIDER_SHARED u32 seen;
   if (thread_index() == 0) seen = 0;

@@ -1,4 +1,4 @@
-// DraftSample: a block runs one node's race, and writes what the token was drawn from.
+// DraftSample: a block runs one node's race, and writes the distribution of the draw.
 #pragma once
 
 #include "draft_row.h"

@@ -1,4 +1,4 @@
-// Every kernel, in one translation unit: what is compiled ahead of time for an architecture.
+// Every kernel, in one translation unit, which is compiled ahead of time for an architecture.
 #include "accept.cu.h"
 #include "bim_mask.cu.h"
 #include "block_select.cu.h"

@@ -1,4 +1,4 @@
-// PartialKvGather: a block of threads fills both planes of one head, and says then what lies there.
+// PartialKvGather: a block of threads fills both planes of one head, and then writes what lies there.
 #pragma once
 
 #include "../partial_kv.h"
@@ -50,7 +50,7 @@ OUTRIDER_KERNEL outrider_partial_kv_gather(const char* kv, const i64* row, const
     if (there[i] != wanted[i]) copy(layout.first(wanted[i]), layout.first(i), block_size);
   }
   copy(window, layout.first(count), in_window);
-  barrier();  // everyone has seen what was there
+  barrier();  // all threads have read the old contents
   for (i64 i = thread_index(); i < retrieval; i += thread_count()) there[i] = wanted[i];
 }
 

@@ -1,8 +1,8 @@
-// The choice of a token by a block of threads, of a row that many blocks have told of: the rule of ../choice.h.
+// The choice of a token by a block of threads, of a row that many blocks have summarised: the rule of ../choice.h.
 //
-// Weights are integers, so that blocks of any size and number choose as the CPU does. What the shares tell of the row
-// is used to leave out what cannot be chosen, never to weigh what can: their least times and masses are bounds, with
-// a margin for all that was rounded, and where these leave a choice open, logits are weighed until it is decided.
+// Weights are integers, so that blocks of any size and number choose as the CPU does. Summaries of shares only exclude
+// tokens that cannot be chosen, and never weigh those that can: their least times and masses are bounds, with a margin
+// for rounding, and where these leave a choice open, logits are weighed until it is decided.
 #pragma once
 
 #include "candidates.h"
@@ -46,7 +46,7 @@ OUTRIDER_DEVICE Wanted wanted_of(const Sampling& sampling, i64 size) {
   return {drawn && !nucleus, drawn && nucleus, sampling.temperature, cuts_at_one(sampling) ? 1.0 : sampling.temperature};
 }
 
-// What the filters leave of a row.
+// The rest of a row after its filters.
 struct FilteredRow {
   Row row;
   double heat;         // the temperature at which weights are cut
@@ -54,7 +54,7 @@ struct FilteredRow {
   i32 least_key;       // of a logit that top-k keeps
   u64 cut;             // the least weight that is kept, 1 or more
   Candidates kept;     // a list has final weights, some 0; one token where the row is greedy
-  bool everywhere;     // nobody looked for candidates: any token may be kept
+  bool everywhere;     // no candidates were listed: any token may be kept
   bool greedy;
   i64 fault;
 
@@ -129,8 +129,8 @@ OUTRIDER_DEVICE u64 need_of(double top_p, u64 total) {
   return need > 0 ? need : 1;
 }
 
-// Looks for the tokens that top-k and top-p keep, among those that reach the largest logits of the best groups. Of
-// top-k these are as many groups as tokens; of top-p alone ever more, until no other token can be in the nucleus.
+// Lists the tokens that top-k and top-p keep, among those that reach the largest logits of the best groups: for top-k
+// of as many groups as tokens, for top-p alone of ever more groups, until no other token can be in the nucleus.
 // Sets the candidates, the least key and the cut.
 OUTRIDER_DEVICE void narrow(FilteredRow& filtered, const Sampling& sampling, Candidate* list) {
   constexpr i64 kFirstGroups = 256;
@@ -198,7 +198,7 @@ OUTRIDER_OUTLINED FilteredRow filter_row(const float* logits, i64 size, const Sh
     row.each_token(0, row.groups(), top_key,
                    [&](i64 token, float) { own_first = token < own_first ? token : own_first; });
     const i64 first = fold(own_first, Least());
-    if (first == size) filtered.fault = kNanFault;  // its shares tell of another row
+    if (first == size) filtered.fault = kNanFault;  // its summaries are of another row
     if (thread_index() == 0) list[0] = {static_cast<u64>(kWeightOne), static_cast<i32>(first), row.top};
     filtered.kept.count = 1;
     filtered.everywhere = false;

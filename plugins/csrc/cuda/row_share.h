@@ -1,8 +1,8 @@
-// What a block tells of its share of a row of logits, before anyone knows the row's largest logit.
+// A block's summary of its share of a row of logits, before the row's largest logit is known.
 //
-// A row is shared out to many blocks, however few rows there are. The last one that finishes, or the next kernel,
-// chooses from what all of them tell (row_choice.h), and reads few logits again. Shares are of one size, whatever a
-// launch has of blocks and threads, and what is told of one depends on nothing else.
+// A row is divided among many blocks, however few rows there are. The last block that finishes, or the next kernel,
+// chooses from all summaries (row_choice.h), and reads few logits again. Shares have one size for any number of blocks
+// and threads, and a share's summary depends on nothing else.
 #pragma once
 
 #include "../chain_accept.h"
@@ -13,7 +13,7 @@
 namespace outrider {
 
 constexpr i64 kShare = 1024;  // logits; SHARE in ops/row_choices.py
-constexpr i64 kGroup = 32;    // logits whose largest is told
+constexpr i64 kGroup = 32;    // logits that have one largest in the summary
 constexpr i64 kGroups = kShare / kGroup;
 
 constexpr i32 kInfinityKey = 0x7f800000;
@@ -24,7 +24,7 @@ struct Share {
   i32 top;                 // of the whole share
   float least_time;        // no token comes in before, of a race in which the share's largest logit weighs 1
   u64 mass;                // the sum of weights, where the share's largest logit weighs 2^40
-  i64 astray;              // whether the drafter's probabilities hold what is none
+  i64 astray;              // whether the drafter's probabilities hold an invalid one
 };
 static_assert(sizeof(Share) == 152, "SHARE_BYTES in ops/row_choices.py");
 
@@ -47,7 +47,7 @@ OUTRIDER_DEVICE Quad quad_of(const float* row, i64 size, i64 first, float otherw
 
 constexpr float kFarthest = -87.0f;  // exp of less is nothing in float32
 
-// What of a share will be looked at. Times and masses are of two temperatures where the temperature comes last.
+// The parts of a share's summary that will be read. Times and masses differ in temperature where it comes last.
 struct Wanted {
   bool times;
   bool masses;
@@ -55,7 +55,7 @@ struct Wanted {
   double heat;  // the temperature of masses
 };
 
-// Tells of share `share` of a row; `drafted` is the drafter's distribution there, or null. Every thread calls.
+// Summarises share `share` of a row; `drafted` is the drafter's distribution there, or null. Every thread calls.
 OUTRIDER_OUTLINED void tell_share(const float* logits, i64 size, i64 share, const float* drafted, const Wanted& wanted,
                                 const RaceKey& race, Share* told) {
   constexpr i64 kQuads = kShare / kRacers;

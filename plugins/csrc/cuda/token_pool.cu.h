@@ -6,7 +6,7 @@
 
 namespace outrider {
 
-// The pool's row of a branch: what belongs to none of them shares the last row.
+// The pool's row of a branch; tokens of no branch share the last row.
 OUTRIDER_DEVICE i64 pool_row(i64 branch, i64 rows) { return branch >= 0 && branch < rows - 1 ? branch : rows - 1; }
 
 // pool: i64 [rows, length]. Puts a token of the pool at each of count places where the host has none (-1).
@@ -27,7 +27,7 @@ OUTRIDER_KERNEL outrider_keep_tokens(i64* pool, const i64* committed, const i64*
   for (i64 m = thread_index(); m < count; m += thread_count()) {
     const i64 token = logit_indices[m];
     const i64 position = positions[token] + 1;
-    // After a fault nothing was committed there: what reads the pool next must find a token all the same.
+    // After a fault nothing was committed there, and the pool's next reader must still find a token.
     if (position > 0 && position < length) {
       pool[pool_row(branch[token], rows) * length + position] = committed[m] < 0 ? 0 : committed[m];
     }

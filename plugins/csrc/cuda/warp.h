@@ -1,6 +1,6 @@
-// What a kernel asks of its warp: 32 neighbouring threads of a block, its lanes. Such kernels run in whole warps.
+// Operations of a warp: 32 neighbouring threads of a block, its lanes. Kernels that use them run in whole warps.
 //
-// All lanes of a warp come to the same collectives: `warp_barrier`, `shuffle`, `shuffle_xor`, `multiply_*`. What lanes
+// All lanes of a warp call the same collectives: `warp_barrier`, `shuffle`, `shuffle_xor`, `multiply_*`. What lanes
 // wrote before a `warp_barrier`, all of them see after it; the other collectives order no memory.
 //
 // A matrix product C += A B, C of [16, 8], has its matrices in registers of all lanes. Of lane 4 g + t, bytes and
@@ -32,14 +32,14 @@ constexpr u32 kAllLanes = 0xffffffffu;
 OUTRIDER_DEVICE i64 lane_index() { return threadIdx.x % 32; }
 OUTRIDER_DEVICE void warp_barrier() { __syncwarp(); }
 
-// What `lane` has for `value`; of u32, i32 or float.
+// The `value` of `lane`: u32, i32 or float.
 template <typename T>
 OUTRIDER_DEVICE T shuffle(T value, int lane) {
   static_assert(sizeof(T) == 4);
   return __shfl_sync(kAllLanes, value, lane);
 }
 
-// What the lane has for `value` whose number differs from this one's in the bits of `mask`.
+// The `value` of the lane whose number differs from this one's in the bits of `mask`.
 template <typename T>
 OUTRIDER_DEVICE T shuffle_xor(T value, int mask) {
   static_assert(sizeof(T) == 4);

@@ -9,7 +9,7 @@
 namespace outrider::engine {
 namespace {  // each instruction set has its own copy
 
-// Rows of each tile, and bytes of a row; both 0 for tiles that nobody uses.
+// Rows of each tile, and bytes of a row; both 0 for unused tiles.
 struct alignas(64) TileShapes {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
   std::uint16_t row_bytes[16] = {};

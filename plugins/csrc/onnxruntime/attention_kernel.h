@@ -2,15 +2,15 @@
 //
 // A query's output depends on the query and on the keys and values that it sees, in their order, and on nothing else:
 // neither on the queries beside it, nor on where the keys lie, nor on what lies between them. So a token comes out bit
-// for bit the same alone, in a prefill chunk, as a node of a tree or in a branch among branches. What makes it so:
+// for bit the same alone, in a prefill chunk, as a node of a tree or in a branch among branches. This follows from:
 //   - a score is a sum over the head's dimensions in one fixed order, whichever query and key it belongs to;
 //   - scores are kept without gaps, so that all that follows goes by the keys' rank among the visible;
 //   - each kChunk ranks are a chunk, which is summed by itself: a weight is exp(score - the chunk's highest), weights
 //     are summed in lanes by rank, and an output is summed key by key, from 0;
 //   - chunks are summed in ascending order by fused multiply-adds, each times exp(its highest score - the highest of
 //     all, a sink's too). A sink's weight is added last, and then an output is divided by the sum of the weights.
-// Until then chunks have nothing to do with one another: whoever splits a query's keys among many workers can have
-// these bits too. The instruction set changes nothing either: attention_tile.h.
+// Until then chunks are independent, so that a kernel that splits a query's keys among many workers can give these bits
+// too. The instruction set changes nothing either: attention_tile.h.
 //
 // `Lanes` is a vector of floats of one instruction set: lanes_*.h.
 #pragma once
@@ -68,14 +68,14 @@ std::int64_t window_start(const float* bias, std::int64_t view, std::int64_t win
 
 // Says which keys a tile attends over, each token's in ascending order; returns how many pieces it takes.
 //
-// What all see comes in whole vectors of keys. The others are put on lists, one for each token: the ends of chains, and
-// what branches say that grow side by side. With a window, keys before a token's first are hidden from it, and those
-// before all tokens' first are not looked at again.
+// Keys that all tokens see come in whole vectors. The others are put on lists, one for each token: the ends of chains,
+// and the tokens of branches that grow side by side. With a window, keys before a token's first are hidden from it, and
+// those before all tokens' first are not looked at again.
 template <class Lanes, class Cached>
 std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
   std::int64_t count = 0;
   std::int32_t* lists = scratch.lists.room(tile.tokens * tile.most());
-  std::int64_t from[kRows], to[kRows];  // of each token's list, what no piece has yet
+  std::int64_t from[kRows], to[kRows];  // of each token's list, the part that no piece has yet
   std::int64_t start[kRows];            // of each token's window
   std::int64_t key = tile.view;
   for (int t = 0; t < tile.tokens; ++t) {
@@ -93,7 +93,7 @@ std::int64_t find_pieces(const Tile<Cached>& tile, Scratch& scratch) {
     }
   };
 
-  std::int64_t shared = 0;  // so many keys before the one at hand are seen by all, and no piece has them
+  std::int64_t shared = 0;  // number of keys before the current one that all tokens see and no piece has
   const auto close_shared = [&](std::int64_t key) {
     if (shared == 0) return;
     close_lists();
@@ -244,7 +244,7 @@ void times(const Body& body) {
 }
 
 // out[r][d] += sum over from <= j < to of weights[r][j] * values(j)[d], key after key, for `Vectors` vectors of d.
-// Constant indices, and a function of its own, are what makes GCC keep the sums and all pointers in registers.
+// With constant indices, in a function of its own, GCC keeps the sums and all pointers in registers.
 template <class Lanes, int Rows, int Vectors, class Values, class Access>
 [[gnu::noinline]] void weigh_slab(const Values& values, std::int64_t from, std::int64_t to, const float* const* weights,
                                   int d, const Access& access, float* const* out) {
@@ -323,7 +323,7 @@ float soften_chunk(float* scores, std::int64_t count, float& sum) {
   return most;
 }
 
-// Scores become weights, chunk by chunk, and factors[c] what chunk c is multiplied with: exp(its highest score - the
+// Scores become weights, chunk by chunk, and factors[c] the factor of chunk c: exp(its highest score - the
 // highest of all). Returns the sum of all weights, the sink's with them, which is the score of a key without a value,
 // where `sink` is not null. `sums` is scratch, a float for each chunk. Scores and factors are padded to whole vectors.
 template <class Lanes>
@@ -406,7 +406,7 @@ void attend(const Tile<Cached>& tile, Scratch& scratch) {
   float* of_chunks = scratch.of_chunks.room(std::int64_t{tile.head_dim} * tile.rows);
   float sums[kRows];
   float* of_chunk[kRows];         // the output of the chunk at hand,
-  const float* factor[kRows];     // what it is multiplied with,
+  const float* factor[kRows];     // its factor,
   const float* chunk_end[kRows];  // and the end of its weights
   const float* next[kRows];
   for (int r = 0; r < tile.rows; ++r) {

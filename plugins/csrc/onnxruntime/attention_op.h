@@ -10,7 +10,7 @@
 
 namespace outrider::engine {
 
-// `Cached` is what a KV cache is of, `Type` the name that ONNX Runtime has for it; everything else is computed in float32.
+// `Cached` is the type of a KV cache, `Type` ONNX Runtime's name for it; everything else is computed in float32.
 template <class Cached, ONNXTensorElementDataType Type>
 class BranchAttentionOp {
   enum Input { kQuery, kKey, kValue, kKeyCache, kValueCache, kBias, kPastLength, kRowSplits, kPositions, kCos, kSin,
@@ -159,7 +159,7 @@ class BranchAttentionOp {
   };
 
   Shape shape_{};
-  std::array<bool, kInputs> constant_{};  // inputs whose extents stay what they were when they were looked at
+  std::array<bool, kInputs> constant_{};  // inputs whose extents have not changed since they were checked
   mutable Checked checked_;
 };
 

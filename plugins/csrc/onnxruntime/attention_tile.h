@@ -13,12 +13,12 @@ constexpr int kRows = 24;  // queries of a tile, and tokens that they belong to,
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Every instruction set computes in so many lanes, in however many vectors, and sums them in one order, so that all have
-// the same bits. In each quarter of four lanes: (0 + 2) + (1 + 3). Of quarters: (0 + 2) + (1 + 3).
+// Every instruction set computes in this many lanes, in any number of vectors, and sums them in one order, so that all
+// have the same bits. In each quarter of four lanes: (0 + 2) + (1 + 3). Of quarters: (0 + 2) + (1 + 3).
 constexpr int kLanes = 16;
 
-// Attention sums the keys that a query sees by chunks of so many, by their rank among them, and then the chunks:
-// attention_kernel.h. A multiple of kLanes.
+// Attention sums the keys that a query sees in chunks of this size, by rank, and then the chunks: attention_kernel.h.
+// A multiple of kLanes.
 constexpr std::int64_t kChunk = 256;
 
 // exp(x) = 2^n * p(r), n the integer nearest to x * kLog2E, r = x - n * kLn2High - n * kLn2Low: each a fused
@@ -28,8 +28,8 @@ constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.1219
 constexpr int kExpTerms = 7;
 constexpr float kExpTaylor[kExpTerms] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
 
-// Keys that a tile attends over: `count` neighbours from key `first` on, which all tokens see, or so many of the lists
-// from entry `first` on, which name keys that `token` sees.
+// Keys that a tile attends over: `count` neighbours from key `first` on, which all tokens see, or `count` entries of
+// the lists from entry `first` on, which name keys that `token` sees.
 struct Piece {
   std::int64_t first;
   std::int64_t count;
@@ -49,7 +49,7 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
   ~Memory();
 
-  // Room for `count`; what was written stays.
+  // Room for `count`; earlier contents stay.
   T* room(std::int64_t count);
 
  private:
@@ -79,7 +79,7 @@ struct Tile {
   const Cached* values;        // [view, slot_size]
   const float* sinks;          // of each row; null: none
   std::int64_t view;
-  std::int64_t window;         // of the keys that a token sees, only the last so many count; 0: all
+  std::int64_t window;         // only the last `window` keys that a token sees count; 0: all
   int head_dim;
   float scale, softcap;        // softcap 0: scores are not capped
 

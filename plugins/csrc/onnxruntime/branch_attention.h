@@ -12,8 +12,8 @@ struct Shape {
   int heads, kv_heads, head_dim;
   float scale, epsilon;
   float softcap = 0.0f;      // scores become softcap * tanh(score / softcap); 0: they stay
-  std::int64_t window = 0;   // of the keys that a query sees, only the last so many count; 0: all
-  bool asks = true;  // whether anybody reads what queries get
+  std::int64_t window = 0;   // only the last `window` keys that a query sees count; 0: all
+  bool asks = true;  // whether the queries' results are read
 };
 
 // New tokens of all rows lie one after another. Pointers may be null where it says so.
@@ -34,8 +34,8 @@ struct Inputs {
 
 struct Outputs {
   float* out;                        // [N, heads * head_dim]
-  void *key_cache, *value_cache;     // [R, kv_heads, capacity, slot_size], holding what was there before
-  float* queries;                    // [N, heads * head_dim], normed and rotated; null: nobody asks
+  void *key_cache, *value_cache;     // [R, kv_heads, capacity, slot_size], with the earlier tokens' KV
+  float* queries;                    // [N, heads * head_dim], normed and rotated; null: not wanted
 };
 
 // `run` calls `body(state, i)` for i < count, on `threads` threads, and returns when all are done.
@@ -45,7 +45,7 @@ struct Parallel {
   int threads;
 };
 
-// Null, or what is wrong with the inputs; nothing is written then. `Cached` is what the KV cache is of.
+// Null, or the fault of the inputs; nothing is written then. `Cached` is the type of the KV cache.
 template <class Cached>
 const char* branch_attention(const Shape& shape, const Inputs& in, const Outputs& out, const Parallel& parallel);
 

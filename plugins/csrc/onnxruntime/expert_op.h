@@ -76,7 +76,7 @@ class MixtureOfExpertsOp {
         if (limit_ > 0.0f) {
           kernels().rows.clamped(g, u, count, alpha_, limit_, g);
         } else {
-          kernels().rows.gated(g, u, count, g);
+          unit_(g, u, count, g);
         }
       }
       weights.keep(part, gate);
@@ -129,6 +129,7 @@ class MixtureOfExpertsOp {
   typename Weights::Attributes attributes_;
   ExpertSizes sizes_;
   float alpha_, limit_;
+  GatedUnit unit_ = kernels().rows.unit("silu");
 };
 
 }  // namespace outrider::engine

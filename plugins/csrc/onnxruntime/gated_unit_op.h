@@ -15,14 +15,9 @@ class GatedUnitOp {
   static ONNXTensorElementDataType output_type(std::size_t) { return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; }
   static bool is_optional(std::size_t) { return false; }
 
-  GatedUnitOp(const OrtApi& api, const OrtKernelInfo* info) {
-    const std::string activation = text_attribute(api, info, "activation");
-    if (activation == "silu")
-      unit_ = kernels().rows.gated;
-    else if (activation == "gelu_tanh")
-      unit_ = kernels().rows.gelu_gated;
-    else
-      check(api.CreateStatus(ORT_INVALID_ARGUMENT, "GatedUnit: activation must be silu or gelu_tanh"));
+  GatedUnitOp(const OrtApi& api, const OrtKernelInfo* info)
+      : unit_(kernels().rows.unit(text_attribute(api, info, "activation").c_str())) {
+    if (unit_ == nullptr) check(api.CreateStatus(ORT_INVALID_ARGUMENT, "GatedUnit: there is no such activation"));
   }
 
   void compute(const Run& run) const {
@@ -36,14 +31,13 @@ class GatedUnitOp {
   }
 
  private:
-  using Unit = void (*)(const float* gate, const float* up, std::int64_t count, float* to);
   static constexpr std::int64_t kSmall = 16384;  // elements
 
   struct Job {
     const float* both;  // [rows, 2 * size]
     float* to;          // [rows, size]
     std::int64_t size;
-    Unit unit;
+    GatedUnit unit;
   };
 
   static void one_row(void* state, std::size_t row) {
@@ -52,7 +46,7 @@ class GatedUnitOp {
     job.unit(gate, gate + job.size, job.size, job.to + static_cast<std::int64_t>(row) * job.size);
   }
 
-  Unit unit_ = nullptr;
+  GatedUnit unit_;
 };
 
 }  // namespace outrider::engine

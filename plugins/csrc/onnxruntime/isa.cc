@@ -63,7 +63,7 @@ bool has(Isa isa) { return isa == Isa::kPlain; }
 #endif
 
 Isa best() {
-  // Without AMX, which is for who asks for it: its kernel has run with emulated tiles alone, and prototypes gained nothing.
+  // Without AMX, which must be asked for: its kernel has run with emulated tiles alone, and prototypes gained nothing.
   constexpr Isa kBestFirst[] = {Isa::kI8mm, Isa::kNeon, Isa::kAvx512, Isa::kAvxVnni, Isa::kAvx2};
   for (const Isa isa : kBestFirst)
     if (has(isa)) return isa;

@@ -1,4 +1,4 @@
-// What is computed by vectors: a set of functions for each instruction set, of which a machine's best is taken.
+// Functions that compute in vectors: a set for each instruction set, of which the machine's best is used.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,9 @@ struct AttentionKernels {
   void (*int8)(const Tile<Int8>&, Scratch&);
 };
 
+// to[i] = activation(gate[i]) * up[i].
+using GatedUnit = void (*)(const float* gate, const float* up, std::int64_t count, float* to);
+
 // Of a row of numbers. NaN counts as minus infinity.
 struct RowKernels {
   // The largest.
@@ -21,10 +24,8 @@ struct RowKernels {
   double (*weights)(const float* x, std::int64_t count, float top, float cold, float* to);
   // Indices of the `best` <= count largest, largest first, of equal ones the lower index first.
   void (*best)(const float* x, std::int64_t count, std::int64_t best, float* values, std::int64_t* indices);
-  // to[i] = up[i] * gate[i] / (1 + exp(-gate[i])).
-  void (*gated)(const float* gate, const float* up, std::int64_t count, float* to);
-  // to[i] = up[i] * gate[i] / (1 + exp(-2u)), u = sqrt(2 / pi) * (gate[i] + 0.044715 gate[i]^3).
-  void (*gelu_gated)(const float* gate, const float* up, std::int64_t count, float* to);
+  // The unit of an activation; null if there is none.
+  GatedUnit (*unit)(const char* activation);
   // to[i] = 1 / (1 + exp(-x[i])).
   void (*share)(const float* x, std::int64_t count, float* to);
   // to[i] = cap * tanh(x[i] / cap).

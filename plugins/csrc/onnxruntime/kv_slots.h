@@ -1,4 +1,4 @@
-// What a slot of a KV cache holds of one head, by the cache's type; plans/kv_slots.py says the same.
+// The contents of a KV cache's slot for one head, by the cache's type, as in plans/kv_slots.py.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Int8 {
 
 namespace {  // each instruction set has its own copy
 
-// Elements of a slot for a head of so many numbers.
+// Elements of the slot of a head.
 template <class Cached>
 constexpr std::int64_t slot_size(std::int64_t head_dim) {
   return std::is_same_v<Cached, Int8> ? head_dim + static_cast<std::int64_t>(sizeof(float)) : head_dim;

@@ -28,7 +28,8 @@ namespace {
 
 constexpr const char* kThreads = "outrider.threads";
 
-// The ops of sessions with so many threads. They live as long as this library: nobody says when the last session ends.
+// The ops of sessions with `threads` threads. They live as long as this library, which does not learn when the last
+// session ends.
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
@@ -60,7 +61,7 @@ struct Domain {
   OrtCustomOpDomain* domain = nullptr;
 };
 
-// What the session says, or as many as the machine has processors, which may be more than it will have.
+// The session's setting, else the number of the machine's processors, of which the session may use fewer threads.
 int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
   int known = 0;
   check(api.HasSessionConfigEntry(options, kThreads, &known));
@@ -74,8 +75,8 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace
 }  // namespace outrider::engine
 
-// Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 14; }
+// Version of the ops; plugins/onnxruntime_ops.py requires the same.
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 15; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,

@@ -41,7 +41,7 @@ class RmsNormOp {
 
   struct Job {
     const float *x, *added, *weight;  // [rows, size], the same or null, [size]
-    float *normed, *sum;              // [rows, size]; the sum is null where nobody reads it
+    float *normed, *sum;              // [rows, size]; the sum is null where it is not read
     std::int64_t size;
     float epsilon;
   };

@@ -1,4 +1,4 @@
-// ONNX Runtime's C interface as our ops use it. Only what stays in place from version to version is called.
+// ONNX Runtime's C interface as our ops use it. Only functions that keep their place in every version are called.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline void check(OrtStatus* status) {
   if (status != nullptr) throw Failed{status};
 }
 
-// What a C++ body throws becomes the status that a C caller reads.
+// An exception of a C++ body becomes the status that a C caller reads.
 template <class Body>
 OrtStatus* guarded(const OrtApi& api, Body&& body) noexcept {
   try {
@@ -129,8 +129,8 @@ class Run {
     return value == nullptr ? nullptr : static_cast<T*>(memory(value));
   }
 
-  // Calls body(state, i) for all i < count, on the session's threads; on this one alone where `small`, because waking
-  // others would cost more than they bring.
+  // Calls body(state, i) for all i < count, on the session's threads; on the calling thread alone where `small`: waking
+  // others would cost more than it saves.
   void parallel_for(void (*body)(void*, std::size_t), std::size_t count, void* state, bool small = false) const {
     if (small) {
       for (std::size_t i = 0; i < count; ++i) body(state, i);
@@ -194,9 +194,9 @@ inline std::string text_attribute(const OrtApi& api, const OrtKernelInfo* info, 
   return value;
 }
 
-// A kernel as ONNX Runtime's table of functions, for sessions of so many threads. `Kernel` has: kName, kInputs, kOutputs,
-// of which kRequired are always there; input_type(i), output_type(i), is_optional(i); a constructor from (api, info); and
-// compute(const Run&).
+// A kernel as ONNX Runtime's table of functions, for sessions with `threads` threads. `Kernel` has: kName, kInputs,
+// kOutputs, of which kRequired are always there; input_type(i), output_type(i), is_optional(i); a constructor from
+// (api, info); and compute(const Run&).
 template <class Kernel>
 struct Op : OrtCustomOp {
   struct Instance {

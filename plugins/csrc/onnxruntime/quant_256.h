@@ -15,7 +15,7 @@ __m256 load_scales(const std::uint8_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-// `Dot<Bits>` has kUnsigned, whether it takes integers as they are stored, or with their highest bit turned over, which
+// `Dot<Bits>` has kUnsigned, whether it takes integers as they are stored, or with their highest bit flipped, which
 // makes them signed; and Sum, start(), add(sum, integers, row's integers) and total(sum), eight int32.
 template <template <int> class Dot>
 struct Quant256 {
@@ -26,7 +26,7 @@ struct Quant256 {
                       std::int64_t rows, float* to, std::int64_t stride, const Ahead& ahead) {
     using Dots = Dot<Bits>;
     constexpr int kQuads = kBlock / kQuad, kQuadBytes = kGroup * kQuad, kScale = kGroup * (Wide ? 4 : 2);
-    // What turning the highest bit over takes away; of weights without minimums that is what was added to them.
+    // What flipping the highest bit subtracts; of weights without minimums that is what was added to them.
     constexpr int kTurned = Dots::kUnsigned ? 0 : 1 << (Bits - 1);
     const __m256i nibble = _mm256_set1_epi8(15);
     __m256 sums[Rows];

@@ -1,4 +1,4 @@
-// Built with -mamx-tile -mamx-int8 and what quant_avx512.cc is built with, run where the processor has them. It never
+// Built with -mamx-tile -mamx-int8 and the flags of quant_avx512.cc, run where the processor has them. It never
 // ran on one: tests run it with the tiles' instructions emulated.
 //
 // An instruction multiplies a block of 16 rows by one of 16 outputs. Its sums go through memory to AVX-512, which

@@ -7,7 +7,7 @@
 namespace outrider::engine {
 namespace {
 
-// What belongs to one row and what belongs to the other, as sums lie.
+// The parts of one row and of the other, in the order of the sums.
 inline float32x4_t of_rows(float one, float other) { return vzip1q_f32(vdupq_n_f32(one), vdupq_n_f32(other)); }
 inline int32x4_t of_rows(std::int32_t one, std::int32_t other) {
   return vzip1q_s32(vdupq_n_s32(one), vdupq_n_s32(other));

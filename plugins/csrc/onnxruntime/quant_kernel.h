@@ -1,4 +1,4 @@
-// Products of quantised rows with quantised weights: what the op and the kernels of all instruction sets agree on.
+// Products of quantised rows with quantised weights: the interface of the op and the kernels of all instruction sets.
 //
 // A product is a function of its row alone, and has the same bits from every instruction set:
 //   - a row is quantised block by block, each number to the nearest of 255 steps (quant_rows.h);
@@ -27,7 +27,7 @@ struct QuantLayout {
   int bits;
   bool wide, minimums;
   int offset;  // what was added to the integers
-  // What follows from these; nothing here is an inline function, of which a linker would keep one copy for all
+  // Derived from these; nothing here is an inline function, of which a linker would keep one copy for all
   // instruction sets.
   std::int64_t blocks, groups;             // of all inputs; of all outputs
   std::int64_t integer_bytes, scale_bytes;  // of a block

@@ -50,7 +50,7 @@ struct NeonQuant {
   template <int Rows>
   using Integers = int32x4_t[Rows][2];
 
-  // The instruction takes signed weights: the highest of 8 bits is turned over, which takes 128 away. That is what was
+  // The instruction takes signed weights: the highest of 8 bits is flipped, which subtracts 128. That is what was
   // added to weights without minimums.
   template <int Bits, bool Minimums>
   static std::int32_t start(const QuantBlock& x) {

@@ -1,4 +1,4 @@
-// What kernels in vectors of 128 bits share.
+// Shared by kernels in vectors of 128 bits.
 #pragma once
 
 #include <arm_neon.h>

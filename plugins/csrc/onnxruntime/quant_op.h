@@ -87,7 +87,7 @@ class QuantMatMulOp : public QuantOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT> {
   struct Job {
     QuantProduct product;
     const float* x;
-    QuantBlock* quantised;  // what the product reads
+    QuantBlock* quantised;  // the product's input
     const QuantKernels& kernels;
     std::int64_t parts;
     std::atomic<bool>& failed;  // a part's memory did not suffice: nothing may be thrown past other threads' parts

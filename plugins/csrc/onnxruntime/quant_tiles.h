@@ -6,7 +6,7 @@
 namespace outrider::engine {
 namespace {  // each instruction set has its own copy
 
-// Weights that are read next, fetched into the cache while a tile computes, so many bytes with each of its blocks.
+// Weights that are read next, prefetched while a tile computes: `bytes` of them with each of its blocks.
 struct Ahead {
   const std::uint8_t* from;  // null: nothing
   std::int64_t bytes;

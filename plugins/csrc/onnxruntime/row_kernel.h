@@ -1,6 +1,8 @@
 // Rows of logits and of activations, written once for all instruction sets.
 #pragma once
 
+#include <cstring>
+
 #include "onnxruntime/kernels.h"
 #include "onnxruntime/tanh.h"
 
@@ -227,10 +229,15 @@ void row_convolved(const float* const* taps, const float* weight, const float* b
 }
 
 template <class Lanes>
+GatedUnit unit_of(const char* activation) {
+  if (std::strcmp(activation, "silu") == 0) return &row_gated<Lanes, Silu>;
+  return std::strcmp(activation, "gelu_tanh") == 0 ? &row_gated<Lanes, GeluTanh> : nullptr;
+}
+
+template <class Lanes>
 RowKernels rows_of() {
-  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes, Silu>,
-          &row_gated<Lanes, GeluTanh>, &row_share<Lanes>, &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>,
-          &row_scaled<Lanes>, &row_convolved<Lanes>};
+  return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &unit_of<Lanes>, &row_share<Lanes>,
+          &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>, &row_scaled<Lanes>, &row_convolved<Lanes>};
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What a slot of a KV cache keeps of one head, number by number.
+// The numbers that a slot of a KV cache holds of one head.
 #pragma once
 
 #include "onnxruntime/convert.h"

@@ -25,6 +25,7 @@ OURS = "outrider"
 HIDDEN: dict[str, tuple[str, ...]] = {
     OURS: ("outrider.runtime.runtime", "outrider.runtime.prefix_cache.*", "outrider.runtime.request_queue"),
     "outrider.runtime.backends": ("outrider.runtime.backends.*",),
+    "outrider.runtime.drafters": ("outrider.runtime.drafters.*",),
     "numpy": ("numpy._core.*",),
     "numpy.random": ("numpy.random.*", "secrets", "hmac"),
     "pydantic": ("pydantic.*",),

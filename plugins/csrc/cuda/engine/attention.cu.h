@@ -33,7 +33,7 @@ OUTRIDER_KERNEL outrider_visible(const float* bias, const i64* row_splits, i32* 
 
 struct HeadShape {
   i64 size;           // numbers of a head
-  i64 rotated;        // of these, the first so many are rotated
+  i64 rotated;        // the first `rotated` numbers of a head are rotated
   float epsilon;
 };
 
@@ -77,7 +77,7 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
   const i64 token = block_index() / (heads + kv_heads);
   const i64 head = block_index() % (heads + kv_heads);
   const HeadShape shape = {size, rotated, float_of(static_cast<i32>(epsilon))};
-  // What an engine before it wrote may be anything: the tables have `limit` positions.
+  // An earlier engine may have written anything: the tables have `limit` positions.
   const i64 position = cos != nullptr && positions[token] >= 0 && positions[token] < limit ? positions[token] : 0;
   const float* own_cos = cos == nullptr ? nullptr : cos + position * (rotated / 2);
   const float* own_sin = sin == nullptr ? nullptr : sin + position * (rotated / 2);
@@ -91,7 +91,7 @@ OUTRIDER_KERNEL outrider_append(const float* query, const float* key, const floa
   prepare_head(shape, key + token * kv_stride + key_place + h * size, key_norm, own_cos, own_sin, ready);
   const i64 row = row_of(row_splits, rows, token);
   const i64 slot = past_length[row] + token - row_splits[row];
-  if (slot < 0 || slot >= capacity) return;  // what an engine before it wrote may be anything
+  if (slot < 0 || slot >= capacity) return;  // an earlier engine may have written anything
   const i64 first = ((row * kv_heads + h) * capacity + slot) * size;
   for (i64 d = thread_index(); d < size; d += thread_count()) {
     keep_element(keys, first + d, element, ready[d]);
@@ -130,7 +130,7 @@ struct Staged {
   OUTRIDER_DEVICE bool whole() const { return chunk.count <= keys; }
   OUTRIDER_DEVICE int there(int first) const { return chunk.count - first < keys ? chunk.count - first : keys; }
 
-  // Begin to copy what `from` has of the keys from the `first` one on.
+  // Begin to copy the keys of `from`, from key `first` on.
   OUTRIDER_DEVICE void start(const char* from, int first) const {
     const int here = there(first);
     int key = thread() / pieces, piece = thread() % pieces;
@@ -191,7 +191,7 @@ struct Staged {
     for (; g < chunk.group; ++g) score_heads<1>(g, first);
   }
 
-  // Adds to kNumbers neighbouring numbers of a head, four or one, what the values of the keys from `first` on give.
+  // Adds the weighted values of the keys from `first` on to kNumbers neighbouring numbers of a head, four or one.
   template <int kNumbers>
   OUTRIDER_DEVICE void add_values(int head, int d, int first, float (&sums)[kNumbers]) const {
     const float* weights = chunk.weights + head * kChunk + first;
@@ -224,7 +224,7 @@ OUTRIDER_DEVICE float of_warp_highest(float value) {
   return value;
 }
 
-// What a chunk leaves of a head: its highest score, the sum of its weights, its weighted values.
+// A chunk's partial result for a head: its highest score, the sum of its weights, its weighted values.
 struct Partial {
   float* first;  // [heads of the key/value head, chunks, 2 + size]
   i64 chunks, size;
@@ -336,7 +336,7 @@ struct Together {
     }
   }
 
-  // What a chunk left of a number of a head.
+  // A chunk's partial result for one number of a head.
   struct Left {
     float weights, values;
   };
@@ -345,7 +345,7 @@ struct Together {
     return {of_chunk[1], of_chunk[2 + d]};
   }
 
-  // `first` has what kAhead chunks left, if there are as many.
+  // `first` has the results of kAhead chunks, if there are that many.
   static constexpr int kAhead = 4;
   OUTRIDER_DEVICE void load(i64 g, i64 d, Left (&first)[kAhead]) const {
     for (int c = 0; c < kAhead; ++c) {
@@ -372,7 +372,7 @@ struct Together {
 };
 
 // A block attends with `at_once` query heads of one key/value head of one token, a divisor of those that it has, over one
-// chunk of keys, and leaves what it finds in partial[token - first_token, head, chunk]. The last block of these heads to
+// chunk of keys, and leaves the results in partial[token - first_token, head, chunk]. The last block of these heads to
 // finish, by counters[token - first_token, head / at_once], combines the chunks. Blocks of 256 threads; heads have a multiple
 // of 8 numbers, and of 32 where they are left in another form than float32. `sinks` may be null.
 OUTRIDER_KERNEL OUTRIDER_FIT(kAttending, 2)

@@ -1,7 +1,7 @@
 // Evaluate: numbers that are made of other numbers one by one: gathered, joined, spread, compared, added.
 //
-// What stands between the large operations of a draft is code in a plan: postfix words, which a thread runs for each
-// element. One launch does what a graph spells in many nodes. compiler/kernels/code.py writes it.
+// The small operations between a draft's large ones are code in a plan: postfix words, which a thread runs for each
+// element. One launch replaces many nodes of a graph. compiler/kernels/code.py writes it.
 #pragma once
 
 #include "../../log.h"

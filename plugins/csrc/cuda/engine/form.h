@@ -1,5 +1,5 @@
 // The form in which a kernel leaves numbers for the product that reads them: as float32, as halves, or as integers of 8 bits
-// in blocks of 32 with a scale each. What norms them, or computes them, writes them so at once.
+// in blocks of 32 with a scale each. Kernels that norm or compute them write this form.
 #pragma once
 
 #include "../element.h"

@@ -24,7 +24,7 @@ struct HalfRows {
   int count;
 };
 
-// What a product is of, beside its rows, and where it goes. With a `unit`, output i is made of outputs i and outputs + i of
+// A product's inputs, beside its rows, and its output. With a `unit`, output i is made of outputs i and outputs + i of
 // the weights. Float32 are added to `residual` first, where it is not null; other forms want multiples of 32 outputs.
 struct HalfProduct {
   const unsigned short* weight;
@@ -71,7 +71,7 @@ struct HalfInputs {
 
   OUTRIDER_DEVICE void fetch(const HalfRows& x, i64 input) {
     const i64 row = lane_index() / 4, own = input + lane_index() % 4 * 8;
-    for (int tile = 0; tile < kRows / 8; ++tile) {  // a row that there is not: what it multiplies is not kept
+    for (int tile = 0; tile < kRows / 8; ++tile) {  // a row past the last: its products are dropped
       if (8 * tile + row < x.count) eight[tile] = load_bytes16(x.halves + (x.first + 8 * tile + row) * x.inputs + own);
     }
   }

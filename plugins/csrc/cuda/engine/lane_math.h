@@ -48,13 +48,6 @@ OUTRIDER_DEVICE float lane_tanh(float x) {
 // cap * tanh(x / cap).
 OUTRIDER_DEVICE float lane_capped(float x, float cap) { return lane_tanh(x / cap) * cap; }
 
-OUTRIDER_DEVICE float silu_gated(float gate, float up) { return gate * lane_share(gate) * up; }
-
-OUTRIDER_DEVICE float gelu_gated(float gate, float up) {
-  constexpr float kTwice = 1.5957691216f, kCubic = 0.044715f * kTwice;  // 2 * sqrt(2 / pi)
-  return gate * lane_share(gate * fused(gate * gate, kCubic, kTwice)) * up;
-}
-
 // The sum of sixteen lanes, in the order of onnxruntime/attention_tile.h.
 OUTRIDER_DEVICE float sum_of_lanes(const float* lane) {
   float quarter[4];

@@ -127,7 +127,7 @@ struct QuantShared {
   OUTRIDER_DEVICE char* ahead() const { return memory + (twice() ? 2 : 1) * rows * kOfRow; }
 };
 
-// What a product is of, beside its rows, and where it goes: see HalfProduct in half_product.cu.h.
+// A product's inputs, beside its rows, and its output: see HalfProduct in half_product.cu.h.
 struct QuantProduct {
   QuantForm form;
   const char* packed;

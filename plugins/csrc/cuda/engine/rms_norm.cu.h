@@ -7,7 +7,7 @@
 
 namespace outrider {
 
-// What the numbers of a row in shared memory are multiplied by. The sum of their squares is sixteen lanes of four sums, which
+// The factor of the numbers of a row in shared memory. The sum of their squares is sixteen lanes of four sums, which
 // 64 threads have one each.
 OUTRIDER_DEVICE float norm_factor(const float* row, i64 size, float epsilon) {
   constexpr int kSums = 4 * kLanes;
