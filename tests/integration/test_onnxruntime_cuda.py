@@ -4,6 +4,9 @@ device, with real engines and the real kernels. `test_gpu.py` needs a GPU."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +24,17 @@ from outrider.runtime.backends.base import Driver
 from outrider.runtime.backends.cuda_driver import fitting_kernels, kernels_reason
 from outrider.runtime.backends.device_layout import LARGE, lay_out
 from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
+from outrider.runtime.branch_request import MODES
 from outrider.runtime.options.options import Options
 from outrider.runtime.step_loop import StepLoop
 from outrider.tools.verify.agreement import compare_drafters
 from tests.compiler.grouped_attention import in_float32, norms_outside
 from tests.conftest import TOY_DRAFTERS, BuildOnce
 from tests.cpu_session import cpu_session
+from tests.integration import long_context
 from tests.integration.shifting_rule import Shifting
 from tests.plugins.emulator import Emulator
-from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice
+from tests.runtime.emulated_device import EmulatedBackend, EmulatedDevice, driven
 
 pytest.importorskip("cuda.core")
 
@@ -292,3 +297,48 @@ def test_a_gpu_without_kernels_is_refused_with_the_remedy(monkeypatch: pytest.Mo
     monkeypatch.setattr(cuda_driver, "architecture", lambda: own)
     plan = BackendPlan.model_construct(kernels={"sm_80": "kernels.cubin"})
     assert said in str(kernels_reason(plan, 80))
+
+
+PREFIX = long_context.prompt(3, 20)
+
+
+@pytest.fixture(scope="module")
+def recorded(everything_cuda_plan: Path, device: EmulatedDevice) -> Iterator[Runtime]:
+    """With ops recorded between engines that record themselves, as ONNX Runtime's do."""
+    backend = EmulatedBackend(device, records=True)
+    with driven(CUDA, lambda target: backend):
+        yield Runtime.load(everything_cuda_plan)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sequences", [2, 4])
+def test_what_runs_was_recorded(
+    recorded: Runtime, everything: Runtime, mode: str, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = list[str]()
+    original = onnxruntime_cuda._run_options
+    monkeypatch.setattr(onnxruntime_cuda, "_run_options", lambda graph: plain.append(graph) or original(graph))
+    asked = [
+        Options(prompt=[7 + place], max_new_tokens=6 if place == 1 else 14, ignore_eos=True, drafter="none",
+                temperature=0.9, seed=5, stream_id=place)  # type: ignore[typeddict-unknown-key]
+        for place in range(sequences)
+    ]  # fmt: skip
+    expected = [each.token_ids for each in everything.generate_branches(PREFIX, asked, mode=mode)]
+    sizes = set[int]()
+    rounds = 0
+    with closing(recorded.stream_branches(PREFIX, asked, mode=mode)) as stream:
+        for span in stream:
+            if rounds > 2 * sequences and span.sequence == 0:
+                assert not plain
+                sizes.add(recorded.engines.loops[0].target_step.new_tokens)
+            rounds += 1
+            plain.clear()
+        found = [each.token_ids for each in stream.results]
+    assert found == expected
+    assert sizes <= {1, 2, 4}
+    assert rounds > 3 * sequences
+
+
+def test_the_plan_says_which_sizes(recorded: Runtime) -> None:
+    batches = {model: each.batch for model, each in recorded.loaded.plan.buckets.items() if each.batch}
+    assert batches == {names.TARGET: (2, 4, 8, 16)}
