@@ -28,7 +28,7 @@ from outrider.runtime.branch_request import MODES
 from outrider.runtime.options.options import Options
 from outrider.runtime.step_loop import StepLoop
 from outrider.tools.verify.agreement import compare_drafters
-from tests.compiler.grouped_attention import in_float32, norms_outside
+from tests.compiler.steps import in_float32, norms_outside
 from tests.conftest import TOY_DRAFTERS, BuildOnce
 from tests.cpu_session import cpu_session
 from tests.integration import long_context

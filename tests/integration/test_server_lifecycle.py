@@ -1,4 +1,4 @@
-"""`outrider serve` as a command, from its options to its end."""
+"""`outrider serve` as a command, from its options to its end; and the end of a request whose task is cancelled."""
 
 from __future__ import annotations
 
