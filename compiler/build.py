@@ -192,7 +192,8 @@ def _export(design: PlanDesign, dtype: WeightType, text: CheckpointText, steps: 
     steps.begin("exporting the target to ONNX")
     asked = recipe.partial_kv.enabled
     taps = drafters.taps(design.sources)
-    graphs = {names.TARGET: export_target(decoder, target.capacity, taps, queries=asked)}
+    states = (target.branches, target.convolutions.log) if target.convolutions is not None else (0, 0)
+    graphs = {names.TARGET: export_target(decoder, target.capacity, taps, queries=asked, states=states)}
     for source in design.sources:
         name, drafter = source.section.name, source.drafter
         capacity = design.models[name].capacity

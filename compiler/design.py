@@ -18,7 +18,7 @@ from outrider.compiler.recipe_source import Location
 from outrider.plans import names
 from outrider.plans.backends import Feature
 from outrider.plans.buffers import Tensor
-from outrider.plans.manifest import Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
+from outrider.plans.manifest import Convolutions, Drafter, Geometry, GraphDrafter, View, longest_draft, rejects
 from outrider.plans.partial_kv import PartialKv
 from outrider.plans.step_buffers import (
     drafter_buffers,
@@ -76,6 +76,7 @@ class PlanDesign:
         views: dict[str, View] = {}
         for model, geometry in self.models.items():
             views |= cache_views(model, geometry)
+        views |= state_views(self.target)
         if self.partial is not None:
             views |= cache_views(names.PARTIAL, self.target) | query_views(self.target)
         return views
@@ -111,7 +112,8 @@ class PlanDesign:
                 [each.drafter.model_dump(), self.models[each.section.name].capacity, repr(each.config)]
                 for each in self.sources
             ],
-            "branches": self.target.branches if self.sources else 1,
+            "branches": self.target.branches if self.sources or self.target.convolutions else 1,
+            "convolutions": self.target.convolutions and self.target.convolutions.model_dump(),
             "rows": self.target.rows,
             "partial": self.recipe.partial_kv.enabled,
         }
@@ -128,17 +130,20 @@ def design_plan(recipe: Recipe) -> PlanDesign:
     sources = tuple(drafters.read_sources(recipe, config))
     _check_experts(recipe, config, sources)
     listed = drafters.manifest_drafters(recipe, sources)
-    target, partial = _geometry(recipe, config, sources), recipe.partial_kv.settings()
+    _check_states(recipe, config, sources)
+    target, partial = _geometry(recipe, config, sources, listed), recipe.partial_kv.settings()
     if partial is not None:
         _check_partial(recipe, target, listed, partial)
     return PlanDesign(recipe, config, sources, listed, target, partial)
 
 
-def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> Geometry:
+def _geometry(
+    recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource], listed: Sequence[Drafter]
+) -> Geometry:
     context = recipe.capacity.context
     rounded = -(-context // VIEW_BUCKET) * VIEW_BUCKET
     return Geometry(
-        layers=config.num_layers,
+        layers=len(config.attention_layers),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -152,6 +157,14 @@ def _geometry(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSour
         branches=recipe.capacity.branches,
         rows=recipe.capacity.branches if recipe.capacity.batching else 1,
         layer_windows=config.windows_within(context),
+        convolutions=None
+        if config.conv is None
+        else Convolutions(
+            layers=len(config.conv_layers),
+            channels=config.hidden_size,
+            kernel=config.conv.kernel,
+            log=1 + longest_draft(listed),
+        ),
     )
 
 
@@ -208,6 +221,16 @@ def cache_views(model: str, geometry: Geometry) -> dict[str, View]:
     return views
 
 
+def state_views(geometry: Geometry) -> dict[str, View]:
+    """Return the tail and the log of each layer that convolves as planes of two buffers."""
+    layers = 0 if geometry.convolutions is None else geometry.convolutions.layers
+    return {
+        names.buffer_name(names.TARGET, part(layer)): View(buffer=names.buffer_name(names.TARGET, whole), plane=layer)
+        for part, whole in ((names.conv_tail, names.CONV_TAIL), (names.conv_log, names.CONV_LOG))
+        for layer in range(layers)
+    }
+
+
 def query_views(geometry: Geometry) -> dict[str, View]:
     """Return each layer's queries as a plane of one buffer, which an op reads as a whole."""
     whole = names.buffer_name(names.TARGET, names.QUERIES)
@@ -261,6 +284,28 @@ def _check_experts(recipe: Recipe, config: DecoderConfig, sources: Sequence[Grap
         if isinstance(model, DecoderConfig) and model.experts is not None:
             key, clause = (*place, "checkpoint"), "is a model with layers of experts"
             check_feature(recipe, "experts", key, clause, "use another backend for it, such as onnxruntime-cuda")
+
+
+def _check_states(recipe: Recipe, config: DecoderConfig, sources: Sequence[GraphSource]) -> None:
+    """Raise `RecipeError` where a model keeps states and a backend has no kernels for them, or the recipe asks for what
+    they cannot do yet."""
+    for each in sources:
+        if isinstance(each.config, DecoderConfig) and each.config.conv is not None:
+            raise recipe.error(
+                ("drafters", each.index, "checkpoint"),
+                "is a model whose layers keep states, and levels of a draft would go on with those of the level before "
+                "inside of one graph: use a draft model of attention layers alone, or an n-gram drafter",
+            )
+    if config.conv is None:
+        return
+    clause = "is a model whose layers keep states"
+    check_feature(recipe, "recurrent states", ("target", "checkpoint"), clause, "use onnxruntime-cpu")
+    if recipe.partial_kv.enabled:
+        raise recipe.error(
+            ("partial_kv", "enabled"),
+            "is true, but layers of the target keep states, which tokens over the partial KV cache would need a second "
+            "of: set it to false",
+        )
 
 
 def _check_partial(recipe: Recipe, geometry: Geometry, drafters: Sequence[Drafter], partial: PartialKv) -> None:

@@ -52,11 +52,12 @@ class Slot:
     @property
     def filled(self) -> tuple[int, ...]:
         """The shape of the parameter, or of its part."""
-        return self.shape[::-1] if self.transposed else self.shape
+        return (self.shape[-1], self.shape[0]) if self.transposed else self.shape
 
 
 def slots(module: nn.Module, stored_name: Callable[[str], str], norm_offset: float = 0.0) -> dict[str, Slot]:
-    """Return every parameter's slot by its name in the checkpoint, which stores projections transposed.
+    """Return every parameter's slot by its name in the checkpoint, which stores projections transposed, and the taps of
+    a depthwise convolution with its one input channel between.
 
     Matrices are projections, except those called `embedding`, whose rows are looked up. Weights of norms are stored
     without `norm_offset`. A parameter whose name in the checkpoint has `EXPERT` in it is stacked: each part of it is a
@@ -69,6 +70,8 @@ def slots(module: nn.Module, stored_name: Callable[[str], str], norm_offset: flo
         transposed = part.ndim == 2 and parameter.rpartition(".")[2] != "embedding"
         is_norm = part.ndim == 1 and parameter.endswith("norm.weight")
         shape = tuple(part.T.shape) if transposed else tuple(part.shape)
+        if parameter.endswith("taps.weight"):
+            shape = shape[0], 1, shape[1]
         slot = Slot(parameter, shape, transposed, offset=norm_offset if is_norm else 0.0)
         if part is tensor:
             wanted[name] = slot
@@ -132,7 +135,7 @@ def read_parameter(tensors: TensorSource, name: str, slot: Slot, dtype: WeightTy
     """Read one tensor in `dtype` and in the module's layout. Raises `CheckpointError` unless all values are finite."""
     stored = tensors.read(name)
     values = stored.float() + slot.offset if slot.offset else stored
-    tensor = (values.T if slot.transposed else values).to(TORCH_TYPES[dtype]).contiguous()
+    tensor = (values.flatten(1).T if slot.transposed else values).to(TORCH_TYPES[dtype]).contiguous()
     if not _is_finite(tensor):
         cause = "choose bfloat16 or float32" if _is_finite(stored) else _DAMAGED
         raise _not_finite(tensors, name, tensor.dtype, cause)

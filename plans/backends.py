@@ -12,7 +12,7 @@ from typing import Literal
 
 from outrider.plans.kv_slots import KvType
 
-Feature = Literal["batching", "partial KV", "rejection", "experts", "unsigned weights"]
+Feature = Literal["batching", "partial KV", "rejection", "experts", "recurrent states", "unsigned weights"]
 """What a backend may lack; every backend has the rest."""
 
 
@@ -52,14 +52,16 @@ _TENSORRT: dict[Feature, str] = {
     "partial KV": "reads KV caches of one size alone",
     "unsigned weights": "reads integers with a sign alone",
 }
+_STATELESS: dict[Feature, str] = {"recurrent states": "has no kernels for layers that keep them"}
+_NO_EXPERTS: dict[Feature, str] = {"experts": "has no kernels for them yet"}
 _NO_FLOAT64: dict[Feature, str] = {"rejection": "has no float64, in which it sums"}
 
 _BACKENDS = (
     BackendSupport("onnxruntime-cpu", "CPU", ("float32", *_INTEGERS), ("float16", "int8"), exact=True),
-    BackendSupport("cuda", "NVIDIA GPU", _ANY, ("float16",), {"experts": "has no kernels for them yet"}, extra="gpu"),
-    BackendSupport("onnxruntime-cuda", "NVIDIA GPU", _ANY, extra="gpu"),
-    BackendSupport("tensorrt-rtx", "NVIDIA GPU", _ANY, (), _TENSORRT | _NO_FLOAT64, extra="tensorrt-rtx"),
-    BackendSupport("tensorrt", "NVIDIA GPU", _ANY, (), _TENSORRT, extra="tensorrt"),
+    BackendSupport("cuda", "NVIDIA GPU", _ANY, ("float16",), _STATELESS | _NO_EXPERTS, extra="gpu"),
+    BackendSupport("onnxruntime-cuda", "NVIDIA GPU", _ANY, (), _STATELESS, extra="gpu"),
+    BackendSupport("tensorrt-rtx", "NVIDIA GPU", _ANY, (), _TENSORRT | _STATELESS | _NO_FLOAT64, extra="tensorrt-rtx"),
+    BackendSupport("tensorrt", "NVIDIA GPU", _ANY, (), _TENSORRT | _STATELESS, extra="tensorrt"),
 )
 BACKENDS = {backend.kind: backend for backend in _BACKENDS}
 """Backends by kind, in ascending order of preference: a machine runs the last one of a plan that it can."""

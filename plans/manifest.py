@@ -12,12 +12,22 @@ from outrider.plans import names
 from outrider.plans.buffers import LARGEST_SIZE, Strict, Tensor
 from outrider.plans.partial_kv import PartialKv
 
-FORMAT_VERSION = 18
+FORMAT_VERSION = 19
 
 LEAST_NGRAM_MEMORY, MOST_NGRAM_MEMORY = 1024, 2**24  # tokens: a few texts with their leads, and 2.5 GiB
 
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_SIZE)]
+
+
+class Convolutions(Strict):
+    """Sizes of the convolutions of a model, each over the last `kernel` tokens of a path, and of the states that they
+    keep for each branch: the tokens before some position, and `log` records after it."""
+
+    layers: Size
+    channels: Size
+    kernel: Annotated[int, Field(ge=2, le=16)]
+    log: Size
 
 
 class Geometry(Strict):
@@ -26,7 +36,7 @@ class Geometry(Strict):
     `feature_size` is the width of the features that the target gives, 0 where no drafter reads them.
     """
 
-    layers: Size
+    layers: Size = Field(description="Layers that attend, each with a KV cache.")
     heads: Size
     kv_heads: Size
     head_dim: Size
@@ -42,6 +52,7 @@ class Geometry(Strict):
     layer_windows: tuple[Count, ...] = Field(
         (), description="By layer, the last tokens of a sequence that it sees; 0: all. Empty: every layer sees all."
     )
+    convolutions: Convolutions | None = Field(None, description="Of layers that convolve in place of attending.")
     sink: Count = Field(0, description="Of a drafter with a window: slots of the beginning that are kept.")
     window: Count = Field(0, description="Last slots that a drafter's KV cache keeps, at least; 0: all.")
 

@@ -44,6 +44,16 @@ BIM = "bim"  # int64 [R, capacity], the branch index map: which branch each slot
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
 
+# A model's states that recur, by branch: what of each layer's convolution the tokens up to some position leave, and the
+# inputs of the last step's tokens after it, which the next step replays as far as they were accepted.
+CONV_TAIL = "conv_tail"  # f32 [layers, branches, kernel - 1, channels]
+CONV_LOG = "conv_log"  # f32 [layers, branches, log, channels]
+STATES = ((CONV_TAIL, CONV_LOG),)
+"""Every kind of state, and the log of its inputs: their first dimensions are layers and branches."""
+REPLAY = "replay"  # int64 [branches, log], rows of the log that were accepted, a path
+REPLAYS = "replays"  # int64 [branches], how many
+FOLD = "fold"  # int64 [branches], tokens of the step that the state goes on by; the others are logged
+
 # The partial KV cache: the target's for long contexts. The step is the target's.
 PARTIAL = "partial"
 ROW = "row"  # int64 [1], the row that `refresh` fills; the next ones are of that
@@ -149,6 +159,15 @@ def k_cache(layer: int) -> str:
 
 def v_cache(layer: int) -> str:
     return f"v_cache.{layer}"
+
+
+def conv_tail(layer: int) -> str:
+    """The tail of the convolution of the `layer`-th layer that has one, f32 `[branches, kernel - 1, channels]`."""
+    return f"{CONV_TAIL}.{layer}"
+
+
+def conv_log(layer: int) -> str:
+    return f"{CONV_LOG}.{layer}"
 
 
 def queries(layer: int) -> str:

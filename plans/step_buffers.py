@@ -35,6 +35,15 @@ def target_buffers(geometry: Geometry, kv_dtype: DType, *, rejection: bool) -> t
     }
     if geometry.branches > 1:
         table[names.MOVE_TO] = (integer, (names.ROWS,))
+    if (conv := geometry.convolutions) is not None:
+        branches = (geometry.branches,)
+        table |= {
+            names.CONV_TAIL: (real, (conv.layers, *branches, conv.kernel - 1, conv.channels)),
+            names.CONV_LOG: (real, (conv.layers, *branches, conv.log, conv.channels)),
+            names.REPLAY: (integer, (*branches, conv.log)),
+            names.REPLAYS: (integer, branches),
+            names.FOLD: (integer, branches),
+        }
     if rejection:
         table[names.DRAFT_PROBS] = (real, (picked, geometry.vocab_size))
         table[names.TRIALS] = (DType.FLOAT64, (picked, 2))

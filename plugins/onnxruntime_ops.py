@@ -80,7 +80,7 @@ SAME_ON_EVERY_PROCESSOR = frozenset(
 )  # fmt: skip
 """Ops whose results have the same bits on every processor that they run on."""
 
-_VERSION = 11  # version of the ops that the built library must report
+_VERSION = 12  # version of the ops that the built library must report
 
 
 @cache

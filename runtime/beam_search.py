@@ -129,6 +129,11 @@ class _Settings:
                 f"Unknown option {unknown[0]!r}; the options of beam search are "
                 f"{', '.join(BeamOptions.__annotations__)}."
             )
+        if session.manifest.target.convolutions is not None:
+            raise RequestError(
+                "Beam search needs KV that beams share, and the plan's target keeps states, which they cannot; use "
+                "`generate_branches` with `n`."
+            )
         most = session.limits[names.LOGITS]
         beams = Whole(1, most).check(options.get("beams", 4), "beams")
         num_return = Whole(1, beams).check(options.get("num_return", 1), "num_return")

@@ -33,7 +33,7 @@ from outrider.runtime.memory import MemoryUse, memory_use
 from outrider.runtime.options.options import Options
 from outrider.runtime.options.request import Request
 from outrider.runtime.pass_prices import load_prices
-from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, token_shapes
+from outrider.runtime.prefix_cache.cache import PrefixCache, PrefixCacheConfig, state_shapes, token_shapes
 from outrider.runtime.prefix_cache.file import load_prefix_cache, save_prefix_cache
 from outrider.runtime.scheduler import Scheduler, SchedulerConfig, check_place_in_queue
 from outrider.runtime.scheduler_stats import SchedulerStats
@@ -93,7 +93,9 @@ class Runtime:
         self.loaded = LoadedPlan(plan.manifest, backend_plan, driver, engines, *shared)
         self.prefix_cache = None
         if prefix_cache is not None:
-            self.prefix_cache = PrefixCache(token_shapes(backend_plan), prefix_cache, driver.kv_memory)
+            self.prefix_cache = PrefixCache(
+                token_shapes(backend_plan), prefix_cache, driver.kv_memory, state_shapes(backend_plan)
+            )
         self.scheduler_config = scheduler or SchedulerConfig()
         self._scheduler: Scheduler | None = None
         self._making, self._closed = threading.Lock(), False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from outrider.compiler.export.ops import attention
+from outrider.compiler.export.ops import attention, path_conv
 from outrider.compiler.models.attention import Attention
 from outrider.compiler.models.decoder import HeadNorms, RmsNorm
 from outrider.compiler.models.rope import Rope
@@ -45,6 +46,25 @@ class KvCaches:
         self.presents: list[Tensor] = []
 
 
+class ConvStates:
+    """The states of a graph's convolutions, a tail and a log for each layer, and what says how they go on: `path`, in
+    the order of `STATE_PATH`."""
+
+    def __init__(self, tails: Sequence[Tensor], logs: Sequence[Tensor], path: list[Tensor]) -> None:
+        self.tails, self.logs, self.path = tails, logs, path
+        self.presents: list[Tensor] = []
+
+    def convolve(self, index: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve with the state of the `index`-th layer that convolves, which goes on."""
+        out: Tensor
+        out, *after = path_conv(x, taps, self.tails[index], self.logs[index], self.path, bias)
+        self.presents += after
+        return out
+
+
+STATE_PATH = (names.PARENT, names.BRANCH, names.REPLAY, names.REPLAYS, names.FOLD)
+
+
 class GraphExecution:
     """One pass over tokens at `positions` int64 `[1, n]` under `bias` `[R, 1, S, T]`.
 
@@ -63,8 +83,9 @@ class GraphExecution:
         splits: Tensor,
         *,
         later: bool = False,
+        states: ConvStates | None = None,
     ) -> None:
-        self._later = later
+        self._later, self._states = later, states
         self._attention, self._tables, self._caches = attention, tables, caches
         self._positions, self._past, self._splits = positions, past, splits
         self._bias = bias
@@ -74,6 +95,10 @@ class GraphExecution:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
     ) -> Tensor:
         return self._attend(layer, q, k, v, norms, sinks, self._attention.num_heads)
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._states is not None
+        return self._states.convolve(layer - bisect_left(self._attention.attention_layers, layer), x, taps, bias)
 
     def append(self, layer: int, k: Tensor, v: Tensor, norm: RmsNorm | None) -> Tensor:
         """Append the keys, neither normed nor rotated, and values of tokens that ask nothing, `[1, n, kv_size]`.
@@ -86,7 +111,8 @@ class GraphExecution:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, sinks: Tensor | None, heads: int,
         asks: int = 1,
     ) -> Tensor:  # fmt: skip
-        a, kind, k_cache = self._attention, self._attention.kinds[layer], self._caches.k_caches[layer]
+        a, kind, place = self._attention, self._attention.kinds[layer], self._attention.attention_layers.index(layer)
+        k_cache = self._caches.k_caches[place]
         window = 0 if kind.window is None or kind.window >= k_cache.shape[2] else kind.window
         cos, sin = (None, None) if kind.rope is None else self._tables.cos_and_sin(kind.rope)
         positions = None if kind.rope is None else self._positions
@@ -94,7 +120,7 @@ class GraphExecution:
         epsilon = 0.0 if norms[0] is None else norms[0].eps
         softcap = (a.attention_softcap or 0.0) if asks else 0.0
         out, k_out, v_out, queries = attention(
-            q, k, v, k_cache, self._caches.v_caches[layer], self._bias, self._past, self._splits, sinks,
+            q, k, v, k_cache, self._caches.v_caches[place], self._bias, self._past, self._splits, sinks,
             positions, cos, sin, q_norm, k_norm, heads, a.num_kv_heads, a.attention_scale,
             int(self._later and asks == 1), asks, softcap, window, epsilon,
         )  # fmt: skip

@@ -45,6 +45,24 @@ def _(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any
     return torch.empty_like(q), torch.empty_like(k_cache), torch.empty_like(v_cache)
 
 
+@torch.library.custom_op("outrider::path_conv", mutates_args=())
+def path_conv(
+    x: Tensor,
+    weight: Tensor,
+    tail: Tensor,
+    log: Tensor,
+    path: list[Tensor],
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes: `plugins.ops`, PathConv; `path` are the integers that it reads."""
+    raise NotImplementedError("outrider::path_conv exists for export only")
+
+
+@path_conv.register_fake
+def _(x: Tensor, weight: Tensor, tail: Tensor, log: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(tail), torch.empty_like(log)
+
+
 @torch.library.custom_op("outrider::window_bias", mutates_args=())
 def window_bias(attn_bias: Tensor, window: int) -> Tensor:
     """Shapes: `plugins.ops`, WindowBias."""
@@ -162,6 +180,10 @@ def _translated(op: str, attributes: tuple[str, ...]) -> Callable[..., Any]:
     return translate
 
 
+def _translate_path_conv(x: Any, weight: Any, tail: Any, log: Any, path: Any, bias: Any = None) -> Any:
+    return onnxscript.values.Opset(DOMAIN, VERSION).PathConv(x, weight, tail, log, *path, bias)
+
+
 def _translate_cast(x: Any, dtype: int) -> Any:
     return onnxscript.opset23.Cast(x, to=dtype)
 
@@ -181,6 +203,7 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.outrider.attention.default: _translated(
         "BranchAttention", tuple(spec.name for spec in OPS["BranchAttention"].schema.attributes)
     ),
+    torch.ops.outrider.path_conv.default: _translate_path_conv,
     torch.ops.outrider.route.default: _translated("Route", ("top_k", "normalise")),
     torch.ops.outrider.biased_route.default: _translated("BiasedRoute", ("top_k", "normalise")),
     torch.ops.outrider.mixture_of_experts.default: _translated("MixtureOfExperts", ()),

@@ -118,7 +118,7 @@ class OwnKernels(Rule):
     """
 
     def pattern(self, node: ir.Node) -> bool:
-        return node.domain == DOMAIN and node.op_type in ("Softcap", "TreeExpand", "TreeRerank")
+        return node.domain == DOMAIN and node.op_type in ("PathConv", "Softcap", "TreeExpand", "TreeRerank")
 
     def rewrite(self, node: ir.Node, lowering: Lowering) -> None:
         count, attributes = len(node.outputs), attributes_of(node)

@@ -42,6 +42,11 @@ class Attention:
         return (LayerKind(None, Rope(self.rope_theta, self.rope_scaling, self.head_dim)),) * self.num_layers
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend, ascending: each has a KV cache of its own."""
+        return tuple(range(self.num_layers))
+
+    @property
     def attention_scale(self) -> float:
         scale: float = self.head_dim**-0.5
         return scale

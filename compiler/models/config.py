@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.compiler.models.attention import Attention, LayerKind
-from outrider.compiler.models.config_layers import read_rotations, read_unrotated, read_windows
+from outrider.compiler.models.config_layers import read_convolutions, read_rotations, read_unrotated, read_windows
 from outrider.compiler.models.config_reader import read_json
 from outrider.compiler.models.decoder_keys import DecoderKeys, read_decoder_keys
 from outrider.compiler.models.experts_config import ExpertsConfig, read_experts
 from outrider.compiler.models.families import Activation, QkNorm
+from outrider.compiler.models.mixers import ShortConvConfig
 from outrider.compiler.models.quantization import Packing, read_packing
 from outrider.compiler.models.rope import Rope, RopeScaling
 from outrider.plans.errors import CheckpointError
@@ -33,6 +34,7 @@ class DecoderConfig(Attention):
     `unrotated` rotate nothing. `rotary_size` numbers of each head are rotated (None: all). `score_scale` multiplies
     the products of queries and keys (None: the inverse root of the head's size).
 
+    Layers in `conv_layers` have a short convolution, `conv`, in place of attention.
     Layers in `expert_layers` have `experts` in place of the MLP. With `sinks` each head of a layer has a score of its
     own that stands in every softmax beside those of keys.
 
@@ -72,12 +74,18 @@ class DecoderConfig(Attention):
     sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    conv: ShortConvConfig | None = None
+    conv_layers: frozenset[int] = frozenset()
     experts: ExpertsConfig | None = None
     expert_layers: frozenset[int] = frozenset()
 
     @property
     def attention_scale(self) -> float:
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.conv_layers)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -89,8 +97,10 @@ class DecoderConfig(Attention):
         )
 
     def windows_within(self, context: int) -> tuple[int, ...]:
-        """Return by layer the last tokens that it sees, 0 where that is all of `context` tokens; empty where all do."""
-        windows = tuple(window if window is not None and window < context else 0 for window in self.windows)
+        """Return by layer that attends the last tokens that it sees, 0 where that is all of `context` tokens; empty
+        where all do."""
+        given = [self.windows[layer] for layer in self.attention_layers] if self.windows else ()
+        windows = tuple(window if window is not None and window < context else 0 for window in given)
         return windows if any(windows) else ()
 
 
@@ -142,7 +152,6 @@ def config_from(
         family=family.name,
         vocab_size=keys.vocab_size,
         hidden_size=keys.hidden_size,
-        intermediate_size=keys.intermediate_size,
         num_layers=keys.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -164,6 +173,7 @@ def config_from(
         experts=experts,
         expert_layers=expert_layers,
         **read_rotations(keys, head_dim, rope_scaling, context),
+        **read_convolutions(keys),
         **_factors(keys),
     )
 

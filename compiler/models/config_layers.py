@@ -1,10 +1,11 @@
-"""What a `config.json` says of single layers: which slide, and how each rotates queries and keys."""
+"""What a `config.json` says of single layers: which slide, which convolve, and how each rotates queries and keys."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from outrider.compiler.models.decoder_keys import FULL, SLIDING, TRAINED, DecoderKeys, RopeKeys, RopeObject
+from outrider.compiler.models.decoder_keys import CONV, FULL, SLIDING, TRAINED, DecoderKeys, RopeKeys, RopeObject
+from outrider.compiler.models.mixers import ShortConvConfig
 from outrider.compiler.models.rope import Rope, RopeScaling
 
 _SWITCHED = ("switched", "all_switched")
@@ -43,13 +44,33 @@ def _layer_types(keys: DecoderKeys, window: int | None) -> list[str]:
             f"layer_types differs from what transformers computes for {keys.family.name} models, which read "
             "sliding_window alone; remove it, or give the model_type of a family that reads it"
         )
+    if CONV in given and not keys.family.convolves:
+        raise keys.wrong(f"layer_types has {CONV!r}, and layers of {keys.family.title} models have none; correct it")
     return list(given)
+
+
+def read_convolutions(keys: DecoderKeys) -> dict[str, Any]:
+    """Return `conv`, `conv_layers` and `intermediate_size` of `DecoderConfig`, for a family that convolves."""
+    if not keys.family.convolves:
+        return {"intermediate_size": keys.intermediate_size}
+    kinds = _layer_types(keys, None)
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == CONV)
+    if len(layers) == len(kinds):
+        raise keys.wrong("layer_types: no layer attends, and a plan has a KV cache; give a model with attention layers")
+    width = keys.intermediate_size
+    if keys.block_auto_adjust_ff_dim:  # as transformers computes it
+        width = int(keys.block_ffn_dim_multiplier * int(2 * width / 3))
+        width = -(-width // keys.block_multiple_of) * keys.block_multiple_of
+    conv = ShortConvConfig(keys.conv_L_cache, keys.conv_bias) if layers else None
+    return {"conv": conv, "conv_layers": layers, "intermediate_size": width}
 
 
 def _usual_types(keys: DecoderKeys, window: int | None) -> list[str]:
     """Return the kinds of layers that stand for absent `layer_types`."""
     family, layers = keys.family, range(keys.num_hidden_layers)
     slides = family.slides
+    if family.convolves and keys.full_attn_idxs is not None:
+        return [FULL if layer in keys.full_attn_idxs else CONV for layer in layers]
     if window is None or slides == "never":
         sliding = frozenset[int]()
     elif isinstance(slides, int):

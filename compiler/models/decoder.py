@@ -19,6 +19,7 @@ from outrider.compiler.models.block_config import BlockConfig
 from outrider.compiler.models.config import DecoderConfig
 from outrider.compiler.models.experts import Experts
 from outrider.compiler.models.experts_config import ExpertsConfig
+from outrider.compiler.models.mixers import ShortConvConfig
 from outrider.compiler.models.ops import gelu_unit, silu_unit, softcap
 
 
@@ -33,6 +34,11 @@ class Execution(Protocol):
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms = (None, None), sinks: Tensor | None = None
     ) -> Tensor: ...
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve each channel of `[..., channels]` with the tokens before on its path; `taps` `[kernel, channels]`,
+        the oldest first. Executions of models without such layers have none."""
+        raise TypeError("the layers of this model attend alone")
 
 
 LayerConfig = DecoderConfig | BlockConfig
@@ -66,10 +72,41 @@ HeadNorms = tuple[RmsNorm | None, RmsNorm | None]
 """Norms of each head of queries and of keys."""
 
 
-class DecoderLayer(nn.Module):
-    """Attention and a gated MLP, or a mixture of experts, each with a norm before it, after it, or both."""
+class Taps(nn.Module):
+    """The weights of a causal depthwise convolution, `[kernel, channels]`, the oldest token's first."""
 
-    def __init__(self, config: LayerConfig, experts: ExpertsConfig | None = None, sinks: bool = False) -> None:
+    def __init__(self, channels: int, config: ShortConvConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.kernel, channels))
+        self.bias = nn.Parameter(torch.zeros(channels)) if config.bias else None
+
+
+class ShortConv(nn.Module):
+    """A gated short convolution (LFM2, arXiv 2511.23404): before, after | x = in(h); out(after * conv(before * x))."""
+
+    def __init__(self, hidden: int, config: ShortConvConfig) -> None:
+        super().__init__()
+        self.in_proj = Linear(hidden, 3 * hidden, config.bias)
+        self.taps = Taps(hidden, config)
+        self.out_proj = Linear(hidden, hidden, config.bias)
+
+    def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
+        before, after, x = self.in_proj(h).chunk(3, dim=-1)
+        out: Tensor = self.out_proj(after * execution.convolve(index, before * x, self.taps.weight, self.taps.bias))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention, or a convolution, and a gated MLP, or a mixture of experts, each with a norm before it, after it, or
+    both."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        experts: ExpertsConfig | None = None,
+        sinks: bool = False,
+        conv: ShortConvConfig | None = None,
+    ) -> None:
         super().__init__()
         hidden, c = config.hidden_size, config
         self.config = config
@@ -78,14 +115,16 @@ class DecoderLayer(nn.Module):
             return RmsNorm(size, c.rms_norm_eps) if wanted else None
 
         self.attention_norm = norm(c.norm_before)
-        self.q = Linear(hidden, c.query_size, c.qkv_bias)
-        self.k = Linear(hidden, c.kv_size, c.qkv_bias)
-        self.v = Linear(hidden, c.kv_size, c.qkv_bias)
-        self.o = Linear(c.query_size, hidden, c.output_bias)
-        self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if sinks else None
-        whole = c.qk_norm == "whole"
-        self.q_norm = norm(c.qk_norm != "none", c.query_size if whole else c.head_dim)
-        self.k_norm = norm(c.qk_norm != "none", c.kv_size if whole else c.head_dim)
+        self.conv = None if conv is None else ShortConv(hidden, conv)
+        if conv is None:
+            self.q = Linear(hidden, c.query_size, c.qkv_bias)
+            self.k = Linear(hidden, c.kv_size, c.qkv_bias)
+            self.v = Linear(hidden, c.kv_size, c.qkv_bias)
+            self.o = Linear(c.query_size, hidden, c.output_bias)
+            self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if sinks else None
+            whole = c.qk_norm == "whole"
+            self.q_norm = norm(c.qk_norm != "none", c.query_size if whole else c.head_dim)
+            self.k_norm = norm(c.qk_norm != "none", c.kv_size if whole else c.head_dim)
         self.attention_out_norm = norm(c.norm_after)
         self.mlp_norm = norm(c.norm_before)
         self.mlp_out_norm = norm(c.norm_after)
@@ -96,18 +135,21 @@ class DecoderLayer(nn.Module):
             self.down = Linear(c.intermediate_size, hidden, c.mlp_bias)
 
     def forward(self, h: Tensor, index: int, execution: Execution) -> Tensor:
-        c = self.config
         x = _normed(h, self.attention_norm)
-        q, k, norms = self.q(x), self.k(x), (self.q_norm, self.k_norm)
-        if c.qk_norm == "whole":
-            q, k, norms = _normed(q, self.q_norm), _normed(k, self.k_norm), (None, None)
-        attended = execution.attend(index, q, k, self.v(x), norms, self.sinks)
-        h = self._add(h, self.o(attended), self.attention_out_norm)
+        mixed = self._attend(x, index, execution) if self.conv is None else self.conv(x, index, execution)
+        h = self._add(h, mixed, self.attention_out_norm)
         x = _normed(h, self.mlp_norm)
         if self.experts is not None:
             return self._add(h, self.experts(x), self.mlp_out_norm)
-        unit = silu_unit if c.activation == "silu" else gelu_unit
+        unit = silu_unit if self.config.activation == "silu" else gelu_unit
         return self._add(h, self.down(unit(self.gate(x), self.up(x))), self.mlp_out_norm)
+
+    def _attend(self, x: Tensor, index: int, execution: Execution) -> Tensor:
+        q, k, norms = self.q(x), self.k(x), (self.q_norm, self.k_norm)
+        if self.config.qk_norm == "whole":
+            q, k, norms = _normed(q, self.q_norm), _normed(k, self.k_norm), (None, None)
+        out: Tensor = self.o(execution.attend(index, q, k, self.v(x), norms, self.sinks))
+        return out
 
     def _add(self, h: Tensor, out: Tensor, norm: RmsNorm | None) -> Tensor:
         """Return the residual stream `h` with what attention or the MLP adds to it."""
@@ -123,7 +165,12 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(
-            DecoderLayer(config, config.experts if index in config.expert_layers else None, config.sinks)
+            DecoderLayer(
+                config,
+                config.experts if index in config.expert_layers else None,
+                config.sinks,
+                config.conv if index in config.conv_layers else None,
+            )
             for index in range(config.num_layers)
         )
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)

@@ -20,7 +20,7 @@ from outrider.compiler.models.rope import RopeScaling
 from outrider.plans.errors import CheckpointError
 
 TRAINED = "original_max_position_embeddings"
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 ROPE_THETA = 10000.0
 """Base of the rotary frequencies where neither a key nor the family gives one."""
 _Share = Annotated[float, Field(gt=0, le=1)]
@@ -135,7 +135,7 @@ class DecoderKeys(RopeKeys):
     use_bidirectional_attention: Literal[False] = False
     is_causal: Literal[True] = True
 
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention", "conv"]] | None = None
     sliding_window: int | None
     use_sliding_window: bool = False
     sliding_window_pattern: reader.Count | None = None
@@ -143,6 +143,14 @@ class DecoderKeys(RopeKeys):
     no_rope_layers: list[Literal[0, 1]] | None = None
     no_rope_layer_interval: reader.Count | None = None
     rope_local_base_freq: reader.RopeTheta | None = None
+
+    # Of LFM2: its convolutions, the layers that attend in the spelling before `layer_types`, and how wide its MLP is.
+    conv_L_cache: Annotated[int, Field(ge=2, le=16)] = 3  # noqa: N815
+    conv_bias: bool = False
+    full_attn_idxs: list[Annotated[int, Field(ge=0)]] | None = None
+    block_auto_adjust_ff_dim: bool = True
+    block_ffn_dim_multiplier: reader.Factor = 1.0
+    block_multiple_of: reader.InnerWidth = 256
 
     query_pre_attn_scalar: reader.Factor | None = None
     attn_logit_softcapping: reader.Factor | None = None
@@ -183,6 +191,7 @@ def read_decoder_keys(raw: Mapping[str, Any], file: Path) -> DecoderKeys:
         "sliding_window_pattern": family.pattern_key is None,
         "max_window_layers": family.slides != "switched",
     }
+    raw = {family.renamed.get(key, key): raw[key] for key in sorted(raw, key=lambda key: key in family.renamed)}
     given = {key: value for key, value in raw.items() if value is not None or key in DecoderKeys.nullable}
     keys = DecoderKeys.read(family.absent | {key: given[key] for key in given if not unread.get(key)}, file)
     activation = raw.get(family.activation_key)

@@ -43,6 +43,11 @@ class CausalExecution:
         out = attended(queries, keys, values, c, self._visible(c.kinds[layer].window), sinks)
         return out.transpose(1, 2).reshape(q.shape)
 
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        kernel, channels = taps.shape
+        apart = F.pad(x.view(self._batch, self._length, channels).mT, (kernel - 1, 0))
+        return F.conv1d(apart, taps.mT[:, None], bias, groups=channels).mT.reshape(x.shape)
+
     def _visible(self, window: int | None) -> Tensor | None:
         """Return which keys each query sees, `[length, length]`; None: all up to its own."""
         if window is None or window >= self._length:

@@ -64,7 +64,9 @@ class Family:
 
     `norm_offset` is added to the stored weights of all norms. `scaled_embedding`: embeddings are multiplied by the root
     of the hidden size. `factors` maps a field of `DecoderConfig` to the key of config.json that holds it, and to the
-    value that stands for an absent key. `experts`: layers may have a mixture of experts in place of the MLP; names of
+    value that stands for an absent key. `renamed` maps a key of config.json to the one that other families have in its
+    place. `convolves`: layers of the kind `conv` have a short convolution in place of attention. `experts`: layers may
+    have a mixture of experts in place of the MLP; names of
     their tensors have `{e}` for the expert's number. `sinks`: each head of a layer has a score of its own that stands
     in every softmax beside those of keys.
     """
@@ -101,6 +103,8 @@ class Family:
     scaled_embedding: bool = False
     experts: ExpertKeys | None = None
     factors: dict[str, tuple[str, float | None]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    convolves: bool = False
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -150,6 +154,27 @@ def _stacked_weights(router: str, experts: str, stacked: Mapping[str, tuple[str,
 def stacked_part(stored: str, expert: int | str, product: str) -> str:
     """Return the name of what the tensor `stored` holds of one product of one expert."""
     return f"{stored}[{expert}].{product}"
+
+
+_LFM2_NAMES = {
+    "self_attn.o_proj": "self_attn.out_proj",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "model.norm": "model.embedding_norm",
+}
+
+
+def _lfm2_weights() -> dict[str, str]:
+    named = _weights(attention_norm="operator_norm", mlp_norm="ffn_norm")
+    for usual, own in _LFM2_NAMES.items():
+        named = {ours: stored.replace(usual, own) for ours, stored in named.items()}
+    for ours, own in (("in_proj", "in_proj"), ("taps", "conv"), ("out_proj", "out_proj")):
+        for kind in ("weight", "bias"):
+            named[f"layers.{{i}}.conv.{ours}.{kind}"] = f"model.layers.{{i}}.conv.{own}.{kind}"
+    return named
 
 
 _BEFORE = _weights(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
@@ -307,6 +332,21 @@ FAMILIES: dict[str, Family] = {
                 "residual_scale": ("residual_multiplier", 1.0),
                 "logit_divisor": ("logits_scaling", 1.0),
             },
+        ),
+        Family(
+            "lfm2",
+            "LFM2",
+            _lfm2_weights(),
+            qk_norm="head",
+            tie_embeddings=True,
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+            renamed={
+                "norm_eps": "rms_norm_eps",
+                "tie_embedding": "tie_word_embeddings",
+                "block_ff_dim": "intermediate_size",
+            },
+            convolves=True,
         ),
     )
 }

@@ -19,10 +19,10 @@ _APART = {
         *("Reshape", "ScatterElements", "Shape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
         *("Where", "And", "Equal", "Less", "Mod", "Not", "Or", "Add", "Div", "Mul", "Neg", "Sub"),
     },
-    CPU_DOMAIN: {"QuantGather"},
+    CPU_DOMAIN: {"PathConv", "QuantGather"},
     DOMAIN: {"WindowBias"},
 }
-"""Ops that move or compare numbers, or round the result of two correctly: a row of theirs has no company."""
+"""Ops that move or compare numbers, or round each step of an element by itself: a row of theirs has no company."""
 
 _PROPOSING = {  # in drafters
     "": {"CumSum", "Log", "ReduceSum"},

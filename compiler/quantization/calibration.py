@@ -212,8 +212,14 @@ def _round_head(
 
 
 def _unstacked(decoder: Decoder) -> dict[str, StoredTensor]:
-    """Return the stored tensors of `decoder`. Raises `CheckpointError` for experts, which are not searched."""
+    """Return the stored tensors of `decoder`. Raises `CheckpointError` for experts and convolutions, which are
+    not searched."""
     found = {}
+    if decoder.config.conv is not None:
+        raise CheckpointError(
+            f"a {decoder.config.family} model has layers that convolve, which method awq does not search; leave "
+            "`method` out of the recipe, so that weights are rounded to the nearest"
+        )
     for name, tensor in deferred(decoder).items():
         if not isinstance(tensor, StoredTensor):
             raise CheckpointError(

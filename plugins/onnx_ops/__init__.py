@@ -54,7 +54,7 @@ _ATTENTION = replace(  # whose bias may be of any precision
         for spec in OPS["BranchAttention"].schema.inputs
     ),
 )
-_OPTIONAL = ("sinks", names.POSITIONS, "cos", "sin", "q_norm", "k_norm", "queries")
+_OPTIONAL = ("sinks", "bias", names.POSITIONS, "cos", "sin", "q_norm", "k_norm", "queries")
 _BIASED_ROUTE = replace(
     OPS["Route"].schema,
     name="BiasedRoute",
@@ -64,7 +64,7 @@ _BIASED_ROUTE = replace(
 for _schema in (
     _ATTENTION,
     _BIASED_ROUTE,
-    *(OPS[name].schema for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias")),
+    *(OPS[name].schema for name in ("DraftSample", "TreeExpand", "TreeRerank", "Route", "WindowBias", "PathConv")),
     *map(quant_op, QUANT_OPS),
     *map(experts_op, EXPERT_OPS),
     *LAYER_OPS,

@@ -47,7 +47,8 @@ def _lay_out_alone(
 ) -> Placement:
     """Lay out a sequence that has row 0 to itself, without the bookkeeping of rows."""
     fed = sequence.length - start
-    cache.compact_if_worthwhile(min(fed, chunk) + (len(draft) if draft is not None else 0))
+    chunk = cache.reach(sequence.number, start, min(fed, chunk))
+    cache.compact_if_worthwhile(chunk + (len(draft) if draft is not None else 0))
     if fed > chunk:
         cache.begin_alone(sequence.part(start, chunk), start, sequence.number)
         return Placement(sequence, start, chunk)
@@ -86,7 +87,7 @@ def lay_out(
     by_number = {each.number: each for each in starts}
     width = cache.width(by_number)
     for each, start in starts.items():
-        fed[each.number] = min(each.length - start, chunk, width)
+        fed[each.number] = cache.reach(each.number, start, min(each.length - start, chunk, width))
         chunk = max(1, chunk - fed[each.number] + 1)
     chains = {number: fed[number] for number in sorted(fed)}
     cache.make_room(sum(chains.values()) + sum(map(len, drafts.values())))

@@ -27,6 +27,7 @@ from outrider.runtime.execution.step import NOBODY, Step
 from outrider.runtime.kv.alignment import Alignment, AlignmentState
 from outrider.runtime.kv.memory import HostKv
 from outrider.runtime.kv.slots import EMPTY, SHARED, SlotTable
+from outrider.runtime.kv.state import StateCache
 from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.kv.window import WindowedRow
 
@@ -68,6 +69,7 @@ class KvCache:
         self.window: WindowedRow | None = None
         if geometry.window:
             self.window = WindowedRow(self._kv[0], geometry, self._tables[0], lead)
+        self.states = None if geometry.convolutions is None else StateCache(buffers, geometry)
         self.slot_bytes = self._kv[0].slot_bytes
         self._padded, self._rectangular = padded, rectangular
         self.alignment: AlignmentState | None = None
@@ -91,6 +93,8 @@ class KvCache:
         self._open.clear()
         for table in self._tables:
             table.truncate(0)
+        if self.states is not None:
+            self.states.arrange()
         if self.window is not None:
             self.window.truncate(0)
         self._begin_counts()
@@ -100,6 +104,8 @@ class KvCache:
         self._open.clear()
         for table in self._rows:
             table.truncate(self._prefix)
+        if self.states is not None:
+            self.states.rewind()
         self._begin_counts()
         self._note_peak()
 
@@ -250,6 +256,10 @@ class KvCache:
         if not self._pooled:
             self._fill_rows(0)
 
+    def reach(self, number: int, position: int, count: int) -> int:
+        """Return how many of `count` tokens of a sequence from `position` on a step takes."""
+        return count if self.states is None else self.states.reach(number, position, count)
+
     def compact_if_worthwhile(self, most: int) -> None:
         """Make room for a step of `most` slots where there are dead ones."""
         if self._dead:
@@ -258,11 +268,16 @@ class KvCache:
     def begin_alone(self, tokens: list[int], position: int, number: int) -> None:
         """Lay out a whole step: the next tokens of a sequence that is alone in row 0."""
         self._used, self._aligned, self._inert = 1, None, {}
+        if self.states is not None:
+            self.states.feed(number, 0, position, len(tokens))
         self._step.begin(self._tables[0].length, position, tokens, number, self._kv[0].slots)
 
     def append(self, tokens: Sequence[int], position: int, number: int) -> int:
         """Lay out the next tokens of a sequence; return the index of the last one in the step."""
-        return self._step.append_chain(tokens, position, number, self.row_of(number))
+        last = self._step.append_chain(tokens, position, number, self.row_of(number))
+        if self.states is not None:
+            self.states.feed(number, last + 1 - len(tokens), position, len(tokens))
+        return last
 
     def close_row(self, number: int) -> None:
         """End the tokens of a sequence in the step."""
@@ -296,6 +311,8 @@ class KvCache:
     def commit(self, kept: NDArray[np.int64] | None = None) -> None:
         """Commit KV of the step's tokens, or of those that `kept` lists, which were moved together in their rows."""
         step = self._step
+        if self.states is not None:
+            self.states.commit(kept)
         if self._used == 1 and not self._inert and self.alignment is None:  # without the bookkeeping of rows
             self._commit_row(0, step.new_tokens if kept is None else len(kept), kept, 0)
             self._note_peak()
@@ -334,6 +351,8 @@ class KvCache:
     def commit_prefix(self, count: int) -> None:
         """Commit the step's `count` tokens as the next ones of the prefix."""
         self._tables[0].commit(count, kept=None, owner=SHARED)
+        if self.states is not None:
+            self.states.commit_prefix()
         self._prefix = self._tables[0].length
         self._note_peak()
 
@@ -353,6 +372,8 @@ class KvCache:
     def open(self, number: int) -> None:
         """Open a sequence; its row gets a copy of the prefix where it has none."""
         self._open.add(number)
+        if self.states is not None:
+            self.states.open(number)
         row = self.row_of(number)
         table = self._rows[row]
         if table.length < self._prefix:
@@ -377,7 +398,10 @@ class KvCache:
             self._dead += self._tables[0].release(number)
 
     def truncate(self, number: int, end: int) -> int:
-        """Drop the KV of a sequence from position `end` on; return its new end, which a window's gap may make less."""
+        """Drop the KV of a sequence from position `end` on; return its new end, which may be less: a window has gaps,
+        and states do not go back any way."""
+        if self.states is not None:
+            end = self.states.truncate(number, end)
         if self.window is not None:
             self.window.truncate(end)
             return self.window.end
@@ -429,8 +453,8 @@ class KvCache:
 
     @property
     def stays(self) -> bool:
-        """Whether a sequence's KV stays where it is when it is over, until another has its number."""
-        return self._compact is None or not (self._pooled or self._rectangular)
+        """Whether all of a sequence stays where it is when it is over, until another has its number."""
+        return self.states is None and (self._compact is None or not (self._pooled or self._rectangular))
 
 
 def _moves(table: SlotTable, reach: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

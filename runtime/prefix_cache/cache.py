@@ -20,6 +20,7 @@ from outrider.plans.check import kv_caches
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.manifest import BackendPlan
 from outrider.runtime.kv.memory import host_kv
+from outrider.runtime.kv.state import Snapshot, StateShape
 from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.prefix_cache.page_pool import PAGE, Allocate, PagePool, PageRun, TokenShape
 from outrider.runtime.prefix_cache.radix_tree import Match, Node, RadixTree, TreeStats
@@ -30,13 +31,15 @@ from outrider.runtime.prefix_cache.stats import PrefixCacheStats
 class PrefixCacheConfig:
     """How much is kept, and what is worth it.
 
-    `memory_bytes` bounds the pool, which may then hold less than `max_cached_tokens`. With `enable_auto_eviction`, an
+    `memory_bytes` bounds the pool, which may then hold less than `max_cached_tokens`, and `state_bytes` the states of
+    models that keep some, of which those that were not used for longest go first. With `enable_auto_eviction`, an
     insert that leaves more than `eviction_threshold` of the tokens in use evicts down to `eviction_target`; without, it
     keeps what there is room for.
     """
 
     max_cached_tokens: int = 65536
     memory_bytes: int = 2**30
+    state_bytes: int = 2**28
     min_prefix_length: int = 4
     enable_auto_eviction: bool = True
     eviction_threshold: float = 0.9
@@ -44,7 +47,7 @@ class PrefixCacheConfig:
     enable_stats: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_cached_tokens", "memory_bytes", "min_prefix_length"):
+        for name in ("max_cached_tokens", "memory_bytes", "state_bytes", "min_prefix_length"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RequestError(f"{name} is {value!r}; pass a whole number of at least 1.")
@@ -75,14 +78,28 @@ class PrefixMatch:
         """Index of the first token to compute: at least the last one always is."""
         return min(self.matched_tokens, self.tokens - 1)
 
+    def state_within(self, limit: int) -> Snapshot | None:
+        """Return the state after the most of the first `limit` tokens, if any was kept."""
+        limit, found = min(limit, self.matched_tokens), None
+        for start, run in self.runs:
+            for after, state in run.states.items():
+                if start + after <= limit and (found is None or state.cut(limit).end > found.end):
+                    found = state.cut(limit)
+        return found
+
 
 class PrefixCache:
     """Thread-safe: one lock covers a lookup and its reference. Reading KV that is held needs no lock."""
 
     def __init__(
-        self, shapes: Mapping[str, TokenShape], config: PrefixCacheConfig | None = None, allocate: Allocate = host_kv
+        self,
+        shapes: Mapping[str, TokenShape],
+        config: PrefixCacheConfig | None = None,
+        allocate: Allocate = host_kv,
+        states: Sequence[StateShape] = (),
     ) -> None:
-        """Allocate all memory, by `allocate`. Raises RequestError where the budget is less than two pages."""
+        """Allocate all memory, by `allocate`; `states` are those of the target. Raises RequestError where the budget is
+        less than two pages."""
         config = config or PrefixCacheConfig()
         affordable = config.memory_bytes // PagePool.page_bytes(shapes)
         pages = min(-(-config.max_cached_tokens // PAGE), affordable)
@@ -92,6 +109,7 @@ class PrefixCache:
                 f"{2 * PagePool.page_bytes(shapes)}."
             )
         self.config = replace(config, max_cached_tokens=min(config.max_cached_tokens, pages * PAGE))
+        self.state_shapes = tuple(states)
         self._pool = PagePool(shapes, pages, allocate)
         self._tree: RadixTree[PageRun] = RadixTree()
         self._stats = PrefixCacheStats()
@@ -99,8 +117,12 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache has allocated."""
-        return self._pool.nbytes
+        """Bytes that the cache has allocated, and those of states that it keeps."""
+        with self._lock:
+            return self._pool.nbytes + self._state_bytes()
+
+    def _state_bytes(self) -> int:
+        return sum(state.nbytes for node in self._tree.walk() if node.value for state in node.value.states.values())
 
     # Looking up.
 
@@ -161,10 +183,16 @@ class PrefixCache:
     # Changing.
 
     def insert(
-        self, tokens: Sequence[int], kv: Mapping[str, tuple[int, TokenKv]], owner: str = "", *, wait: bool = True
+        self,
+        tokens: Sequence[int],
+        kv: Mapping[str, tuple[int, TokenKv]],
+        owner: str = "",
+        *,
+        states: Sequence[Snapshot] = (),
+        wait: bool = True,
     ) -> int:
-        """Keep the KV of `tokens`; `kv` says how many leading ones each model has, the target all. Only matches of the
-        same `owner` find it.
+        """Keep the KV of `tokens`; `kv` says how many leading ones each model has, the target all. `states` are after
+        some of them. Only matches of the same `owner` find it.
 
         Returns how many of the tokens are known now: not all, where too few pages are free or evictable. Without
         `wait`, returns 0 and does nothing where another thread holds the lock.
@@ -184,6 +212,7 @@ class PrefixCache:
                 if end is None:
                     self._tree.touch(found)
                 node = found.node if end is None else self._add(found, tokens[:end], kv)
+                self._keep_states(self._tree.find(tokens, owner), states)
             finally:
                 if found.node is not None:
                     self._tree.release(found.node)
@@ -196,6 +225,22 @@ class PrefixCache:
         finally:
             self._lock.release()
         return found.length if end is None else end
+
+    def _keep_states(self, found: Match[PageRun], states: Sequence[Snapshot]) -> None:
+        """Keep states after tokens that are known, and no more of all than there is memory for."""
+        if not states:
+            return
+        for start, run in _runs(found):
+            for state in states:
+                if 0 < state.base - start <= len(run):
+                    run.states.setdefault(state.base - start, state.cut(start + len(run)))
+        used = self._state_bytes()
+        for node in sorted(self._tree.walk(), key=lambda node: node.used):
+            if used <= self.config.state_bytes:
+                break
+            assert node.value is not None
+            used -= sum(state.nbytes for state in node.value.states.values())
+            node.value.states = {}
 
     def _make_room(self, found: Match[PageRun], wanted: int) -> int | None:
         """Evict pages for a sequence of `wanted` tokens; return up to where it fits, None where not even its end can be
@@ -281,8 +326,10 @@ class PrefixCache:
         """All that it holds: edges, parents before children, and KV of each, a piece for each model that has some: on
         the host, `[planes, heads, tokens, size]`.
 
-        Of an edge: `parent`, the place of the one before it or -1; `owner`; `tokens`; `terminal`, whether a sequence
-        ends there; `valid`, how many of its tokens have KV, by model in the order of their names, as the pieces are.
+        After its KV come its states, each its parts and its records. Of an edge: `parent`, the place of the one before
+        it or -1; `owner`; `tokens`; `terminal`, whether a sequence ends there; `valid`, how many of its tokens have KV,
+        by model in the order of their names, as the pieces are; `states`, after how many of its tokens there is one,
+        and how many records it has.
         """
         edges, pieces, places = list[dict[str, object]](), list[NDArray[np.generic]](), dict[int, int]()
         with self._lock:
@@ -296,10 +343,13 @@ class PrefixCache:
                     kv = self._pool.memory(model)
                     parts = [kv.array(slot, length) for _, slot, length in self._pool.pieces(run, 0, count)]
                     pieces.append(np.ascontiguousarray(np.concatenate(parts, 2)))
+                for state in run.states.values():
+                    pieces += map(np.ascontiguousarray, (*state.parts, *state.records))
+                states = {after: state.end - state.base for after, state in run.states.items()}
                 place = places.get(id(parent), -1)
                 owner = owners[id(parent)] if place < 0 else edges[place]["owner"]
                 own = {"parent": place, "owner": owner, "tokens": node.tokens}
-                edges.append(own | {"terminal": node.terminal, "valid": valid})
+                edges.append(own | {"terminal": node.terminal, "valid": valid, "states": states})
         return edges, pieces
 
     # Looking at it.
@@ -357,6 +407,18 @@ def token_shapes(plan: BackendPlan) -> dict[str, TokenShape]:
             planes, _, heads, _, size = kv.resolve({})
             shapes[model] = TokenShape(planes, heads, size, kv.dtype.numpy)
     return shapes
+
+
+def state_shapes(plan: BackendPlan) -> tuple[StateShape, ...]:
+    """Shapes of the target's states, by its buffers; none where it keeps none."""
+    buffers = {buffer.name: buffer for buffer in plan.buffers}
+    found = []
+    for pair in names.STATES:
+        part, log = (names.buffer_name(names.TARGET, name) for name in pair)
+        if part in buffers:
+            (layers, _, *rest), (_, _, most, *record) = (buffers[name].resolve({}) for name in (part, log))
+            found.append(StateShape((layers, *rest), (layers, *record), most))
+    return tuple(found)
 
 
 def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:

@@ -39,6 +39,11 @@ class CacheClient:
             tokens = match.lengths.get(names.TARGET, 0)
             for drafter in drafters:
                 tokens = min(tokens, max(0, match.lengths.get(drafter.name, 0) - drafter.paired))
+            if (states := self._target.states) is not None:
+                state = match.state_within(tokens)
+                tokens = 0 if state is None else state.end
+                if state is not None:
+                    states.restore_prefix(state)
             if tokens:
                 self._cache.read(match, names.TARGET, 0, tokens, self._target.restore_prefix(tokens))
                 for drafter in drafters:
@@ -55,7 +60,8 @@ class CacheClient:
         kept = {names.TARGET: (len(prefix), self._target.prefix_kv())}
         for drafter in self._drafting.of_prefix:
             kept[drafter.name] = len(prefix), drafter.cache.prefix_kv()
-        self._cache.insert(prefix, kept, owner)
+        states = self._target.states
+        self._cache.insert(prefix, kept, owner, states=() if states is None else (states.prefix,))
 
     # Sequences after no prefix.
 
@@ -82,6 +88,12 @@ class CacheClient:
             self._left.pop(number, None)
             here = min(here, len(tokens) - 1)
             computed = max(min(match.lengths.get(names.TARGET, 0), len(tokens) - 1), here)
+            if (states := self._target.states) is not None:
+                known, state = computed, match.state_within(computed)
+                computed = here if state is None else max(here, state.end)
+                if state is not None and computed > here:
+                    states.restore(number, state)
+                states.stop_at(number, known)
             if computed > sequence.computed:
                 self._target.claim(number, sequence.computed, computed - sequence.computed)
                 self._cache.read(match, names.TARGET, here, computed, self._target.kv_of(number))
@@ -104,9 +116,9 @@ class CacheClient:
         for name, drafter in self._drafting.engine_drafters.items():
             if known := drafter.known(sequence):
                 kept[name] = known, drafter.kv_of(sequence)
-        self._cache.insert(
-            sequence.tokens[: sequence.computed], kept, sequence.generation.request.cache_salt, wait=wait
-        )
+        states, tokens = self._target.states, sequence.tokens[: sequence.computed]
+        kept_states = () if states is None else states.snapshots(sequence.number)
+        self._cache.insert(tokens, kept, sequence.generation.request.cache_salt, states=kept_states, wait=wait)
 
     def leave(self, sequence: Sequence) -> None:
         """Note which KV a sequence that ends leaves in its row."""

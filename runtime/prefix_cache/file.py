@@ -4,7 +4,7 @@
     32 bytes    sha256 of all that follows
     8 bytes     length of the header, little-endian
     header      JSON: what the KV belongs to, and the tree's edges
-    payload     KV of every model, edge by edge, `[planes, heads, tokens, size]`
+    payload     edge by edge, KV of every model, `[planes, heads, tokens, size]`, and states: parts, then records
 
 KV is worth something only after the very weights, engines and arithmetic that computed them: a file is bound to all
 of these, and refused elsewhere. It is checked whole before anything of it is inserted, and holds data alone.
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.kv_slots import are_finite
 from outrider.runtime.files import written_whole
 from outrider.runtime.kv.memory import HostKv
+from outrider.runtime.kv.state import Snapshot
 from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.prefix_cache.cache import PrefixCache
 from outrider.runtime.prefix_cache.page_pool import TokenShape
@@ -44,14 +47,15 @@ class _Strict(BaseModel):
 
 
 class _Edge(_Strict):
-    """An edge of the tree: its parent's place in the list (-1: its owner's root), and how many tokens have KV, by
-    model."""
+    """An edge of the tree: its parent's place in the list (-1: its owner's root), how many tokens have KV, by model,
+    and how many records each state has, by how many of the tokens it comes after."""
 
     parent: int = Field(ge=-1)
     owner: str = ""
     tokens: list[int] = Field(min_length=1)
     terminal: bool
     valid: dict[str, int]
+    states: dict[int, int] = {}
 
 
 class _Shape(_Strict):
@@ -120,7 +124,7 @@ def load_prefix_cache(cache: PrefixCache, path: Path, bound_to: Mapping[str, str
     header, start = _read_header(path, data)
     _check(path, header, cache.shapes, bound_to)
     payload = data[start:]
-    _check_payload(path, header, payload, cache.shapes, context)
+    _check_payload(path, header, payload, cache, context)
     return _insert_all(cache, header, payload)
 
 
@@ -157,10 +161,8 @@ def _check(path: Path, header: _Header, shapes: Mapping[str, TokenShape], bound_
         raise PlanError(f"{path} holds KV of other shapes than this plan's; save it again here.")
 
 
-def _check_payload(
-    path: Path, header: _Header, payload: NDArray[np.uint8], shapes: Mapping[str, TokenShape], context: int
-) -> None:
-    expected, lengths = 0, list[int]()
+def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], cache: PrefixCache, context: int) -> None:
+    expected, lengths, shapes = 0, list[int](), cache.shapes
     for place, edge in enumerate(header.edges):
         known = set(edge.valid) <= set(shapes) and min(edge.tokens) >= 0 and edge.parent < place
         above = header.edges[edge.parent] if known and edge.parent >= 0 else None
@@ -177,6 +179,14 @@ def _check_payload(
             if len(kv) == size and not are_finite(kv.view(shapes[name].dtype).reshape(-1, shapes[name].size)):
                 raise PlanError(f"{path}, edges.{place}: KV that is not finite; remove the file, or save it again.")
             expected += size
+        for after, records in edge.states.items():
+            if not (0 < after <= after + records <= len(edge.tokens)) or not cache.state_shapes:
+                raise PlanError(f"{path}, edges.{place}: a state after {after} of its tokens; save it again.")
+            size = 4 * sum(map(prod, _shapes_of_state(cache, records)))
+            state = payload[expected : expected + size]
+            if len(state) == size and not np.isfinite(state.view(np.float32)).all():
+                raise PlanError(f"{path}, edges.{place}: a state that is not finite; remove the file.")
+            expected += size
     if not expected == header.payload_bytes == len(payload):
         raise PlanError(
             f"{path} has {len(payload)} bytes of KV, and its header says {expected}: it was cut, or damaged. "
@@ -187,6 +197,7 @@ def _check_payload(
 def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8]) -> int:
     """Insert every sequence: first those with KV that no other leads on from, then where others end among them."""
     offset, kv, before = 0, list[dict[str, NDArray[Any]]](), cache.get_cached_tokens()
+    states = list[list[Snapshot]]()  # by edge, whose base counts from the edge's start
     for edge in header.edges:
         own = {}
         for name in sorted(edge.valid):
@@ -195,6 +206,14 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
             own[name] = flat.reshape(shape.planes, shape.heads, count, shape.size)
             offset += count * shape.nbytes
         kv.append(own)
+        states.append([])
+        for after, records in edge.states.items():
+            arrays = []
+            for extents in _shapes_of_state(cache, records):
+                arrays.append(payload[offset : offset + 4 * prod(extents)].view(np.float32).reshape(extents).copy())
+                offset += arrays[-1].nbytes
+            kinds = len(cache.state_shapes)
+            states[-1].append(Snapshot(after, tuple(arrays[:kinds]), tuple(arrays[kinds:])))
     parents = {edge.parent for edge in header.edges}
     for place, edge in enumerate(header.edges):
         if place not in parents:
@@ -203,7 +222,7 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
             found = {name: (each.shape[2], TokenKv(HostKv(each))) for name, each in sources.items() if each is not None}
             tokens = _tokens(header, path)
             if names.TARGET in found and found[names.TARGET][0] == len(tokens):
-                cache.insert(tokens, found, edge.owner)
+                cache.insert(tokens, found, edge.owner, states=_states_along(header, path, states))
     for place, edge in enumerate(header.edges):
         if (
             edge.terminal
@@ -212,6 +231,20 @@ def _insert_all(cache: PrefixCache, header: _Header, payload: NDArray[np.uint8])
         ):
             cache.insert(tokens, {}, edge.owner)
     return cache.get_cached_tokens() - before
+
+
+def _shapes_of_state(cache: PrefixCache, records: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a snapshot's arrays: parts, then records."""
+    parts, logs = zip(*(shape.snapshot_shapes(records) for shape in cache.state_shapes), strict=True)
+    return [*parts, *logs]
+
+
+def _states_along(header: _Header, path: list[int], states: list[list[Snapshot]]) -> list[Snapshot]:
+    found, start = [], 0
+    for place in path:
+        found += [replace(each, base=start + each.base) for each in states[place]]
+        start += len(header.edges[place].tokens)
+    return found
 
 
 def _tokens(header: _Header, path: list[int]) -> list[int]:

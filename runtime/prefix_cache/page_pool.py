@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from outrider.runtime.kv.memory import KvMemory, host_kv
+from outrider.runtime.kv.state import Snapshot
 
 PAGE = 16  # tokens: a run wastes half a page on average at its end, and a copy moves some KiB at once
 
@@ -102,11 +103,13 @@ class PagePool:
 class PageRun:
     """The KV of a run of tokens: that of `pages`, from token `offset` of the first one on.
 
-    `valid` says of each model how many leading tokens have KV: a drafter that was not asked has none.
+    `valid` says of each model how many leading tokens have KV: a drafter that was not asked has none. `states` are
+    those of the target after some of the tokens, by how many of these; their records are of tokens of the run.
     """
 
     def __init__(self, pool: PagePool, pages: list[int], length: int, valid: dict[str, int]) -> None:
         self._pool, self.pages, self.offset, self._length, self.valid = pool, pages, 0, length, valid
+        self.states: dict[int, Snapshot] = {}
 
     def __len__(self) -> int:
         return self._length
@@ -122,6 +125,8 @@ class PageRun:
             self._pool, self.pages[: place + (inside > 0)], at, {m: min(count, at) for m, count in self.valid.items()}
         )
         upper.offset = self.offset
+        upper.states = {after: each.cut(each.base - after + at) for after, each in self.states.items() if after <= at}
+        self.states = {after - at: state for after, state in self.states.items() if after > at}
         if inside:
             (page,) = self._pool.allocate(1)
             self._pool.copy(self.pages[place], page)

@@ -91,9 +91,9 @@ class Parts:
         return rows
 
     def truncate(self, sequence: Sequence, computed: int) -> None:
-        """Drop the target's KV of a sequence after its first `computed` tokens."""
-        self.cache.truncate(sequence.number, computed)
-        sequence.computed = computed
+        """Drop the target's KV of a sequence after its first `computed` tokens, or more of it where states do not go
+        back there."""
+        sequence.computed = self.cache.truncate(sequence.number, computed)
 
     def catch_up_drafters(self, sequence: Sequence) -> None:
         """The sequence's drafters consume its tokens; the target recomputes those whose features they lack."""

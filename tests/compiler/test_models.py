@@ -201,6 +201,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "granite", "attention_multiplier": 0.125, "embedding_multiplier": 12.0, "logits_scaling": 16.0,
         "residual_multiplier": 0.22, "rope_theta": 10000000.0, "tie_word_embeddings": True, "attention_bias": False,
     },
+    "lfm2-1.2b": {
+        "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 32, "block_ff_dim": 96,
+        "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 8, "block_norm_eps": 1e-5, "conv_L_cache": 3,
+        "conv_bias": False, "conv_dim": 32, "full_attn_idxs": [1, 3], "norm_eps": 1e-5, "rope_theta": 1000000.0,
+        "tie_embedding": True,
+    },
+    "lfm2-with-biases": {
+        "model_type": "lfm2", "block_multiple_of": 8, "conv_L_cache": 4, "conv_bias": True, "tie_word_embeddings": True,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    },
     "qwen2.5": {
         "model_type": "qwen2", "max_window_layers": 2, "sliding_window": 24, "use_sliding_window": False,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}, "rope_theta": 1e6,
@@ -241,6 +252,9 @@ def test_it_is_read_as_by_transformers(name: str, tmp_path: Path) -> None:
     ("name", "changes", "sentence"),
     [
         ("gemma-3-4b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which Gemma 3 (text) models"),
+        ("olmo-2", {"layer_types": ["conv"] * 4}, "layer_types has 'conv', and layers of OLMo 2 models have none"),
+        ("lfm2-1.2b", {"full_attn_idxs": []}, "layer_types: no layer attends, and a plan has a KV cache"),
+        ("lfm2-1.2b", {"conv_L_cache": 1}, "conv_L_cache must be at least 2"),
         ("olmo-2", {"is_causal": False}, "is_causal must be True, found False"),
         ("qwen2.5", {"rope_scaling": longrope(4)}, "is of longrope, and original_max_position_embeddings is missing"),
     ],

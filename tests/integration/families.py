@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from outrider.compiler.held_out import read_text
 from tests.compiler.conftest import new_model
@@ -43,13 +44,14 @@ LONGROPE = {
 @dataclass(frozen=True)
 class Toy:
     """`changes` are what config.json says beside SIZES, `spread` the deviation of the weights of projections: large
-    enough that choices vary, small enough that rounding changes few of them. `experts`: layers have experts, which
-    weights of int4 are not searched for."""
+    enough that choices vary, small enough that rounding changes few of them. `experts`: layers have experts. `states`:
+    layers keep states, so that only the backend onnxruntime-cpu runs them, and draft models are Llamas."""
 
     family: str
     changes: dict[str, Any]
     spread: float = 0.2
     experts: bool = False
+    states: bool = False
 
 
 TOYS: dict[str, Toy] = {
@@ -120,6 +122,17 @@ TOYS: dict[str, Toy] = {
             "logits_scaling": 2.0,
         },
     ),
+    "lfm2": Toy(
+        "lfm2",
+        {
+            "head_dim": None,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_multiple_of": 32,
+            "max_position_embeddings": 4096,
+        },
+        states=True,
+    ),
 }
 RECIPE = """\
 name: {name}
@@ -142,22 +155,29 @@ def calibration_text(folder: Path) -> Path:
     return text
 
 
+def _random_model(family: str, changes: dict[str, Any], spread: float, generator: torch.Generator) -> PreTrainedModel:
+    model = new_model(family, **{key: value for key, value in (SIZES | changes).items() if value is not None})
+    for name, parameter in model.named_parameters():
+        # Stored norms of Gemma lack 1; a mistake with it would show either way.
+        centre, deviation = (0.8, 0.2) if "norm" in name else (0.0, spread)
+        if name.endswith(ROUTERS):
+            deviation *= 5  # of experts that are nearly as good, rounding a token might choose the other
+        parameter.data = centre + deviation * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
 def write_toy(name: str, folder: Path, tokenizer: Path) -> None:
     """Write the recipe of a toy and what it names; `tokenizer` is a checkpoint with a tokenizer of its vocabulary, and
     beside it lies held-out text."""
     toy = TOYS[name]
-    sizes = {key: value for key, value in (SIZES | toy.changes).items() if value is not None}
-    model = new_model(toy.family, **sizes)
     generator = torch.Generator().manual_seed(1)
-    for parameter_name, parameter in model.named_parameters():
-        # Stored norms of Gemma lack 1; a mistake with it would show either way.
-        centre, spread = (0.8, 0.2) if "norm" in parameter_name else (0.0, toy.spread)
-        if parameter_name.endswith(ROUTERS):
-            spread *= 5  # of experts that are nearly as good, rounding a token might choose the other
-        parameter.data = centre + spread * torch.randn(parameter.shape, generator=generator)
+    model = _random_model(toy.family, toy.changes, toy.spread, generator)
     model.save_pretrained(folder / "target")
-    for parameter in model.parameters():
-        parameter.data += 0.05 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+    if toy.states:
+        model = _random_model("llama", {"max_position_embeddings": 4096}, toy.spread, generator)
+    else:
+        for parameter in model.parameters():
+            parameter.data += 0.05 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(folder / "drafter")
     for part in ("target", "drafter"):
         shutil.copy(tokenizer / "tokenizer.json", folder / part)

@@ -34,8 +34,9 @@ NEW = 40
 
 
 def int4(name: str) -> list[str]:
-    """Weights of int4, searched on text in a target without experts."""
-    searched = "" if TOYS[name].experts else ", method: awq, calibration: text.jsonl"
+    """Weights of int4, searched on text in a target that has attention and MLPs alone."""
+    toy = TOYS[name]
+    searched = "" if toy.experts or toy.states else ", method: awq, calibration: text.jsonl"
     return [
         f"target.weights={{type: int4{searched}}}",
         "drafters[1].weights={type: int4}",
@@ -56,7 +57,7 @@ def each_of(short: dict[str, str]) -> pytest.MarkDecorator:
     )
 
 
-SHORT = ("ministral", "qwen3_moe", "gpt_oss", "gemma2", "gemma3", "phi3", "granite")
+SHORT = ("ministral", "qwen3_moe", "gpt_oss", "gemma2", "gemma3", "phi3", "granite", "lfm2")
 """Families that the short run builds plans of; `test_models.py` computes all graphs in every run."""
 
 
@@ -187,8 +188,9 @@ def on_device(request: pytest.FixtureRequest, recipe: Path, built: BuildOnce) ->
 
 @pytest.fixture(scope="module", params=[CUDA, "tensorrt-rtx", "cuda"])
 def runtime(request: pytest.FixtureRequest, recipe: Path, on_device: Callable[[str], Runtime]) -> Runtime:
-    if request.param == "cuda" and TOYS[name_of(recipe)].experts:
-        pytest.skip("the backend cuda has no kernels for layers of experts, and refuses them")
+    toy = TOYS[name_of(recipe)]
+    if toy.states or (toy.experts and request.param == "cuda"):
+        pytest.skip("the backend has no kernels for layers of experts, or for states, and refuses them")
     return on_device(request.param)
 
 

@@ -79,7 +79,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a link to itself": (lambda p: link(p / TOKENIZER, "tokenizer.json"), ("link",)),
     "another version": (
         lambda p: edit(p, lambda m: m.update(format_version=1)),
-        ("has format version 1, this runtime reads 18; build the plan with this version",),
+        ("has format version 1, this runtime reads 19; build the plan with this version",),
     ),
     "a plan.json too large to be one": (lambda p: os.truncate(p / "plan.json", 2**33), ("larger",)),
     "weights in another folder": (lambda p: place_weights(p, "../../tokenizer/tokenizer.json"), (GRAPH,)),

@@ -23,7 +23,16 @@ CAPACITIES |= {"layers": 1, "blocks": 9, "retrieval": 3, "partial_capacity": 20,
 LAYOUT = {"block_size": 2, "sink_blocks": 1, "window_blocks": 1}
 ATTRIBUTES = dict.fromkeys(("BlockSummary", "BlockSelect", "PartialKvGather"), LAYOUT)
 GRAPH_OPS = (
-    *("BranchAttention", "DraftSample", "MixtureOfExperts", "Route", "TreeExpand", "TreeRerank", "WindowBias"),
+    *(
+        "BranchAttention",
+        "DraftSample",
+        "MixtureOfExperts",
+        "PathConv",
+        "Route",
+        "TreeExpand",
+        "TreeRerank",
+        "WindowBias",
+    ),
 )
 KERNELS = [name for name in OPS if name not in GRAPH_OPS]
 BOUND_TENSORS = [(name, spec.name) for name in KERNELS for spec in OPS[name].schema.tensors]

@@ -33,6 +33,10 @@ struct RowKernels {
   float (*squares)(const float* x, const float* added, std::int64_t count, float* to);
   // to[i] = x[i] * factor * weight[i].
   void (*scaled)(const float* x, float factor, const float* weight, std::int64_t count, float* to);
+  // to[i] = bias[i] + the sum over taps t, ascending, of weight[t][i] * taps[t][i], fused; `opens`: times its sigmoid.
+  // Without `bias`, which may be null, it starts at 0.
+  void (*convolved)(const float* const* taps, const float* weight, const float* bias, std::int64_t kernel,
+                    std::int64_t count, bool opens, float* to);
 };
 
 // Weights in panels of kLanes outputs, [panels, inputs, kLanes], as plugins/panel_layout.py packs them, and rows to

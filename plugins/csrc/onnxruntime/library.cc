@@ -11,6 +11,7 @@
 #include "onnxruntime/gated_unit_op.h"
 #include "onnxruntime/isa.h"
 #include "onnxruntime/norm_op.h"
+#include "onnxruntime/path_conv_op.h"
 #include "onnxruntime/quant_op.h"
 #include "onnxruntime/route_op.h"
 #include "onnxruntime/softcap_op.h"
@@ -30,11 +31,12 @@ constexpr const char* kThreads = "outrider.threads";
 struct Domain {
   Domain(const OrtApi& api, int threads)
       : attention32(threads), attention16(threads), attention8(threads), expand(threads), rerank(threads),
-        gated(threads), norm(threads), product(threads), lookup(threads), softcap(threads), route(threads),
+        gated(threads), norm(threads), convolution(threads), product(threads), lookup(threads), softcap(threads), route(threads),
         experts(threads), quant_experts(threads) {
     check(api.CreateCustomOpDomain("outrider.cpu", &domain));
-    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank, &gated,   &norm,
-                                      &product,     &lookup,      &softcap,    &route,  &experts, &quant_experts};
+    const OrtCustomOp* const ops[] = {&attention32, &attention16, &attention8, &expand, &rerank,  &gated,   &norm,
+                                      &convolution, &product,     &lookup,     &softcap, &route,   &experts,
+                                      &quant_experts};
     for (const OrtCustomOp* op : ops) check(api.CustomOpDomain_Add(domain, op));
   }
 
@@ -45,6 +47,7 @@ struct Domain {
   const Op<TreeRerankOp> rerank;
   const Op<GatedUnitOp> gated;
   const Op<RmsNormOp> norm;
+  const Op<PathConvOp> convolution;
   const Op<QuantMatMulOp> product;
   const Op<QuantGatherOp> lookup;
   const Op<SoftcapOp> softcap;
@@ -69,7 +72,7 @@ int threads_of(const OrtApi& api, const OrtSessionOptions* options) {
 }  // namespace outrider::engine
 
 // Counts changes of what the ops are; plugins/onnxruntime_ops.py wants the same.
-extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 11; }
+extern "C" OUTRIDER_EXPORT int outrider_cpu_ops_version() { return 12; }
 
 // Called by ONNX Runtime with the options of a session that loads this library.
 extern "C" OUTRIDER_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,

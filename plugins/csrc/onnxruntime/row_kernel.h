@@ -193,10 +193,33 @@ void row_scaled(const float* x, float factor, const float* weight, std::int64_t 
 }
 
 template <class Lanes>
+void row_convolved(const float* const* taps, const float* weight, const float* bias, std::int64_t kernel,
+                   std::int64_t count, bool opens, float* to) {
+  float last[Lanes::kWidth];
+  for (std::int64_t i = 0; i < count; i += Lanes::kWidth) {
+    const std::int64_t here = count - i < Lanes::kWidth ? count - i : Lanes::kWidth;
+    const auto load = [&](const float* from) {
+      if (here == Lanes::kWidth) return Lanes::load(from + i);
+      for (std::int64_t lane = 0; lane < Lanes::kWidth; ++lane) last[lane] = lane < here ? from[i + lane] : 0.0f;
+      return Lanes::load(last);
+    };
+    auto sum = bias == nullptr ? Lanes::zero() : load(bias);
+    for (std::int64_t t = 0; t < kernel; ++t) sum = Lanes::fma(load(weight + t * count), load(taps[t]), sum);
+    if (opens) sum = Lanes::mul(sum, share_of<Lanes>(sum));
+    if (here == Lanes::kWidth) {
+      Lanes::store(to + i, sum);
+      continue;
+    }
+    Lanes::store(last, sum);
+    for (std::int64_t lane = 0; lane < here; ++lane) to[i + lane] = last[lane];
+  }
+}
+
+template <class Lanes>
 RowKernels rows_of() {
   return {&row_highest<Lanes>, &row_weights<Lanes>, &row_best<Lanes>, &row_gated<Lanes, Silu>,
           &row_gated<Lanes, GeluTanh>, &row_capped<Lanes>, &row_clamped<Lanes>, &row_squares<Lanes>,
-          &row_scaled<Lanes>};
+          &row_scaled<Lanes>, &row_convolved<Lanes>};
 }
 
 }  // namespace

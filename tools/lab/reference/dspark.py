@@ -19,7 +19,7 @@ from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.block import BlockHead
 from outrider.compiler.models.block_config import BlockConfig, Confidence, Markov, MarkovKind
 from outrider.compiler.models.config import DecoderConfig
-from outrider.compiler.models.decoder import HeadNorms, norm_heads
+from outrider.compiler.models.decoder import Execution, HeadNorms, norm_heads
 from outrider.compiler.models.drafting import BlockDraft
 from outrider.compiler.models.eagle3_config import Taps
 from outrider.compiler.models.rope import RopeScaling, rope_tables
@@ -272,7 +272,7 @@ enter layers {", ".join(map(str, c.aux_layers))}. The mask is token {c.mask_toke
 text has. Written by `python -m outrider.tools.lab.train_reference dspark`{begun}."""
 
 
-class BlocksExecution:
+class BlocksExecution(Execution):
     """The blocks at `anchors` int64 `[blocks]` in each of `batch` sequences with features `[batch, length, taps * Ht]`.
 
     The head's rows are `[batch * blocks * slots, ...]`.

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from outrider.compiler.eagle3_checkpoint import open_eagle3
 from outrider.compiler.eagle3_taps import default_taps
 from outrider.compiler.models.config import DecoderConfig
-from outrider.compiler.models.decoder import HeadNorms
+from outrider.compiler.models.decoder import Execution, HeadNorms
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.rope import RopeScaling, rope_tables
@@ -212,7 +212,7 @@ RECOMPUTED = 512
 """Pairs from which a step's attention weights are computed again in the backward pass rather than kept."""
 
 
-class UnrolledExecution:
+class UnrolledExecution(Execution):
     """All chains of `batch` sequences at once: `pairs` chains each, the step being the layer's index."""
 
     def __init__(self, config: Eagle3Config, batch: int, pairs: int, steps: int, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.compiler.checkpoint import checkpoint_hashes, load_decoder
 from outrider.compiler.models.config import DecoderConfig
-from outrider.compiler.models.decoder import Decoder, HeadNorms, norm_heads
+from outrider.compiler.models.decoder import Decoder, Execution, HeadNorms, norm_heads
 from outrider.compiler.models.eager import CausalExecution
 from outrider.compiler.models.rope import rope_tables
 
@@ -60,7 +60,7 @@ class Teacher:
         return Reading(logits.view(batch, length, -1), features.view(batch, length, features.shape[-1]))
 
 
-class CachedExecution:
+class CachedExecution(Execution):
     """`batch` sequences that grow in step: a pass appends its tokens to each, `advance` makes them past."""
 
     def __init__(self, config: DecoderConfig, batch: int, capacity: int, like: Tensor) -> None:
