@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -123,6 +123,24 @@ def _toy_model(sizes: dict[str, object]) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**sizes))
 
 
+def train_byte_level(
+    texts: Sequence[str],
+    size: int,
+    special: Sequence[str],
+    split: pre_tokenizers.PreTokenizer | None = None,
+    *,
+    ignore_merges: bool = False,
+) -> Tokenizer:
+    """A byte-level tokenizer of `size` tokens, the `special` ones first, which splits texts as GPT-2's by default."""
+    tokenizer = Tokenizer(BPE(ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = split or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 def write_toy_checkpoint(folder: Path, noise: float = 0.0, *, experts: bool = False) -> None:
     """A Qwen3 with weights large enough that its choices vary, and a byte-level tokenizer.
 
@@ -145,16 +163,8 @@ def write_toy_checkpoint(folder: Path, noise: float = 0.0, *, experts: bool = Fa
             for parameter in model.parameters():
                 parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([(REPOSITORY / "LICENSE").read_text(encoding="utf-8")], trainer)  # never changes
+    license = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")  # which never changes
+    tokenizer = train_byte_level([license], 300, ["<|end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
@@ -486,6 +496,17 @@ def forget_what_drafting_cost(runtime: Runtime) -> None:
     """Let adaptive speculation begin afresh: what earlier tests measured stands for their sizes of windows."""
     for engine in runtime.engines.loops:
         engine.parts.adaptive = AdaptiveSpeculations(engine.manifest)
+
+
+def call_before(patch: pytest.MonkeyPatch, owner: object, name: str, do: Callable[..., object]) -> None:
+    """Let `do` be called with the arguments of each call of `owner.name`, before it."""
+    called = getattr(owner, name)
+
+    def both(*arguments: Any, **options: Any) -> Any:
+        do(*arguments, **options)
+        return called(*arguments, **options)
+
+    patch.setattr(owner, name, both)
 
 
 def drafting_never_pays(patch: pytest.MonkeyPatch, disabled_rounds: int = adaptive.DISABLED_ROUNDS) -> None:

@@ -1,9 +1,10 @@
-"""The house's plan as a test: which package may know which, and what stays unloaded."""
+"""The house's plan as a test: which package may know which, and what stays unloaded and unwritten."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -204,3 +205,10 @@ def test_nothing_is_timed_by_the_wall_clock() -> None:
     clocks = re.compile(r"system_clock|gettimeofday|CLOCK_REALTIME|\btime\((NULL|nullptr|0)\)")
     assert native
     assert [relative(path) for path in native if clocks.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_importing_the_runtime_leaves_no_identity_of_the_machine(tmp_path: Path) -> None:
+    unset = ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
+    environment = {key: value for key, value in os.environ.items() if key not in unset} | {"HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-B", "-c", "import outrider.runtime.runtime"], env=environment, check=True)
+    assert list(tmp_path.iterdir()) == []  # it would keep one in .cache, and a database of what was not yet sent

@@ -11,6 +11,8 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.conftest import train_byte_level
+
 CORPUS = [
     "the end of the world and the beginning of another, with 12345 words and 2024 more of them",
     "hello there, hello world! I'll see you; we've been here. What's the time?",
@@ -163,19 +165,13 @@ def _byte_level(
     plain: Sequence[AddedToken] = (),
     ignore_merges: bool = False,
 ) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     if isinstance(split, str):
         split = pre_tokenizers.Split(Regex(split), "isolated")
     first = [] if split is None else [split]
     # With no expression of the family's own, it is that of GPT-2.
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not isinstance(split, pre_tokenizers.Split))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, whole])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    parts = pre_tokenizers.Sequence([*first, whole])
+    tokenizer = train_byte_level(CORPUS, 330, special, parts, ignore_merges=ignore_merges)
     tokenizer.add_tokens(list(plain))
     return tokenizer
 

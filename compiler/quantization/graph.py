@@ -22,7 +22,7 @@ from outrider.plugins.quant_layout import BLOCK
 from outrider.plugins.schema import EXPERT_OPS
 
 _HEAD = "lm_head.weight"
-_GATES = ("delta.a.weight", "delta.b.weight")
+GATES = ("delta.a.weight", "delta.b.weight")
 _OF_NUMBERS = [op for op in EXPERT_OPS if "Quant" not in op]
 _FIRST, _LAST = 2, 5
 """Where the products stand among the inputs of a node of experts."""
@@ -41,7 +41,7 @@ def quantize(engine: str, model: ir.Model, form: WeightForm | None) -> RuleRepor
         assert value.const_value is not None
         users = [use.node for use in value.uses()]
         is_head = name.endswith(_HEAD) or any(node.op_type == "Gather" for node in users)
-        if name.endswith(_GATES):  # a few outputs, which a state is multiplied by token after token
+        if name.endswith(GATES):  # a few outputs, which a state is multiplied by token after token
             declined["it makes the gates of a state"] += form is not None
             continue
         bits = None if form is None else form.head_bits if is_head else form.bits

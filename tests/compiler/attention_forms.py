@@ -153,7 +153,7 @@ def export_forms(module: Forms, capacity: int) -> ir.Model:
         **dict.fromkeys(cache_outputs(len(layers), 1), cache),
         **({names.queries(i): (names.NEW, HEADS * HEAD_DIM) for i in layers} if module.queries else {}),
     }
-    return trace_target(module, cache, len(layers), module.head.weight.dtype, outputs, {})
+    return trace_target(module, cache, len(layers), module.head.weight.dtype, outputs, states={})
 
 
 def random_step(forms: Sequence[Form], capacity: int, past: Sequence[int], parents: Sequence[Sequence[int]]) -> Arrays:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.compiler.block_checkpoint import open_block
@@ -21,9 +19,9 @@ from outrider.compiler.models.config import DecoderConfig, WeightType
 from outrider.compiler.models.decoder import Decoder, HeadNorms, norm_heads
 from outrider.compiler.models.eagle3_config import Eagle3Config
 from outrider.compiler.models.rope import rope_tables
-from outrider.plans.errors import CheckpointError
 
-from .eagle3_heads import SAFETENSORS, target_config
+from . import eagle3_heads
+from .eagle3_heads import Draws, target_config, write_head
 
 Array = NDArray[np.float64]
 Layout = Literal["zlab", "jetspec", "deepspec", "speculators-dflash", "speculators-dspark"]
@@ -31,6 +29,8 @@ LAYOUTS: tuple[Layout, ...] = ("zlab", "jetspec", "deepspec", "speculators-dflas
 HIDDEN, VOCAB, MASK = 16, 60, 59
 Q, K = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
 UP = "layers.1.mlp.up_proj.weight"
+
+refused = partial(eagle3_heads.refused, opening=open_block)
 
 
 def read_block_config(path: Path, target: DecoderConfig) -> BlockConfig:
@@ -76,27 +76,21 @@ def write_block(
     of speculators' layout. Keywords of `decoder` go to the layers' geometry, other ones to config.json as they are;
     None leaves a key out.
     """
-    generator = torch.Generator().manual_seed(seed)
+    draws = Draws(seed)
+    matrix, vector = draws.matrix, draws.vector
     draft_vocab = draft_vocab or vocab
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
-
-    def vector(size: int, mean: float) -> Tensor:  # not at its initial value, where a mistake would not show
-        return mean + 0.3 * torch.randn(size, generator=generator)
-
     tensors = {
         "fc.weight": matrix(hidden, len(streams) * hidden),
-        "hidden_norm.weight": vector(hidden, 1),
-        "norm.weight": vector(hidden, 1),
+        "hidden_norm.weight": vector(hidden),
+        "norm.weight": vector(hidden),
     }
     for index in range(layers):
         layer, attention = f"layers.{index}.", f"layers.{index}.self_attn."
         tensors |= {
-            f"{layer}input_layernorm.weight": vector(hidden, 1),
-            f"{layer}post_attention_layernorm.weight": vector(hidden, 1),
-            f"{attention}q_norm.weight": vector(head_dim, 1),
-            f"{attention}k_norm.weight": vector(head_dim, 1),
+            f"{layer}input_layernorm.weight": vector(hidden),
+            f"{layer}post_attention_layernorm.weight": vector(hidden),
+            f"{attention}q_norm.weight": vector(head_dim),
+            f"{attention}k_norm.weight": vector(head_dim),
             f"{layer}mlp.gate_proj.weight": matrix(intermediate, hidden),
             f"{layer}mlp.up_proj.weight": matrix(intermediate, hidden),
             f"{layer}mlp.down_proj.weight": matrix(hidden, intermediate),
@@ -109,7 +103,7 @@ def write_block(
             tensors[f"{attention}o_proj.bias"] = vector(hidden, 0)
     if markov is not None:
         kind, rank = markov
-        tensors["markov_head.markov_w1.weight"] = torch.randn(vocab, rank, generator=generator)
+        tensors["markov_head.markov_w1.weight"] = draws.table(vocab, rank)
         tensors["markov_head.markov_w2.weight"] = matrix(draft_vocab, rank)
         if kind != "vanilla":
             name, rows, columns = {
@@ -124,13 +118,11 @@ def write_block(
         tensors["confidence_head.proj.bias"] = vector(1, 0)
     speculators = layout.startswith("speculators")
     if layout == "deepspec" or (speculators and own_embedding):
-        tensors["embed_tokens.weight"] = torch.randn(vocab, hidden, generator=generator)
+        tensors["embed_tokens.weight"] = draws.table(vocab, hidden)
     if layout == "deepspec" or speculators:
         tensors["lm_head.weight"] = matrix(draft_vocab, hidden)
     if draft_vocab < vocab:
-        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
-        tensors["d2t"] = ids - torch.arange(draft_vocab)
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+        tensors |= draws.vocabulary(vocab, draft_vocab)
     tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
     geometry = {
@@ -197,10 +189,7 @@ def write_block(
             "mask_token_id": mask,
             "sliding_window_non_causal": False,
         }
-    present = {key: value for key, value in (values | config).items() if value is not None}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(present))
-    save_file(tensors, folder / SAFETENSORS)
+    write_head(folder, values | config, tensors)
     return tensors
 
 
@@ -331,11 +320,3 @@ class KeptContext(KeptRow):
         """Return the hidden states of a block after the context."""
         self.positions = range(self.length, self.length + embedded.shape[-2])
         return self.head.run(embedded, self)
-
-
-def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
-    """The head in `folder` is refused, with one sentence that holds every part."""
-    with pytest.raises(CheckpointError) as error:
-        open_block(folder, target or target_config())
-    for part in parts:
-        assert part in str(error.value), str(error.value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,8 @@ from outrider.compiler.models.config import DecoderConfig, WeightType, config_fr
 from outrider.compiler.models.eagle3 import Eagle3Head
 from outrider.compiler.models.eagle3_config import Eagle3Config, Eagle3Overrides
 from outrider.plans.errors import CheckpointError
+
+from .formats.packed import compressed_settings, compressed_tensors
 
 Layout = Literal["safeailab", "specforge", "angelslim"]
 LAYOUTS: tuple[Layout, ...] = ("safeailab", "specforge", "angelslim")
@@ -51,6 +54,36 @@ def target_config(*, layers: int = 8, hidden: int = 16, vocab: int = 60) -> Deco
     return config_from({"model_type": "llama", **sizes, **heads}, file, 0, file, None)
 
 
+class Draws:
+    """Random tensors of a head."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def table(self, rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=self.generator)
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        return self.table(rows, columns) / columns**0.5
+
+    def vector(self, size: int, mean: float = 1) -> Tensor:  # not at its initial value, where a mistake would not show
+        return mean + 0.3 * torch.randn(size, generator=self.generator)
+
+    def vocabulary(self, vocab: int, draft_vocab: int) -> dict[str, Tensor]:
+        """Which of the target's tokens are drafted."""
+        ids = torch.randperm(vocab, generator=self.generator)[:draft_vocab].sort().values
+        marked = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+        return {"d2t": ids - torch.arange(draft_vocab), "t2d": marked}
+
+
+def write_head(folder: Path, config: dict[str, object], tensors: dict[str, Tensor], file: str = SAFETENSORS) -> None:
+    """Write a head; None leaves a key of config.json out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    present = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(present))
+    _store(folder / file, tensors)
+
+
 def write_eagle3(
     folder: Path,
     *,
@@ -81,14 +114,8 @@ def write_eagle3(
     hidden = hidden or target_hidden
     draft_vocab = draft_vocab or vocab
     own_embedding = layout == "angelslim" if own_embedding is None else own_embedding
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
-
-    def norm(size: int) -> Tensor:  # not at its initial 1, where a mistake would not show
-        return 1 + 0.3 * torch.randn(size, generator=generator)
-
+    draws = Draws(seed)
+    matrix, norm = draws.matrix, draws.vector
     tensors = {
         "fc.weight": matrix(hidden, 3 * target_hidden),
         **{f"midlayer.{name}.weight": norm(hidden) for name in NORMS},
@@ -105,12 +132,10 @@ def write_eagle3(
     if fc_norm:
         tensors |= {f"fc_norm.{i}.weight": norm(target_hidden) for i in range(3)}
     if own_embedding:
-        tensors["embed_tokens.weight"] = torch.randn(vocab, hidden, generator=generator)
+        tensors["embed_tokens.weight"] = draws.table(vocab, hidden)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if draft_vocab < vocab or layout != "safeailab":
-        ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
-        tensors["d2t"] = ids - torch.arange(draft_vocab)
-        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+        tensors |= draws.vocabulary(vocab, draft_vocab)
 
     architectures = dict(
         zip(LAYOUTS, ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"), strict=True)
@@ -138,10 +163,7 @@ def write_eagle3(
         values["aux_hidden_states_layer_ids"] = aux_layer_ids
     elif aux_layer_ids is not None:
         values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": aux_layer_ids}
-    present = {key: value for key, value in (values | config).items() if value is not None}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(present))
-    _store(folder / (PICKLED if layout == "safeailab" else SAFETENSORS), tensors)
+    write_head(folder, values | config, tensors, PICKLED if layout == "safeailab" else SAFETENSORS)
     return tensors
 
 
@@ -170,9 +192,45 @@ def _store(file: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, file)
 
 
-def refused(folder: Path, *parts: str, target: DecoderConfig | None = None) -> None:
+def refused(
+    folder: Path,
+    *parts: str,
+    target: DecoderConfig | None = None,
+    opening: Callable[[Path, DecoderConfig], object] = open_eagle3,
+) -> None:
     """The head in `folder` is refused, with one sentence that holds every part."""
     with pytest.raises(CheckpointError) as error:
-        open_eagle3(folder, target or target_config())
+        opening(folder, target or target_config())
     for part in parts:
         assert part in str(error.value), str(error.value)
+
+
+TABLES = ("embed_tokens.weight", "markov_head.markov_w1.weight", "verifier_lm_head.weight")
+
+
+def pack_head(
+    folder: Path, bits: int = 8, size: int | None = 32, symmetric: bool = True, left: Set[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Pack all projections of a head but those `left`, in place; return the numbers of its tensors by their names
+    before.
+
+    Groups have `size` inputs, or are whole rows.
+    """
+    found: dict[str, Tensor] = {}
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in list(tensors.items()):
+            found[name] = tensor
+            if tensor.ndim != 2 or name in TABLES or name in left:
+                continue
+            parts, numbers = compressed_tensors(tensor.float(), bits, size, symmetric, torch.bfloat16)
+            found[name] = torch.from_numpy(np.ascontiguousarray(numbers))
+            del tensors[name]
+            for last, part in parts.items():
+                held = part if isinstance(part, Tensor) else torch.from_numpy(np.ascontiguousarray(part))
+                tensors[f"{name.removesuffix('.weight')}.{last}"] = held.contiguous()
+
+    change(folder, pack)
+    ignored = [name.removesuffix(".weight") for name in sorted(left)]
+    change_config(folder, quantization_config=compressed_settings(bits, size, symmetric) | {"ignore": ignored})
+    return found

@@ -31,8 +31,7 @@ from .block_heads import (
     random_target,
     write_block,
 )  # fmt: skip
-from .eagle3_heads import target_config
-from .packed_heads import TABLES, pack_head
+from .eagle3_heads import TABLES, pack_head, target_config
 
 ROUNDS = (6, 1, 4)  # context tokens that each block has more than the block before it
 SPECULATORS = {"layout": "speculators-dspark", "draft_vocab": 25, "confidence": "markov"}

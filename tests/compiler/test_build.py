@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -227,11 +228,8 @@ def test_a_failed_build_leaves_the_old_plan_and_nothing_else(
             raise PermissionError("no")
         return rename(self, target)
 
-    def fail(*_: object, **__: object) -> None:
-        raise PlanError("the rule broke")
-
     if broken == "lower":
-        monkeypatch.setattr(outrider.compiler.build, "lower", fail)
+        monkeypatch.setattr(outrider.compiler.build, "lower", Mock(side_effect=PlanError("the rule broke")))
     else:
         monkeypatch.setattr(Path, "rename", refuse_the_new)
     with pytest.raises(PlanError, match="the rule broke" if broken == "lower" else f"{out} cannot be written"):
@@ -323,10 +321,8 @@ WRONG_TEXT: list[tuple[str, dict[str, object] | None, str]] = [
 def test_a_checkpoint_whose_text_no_plan_serves_is_refused_before_anything_takes_long(
     name: str, written: dict[str, object] | None, said: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        pytest.fail("the checkpoint was exported before its text was checked")
-
-    monkeypatch.setattr(outrider.compiler.build, "_export", fail)
+    too_early = AssertionError("the checkpoint was exported before its text was checked")
+    monkeypatch.setattr(outrider.compiler.build, "_export", Mock(side_effect=too_early))
     path, before = workplace / "target" / name, snapshot(workplace / "plan")
     content = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()

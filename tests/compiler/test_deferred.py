@@ -1,4 +1,4 @@
-"""Graphs of modules without weights: the same graphs, and each weight is read once, as it is written."""
+"""Graphs of modules without weights, and what an export leaves out: the same graphs, and each weight is read once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,14 +18,18 @@ from torch import Tensor
 from outrider.compiler.build import build
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.deferred import deferred
-from outrider.compiler.export import export_target
+from outrider.compiler.export import export_draft, export_target, tracing
 from outrider.compiler.lowering import lower
+from outrider.compiler.models.drafting import BlockDraft
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.weight_form import WeightForm
 from outrider.compiler.recipe import load_recipe
 from outrider.compiler.weights import Weights
 from outrider.plans.errors import CheckpointError
+from outrider.plans.manifest import Tree
 
+from .block_heads import VOCAB, load_block, random_target, write_block
+from .eagle3_heads import target_config
 from .steps import write_engine
 
 CPU, CAPACITY = "onnxruntime-cpu", 32
@@ -113,3 +118,29 @@ def test_a_weight_too_large_for_its_scales_is_named(checkpoint: Path, tmp_path: 
     changed(checkpoint, UP, lambda weight: weight.index_fill(0, torch.tensor(3), 1e8))
     with pytest.raises(CheckpointError, match=rf"'{UP}' has values of 1e\+08, too large for int4, whose scales"):
         write(export_target(defer_decoder(checkpoint), CAPACITY), tmp_path / "engine", WeightForm(4, 8))
+
+
+def of_target(toy_recipe: Path, folder: Path) -> ir.Model:
+    return export_target(defer_decoder(toy_recipe.parent / "target", "float16"), 32, (0, 1))
+
+
+def of_block_head(toy_recipe: Path, folder: Path) -> ir.Model:
+    write_block(folder, layout="deepspec", markov=("rnn", 6), confidence="hidden")
+    draft = BlockDraft(load_block(folder, target_config()), random_target()).to(torch.float16)
+    return export_draft(draft, Tree(top_k=2, depth=1, nodes=4), 64, VOCAB)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("fresh_exports")
+@pytest.mark.parametrize("export", [of_target, of_block_head])
+def test_the_exporter_makes_the_same_nodes_with_all_that_it_does(
+    export: Callable[[Path, Path], ir.Model], toy_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No type is promoted that a module does not cast, no operator comes apart, and no other rewrite applies."""
+
+    def nodes() -> list[str]:
+        return [node.op_type for node in export(toy_recipe, tmp_path).graph]
+
+    found = nodes()
+    monkeypatch.setattr(tracing, "_no_detours", nullcontext)
+    assert found == nodes()

@@ -26,12 +26,12 @@ from .eagle3_heads import (
     change,
     change_config,
     load_eagle3,
+    pack_head,
     read_eagle3_config,
     refused,
     target_config,
     write_eagle3,
 )
-from .packed_heads import pack_head
 
 UP = "midlayer.mlp.up_proj.weight"
 

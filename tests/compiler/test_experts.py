@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from outrider.compiler import fused_tensors
 from outrider.compiler.checkpoint import defer_decoder, load_decoder
 from outrider.compiler.deferred import StackedTensor, deferred
 from outrider.compiler.export import export_target
@@ -31,14 +32,15 @@ from outrider.compiler.opening import stores_integers
 from outrider.compiler.quantization.graph import quantize
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
-from outrider.plans.errors import CheckpointError
 from outrider.plugins.ops.mixture_of_experts import Expert, mixture_of_experts
 from outrider.plugins.ops.route import route
 from outrider.plugins.reference import clamped_unit, gated_unit, quant_matmul
+from tests.conftest import call_before
 from tests.cpu_session import cpu_session
 
 from .conftest import MakeCheckpoint
 from .formats.packed import SETTINGS, mxfp4_parts, pack_experts, rounded
+from .test_checkpoint import refused
 
 HIDDEN, CPU = 64, "onnxruntime-cpu"
 PLAIN = ExpertsConfig(count=6, top_k=2, size=32, normalise=True)
@@ -193,13 +195,6 @@ def mxfp4(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refused(path: Path, *parts: str, dtype: WeightType = "float32") -> None:
-    with pytest.raises(CheckpointError) as error:
-        load_decoder(path, dtype)
-    for part in parts:
-        assert part in str(error.value)
-
-
 def test_every_byte_is_what_transformers_makes_of_it() -> None:
     scales = torch.arange(100, 116, dtype=torch.uint8).repeat(2, 1)
     blocks = torch.arange(2 * 16 * 16).remainder(256).to(torch.uint8).view(2, 16, 16)
@@ -221,12 +216,7 @@ def test_mxfp4_is_the_same_model_as_its_floats(floats: Path, mxfp4: Path, dtype:
 
 def test_experts_are_read_late_and_one_at_a_time(mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, ...]] = []
-
-    def noted(blocks: Tensor, scales: Tensor) -> Tensor:
-        read.append(tuple(blocks.shape))
-        return from_mxfp4(blocks, scales)
-
-    monkeypatch.setattr("outrider.compiler.fused_tensors.from_mxfp4", noted)
+    call_before(monkeypatch, fused_tensors, "from_mxfp4", lambda blocks, _: read.append(tuple(blocks.shape)))
     wanted, unread = load_decoder(mxfp4).state_dict(), deferred(defer_decoder(mxfp4))
     products = {name for name, each in unread.items() if isinstance(each, StackedTensor) and "bias" not in name}
     assert products == {f"layers.{i}.experts.{each}" for i in (0, 1) for each in ("gate", "up", "down")}

@@ -15,23 +15,49 @@ DRIVER = "libcuda.so.1"
 LIBRARIES = {
     DRIVER: ("device.cc", "kernels.cc", "driver.cc"),
     "libcudart.so.13": ("runtime.cc",),
-    "libcublas.so.13": ("cublas.cc",),
-    "libcublasLt.so.13": ("cublas_lt.cc",),
-    "libcudnn.so.9": ("cudnn.cc",),
-    "libcurand.so.10": ("curand.cc",),
+    **dict.fromkeys(("libcublas.so.13", "libcublasLt.so.13", "libcudnn.so.9", "libcurand.so.10"), ("libraries.cc",)),
 }
+FUNCTIONS = {
+    "CREATES": """
+        cublasCreate_v2 cublasLtCreate cudnnCreate cudnnCreateTensorDescriptor
+        cudnnCreateReduceTensorDescriptor
+    """,
+    "SUCCEEDS": """
+        cublasDestroy_v2 cublasSetMathMode cublasLtDestroy cudnnDestroy cudnnDestroyTensorDescriptor
+        cudnnSetTensorNdDescriptor cudnnDestroyReduceTensorDescriptor cudnnSetReduceTensorDescriptor
+    """,
+    "KERNEL": """
+        cublasDgeam cublasDgemmBatched cublasDgemmStridedBatched cublasDgemm_v2 cublasGemmBatchedEx
+        cublasGemmEx cublasGemmStridedBatchedEx cublasScopy_v2 cublasSgeam cublasSgemmBatched
+        cublasSgemmStridedBatched cublasSgemm_v2 cublasSscal_v2 cudnnReduceTensor cudnnSoftmaxForward
+    """,
+    "NOT_EMULATED": """
+        cublasDgetrfBatched cublasDgetriBatched cublasSgetrfBatched cublasSgetriBatched cublasLtMatmul
+        cublasLtMatmulAlgoConfigSetAttribute cublasLtMatmulAlgoGetHeuristic cublasLtMatmulAlgoInit
+        cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
+        cublasLtMatmulPreferenceCreate cublasLtMatmulPreferenceDestroy cublasLtMatmulPreferenceSetAttribute
+        cublasLtMatrixLayoutCreate cublasLtMatrixLayoutDestroy cublasLtMatrixLayoutSetAttribute
+        cublasLtMatrixTransform cublasLtMatrixTransformDescCreate cublasLtMatrixTransformDescDestroy
+    """,
+}
+"""Of `libraries.cc`: by its macros."""
 _FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared")
 
 
 def compile_libraries(folder: Path) -> None:
     """Compile the libraries into `folder`; the driver's has the device, which the others share."""
     folder.mkdir(parents=True)
+    functions = [f"{macro}({name})\n" for macro, names in FUNCTIONS.items() for name in names.split()]
+    (folder / "functions.h").write_text("".join(functions), encoding="utf-8")
     for name, sources in LIBRARIES.items():
         versions = folder / f"{name}.map"
         versions.write_text(f"{name} {{ global: *; }};\n", encoding="utf-8")  # NVIDIA's symbols have versions too
         ending = ["-ldl"] if name == DRIVER else [f"-Wl,--version-script={versions}", str(folder / DRIVER)]
         files = [str(HERE / source) for source in sources]
-        subprocess.run(["g++", *_FLAGS, f"-Wl,-soname,{name}", *files, "-o", str(folder / name), *ending], check=True)
+        subprocess.run(
+            ["g++", *_FLAGS, f"-I{folder}", f"-Wl,-soname,{name}", *files, "-o", str(folder / name), *ending],
+            check=True,
+        )
 
 
 @dataclass(frozen=True)

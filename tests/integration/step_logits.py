@@ -25,7 +25,7 @@ def expect_the_same_bits(runtime: Runtime, prompt: Sequence[int], numbers: Seque
 
 
 def expect_the_bits_of_plain_code(plan: Path) -> None:
-    """With this processor's best instructions; `tests/plugins/test_instruction_sets.py` has every op with all."""
+    """With this processor's best instructions; `tests/plugins/test_other_processors.py` has every op with all."""
     found, plain = logits_of(plan), with_instructions("plain", __name__, "logits_of", plan)
     for name, logits in plain.items():
         np.testing.assert_array_equal(found[name].view(np.uint32), logits.view(np.uint32), name)

@@ -37,6 +37,7 @@ from outrider.runtime.files import locked
 from outrider.runtime.server.generation_request import CompletionRequest
 from outrider.runtime.server.stamps import DerivedStamps
 from outrider.runtime.step_loop import StepLoop
+from tests.conftest import call_before
 from tests.integration.batches import line, mixed, read, run, write
 from tests.integration.test_tools import ASK, HERMES, TOOLS
 
@@ -230,25 +231,20 @@ def test_a_fault_that_nobody_foresaw_costs_its_request_alone(answering: Answerin
 
 def test_a_request_at_which_the_runtime_fails_costs_no_other(answering: Answering, monkeypatch: Patch) -> None:
     """Requests that shared its pass are repeated and answered. If all requests fail, the run ends."""
-    step, failing = StepLoop.step, answering.runtime.tokenizer.encode("zzz")[0]
+    failing = answering.runtime.tokenizer.encode("zzz")[0]
 
-    def step_of(self: StepLoop, sequences: Any, *given: Any) -> Any:
+    def fail(_: StepLoop, sequences: Any, *given: Any) -> None:
         if any(each.tokens[0] == failing for each in sequences):
             raise RuntimeError("the test says so")
-        return step(self, sequences, *given)
 
-    monkeypatch.setattr(StepLoop, "step", step_of)
+    call_before(monkeypatch, StepLoop, "step", fail)
     lines = [line(each, {"prompt": "zzz" if each == "b" else "x", "max_tokens": 8}) for each in "abcd"]
     found = answer(answering, *lines)
     assert [each["response"]["status_code"] for each in found] == [200, 500, 200, 200]
     assert "the test says so" in found[1]["response"]["body"]["error"]["message"]
     assert answer(answering, lines[0])[0]["response"]["body"] == found[0]["response"]["body"]
     assert answer(answering, lines[1])[0]["response"] == found[1]["response"]
-
-    def no_step(*_: Any) -> Any:
-        raise RuntimeError("the test says so")
-
-    monkeypatch.setattr(StepLoop, "step", no_step)
+    monkeypatch.setattr(StepLoop, "step", Mock(side_effect=RuntimeError("the test says so")))
     with pytest.raises(PlanError, match=r"The request 'b' cannot be answered: .*the test says so"):
         answer(answering, lines[1])
 

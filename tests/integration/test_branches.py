@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from outrider.runtime.options.options import Options
 from outrider.runtime.stats import Stats
 from outrider.runtime.step_loop import StepLoop
 from outrider.runtime.text.grammar_rule import GrammarRule
+from tests.conftest import call_before
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "block", "mixed"]
 
@@ -35,19 +38,12 @@ def alone(runtime: Runtime, prefix: list[int], branch: dict[str, Any], place: in
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sixteen_branches_live_at_once(branching, drafter, mode, monkeypatch) -> None:
-    most = 0
-    original = StepLoop.step
-
-    def watched(self: StepLoop, sequences: Any) -> Any:
-        nonlocal most
-        most = max(most, len(self.sequences))
-        return original(self, sequences)
-
-    monkeypatch.setattr(StepLoop, "step", watched)
+    alive = list[int]()
+    call_before(monkeypatch, StepLoop, "step", lambda loop, _: alive.append(len(loop.sequences)))
     branches = [{"prompt": [20 + i, 7], "temperature": 0.7 * (i % 2), "seed": i} for i in range(18)]
     options = {"max_new_tokens": 7, "drafter": drafter, "ignore_eos": True}
     found = branching.generate_branches([5, 6, 7], branches, mode=mode, **options)
-    assert most == 16
+    assert max(alive) == 16
     for place, branch in enumerate(branches):
         assert found[place].token_ids == alone(branching, [5, 6, 7], branch, place, **options).token_ids
 
@@ -164,10 +160,7 @@ def test_a_run_says_what_it_cost(branching) -> None:
 
 
 def test_a_branch_whose_form_cannot_go_on_is_named(branching, monkeypatch) -> None:
-    def fails(*_: Any) -> None:
-        raise RequestError("There is no token.")
-
-    monkeypatch.setattr(GrammarRule, "apply", fails)
+    monkeypatch.setattr(GrammarRule, "apply", Mock(side_effect=RequestError("There is no token.")))
     with pytest.raises(RequestError, match="Branch 1: There is no token"):
         branching.generate_branches([5], [[6], {"prompt": [7], "structured_outputs": {"regex": "[ -~]*"}}])
 
@@ -204,20 +197,18 @@ def test_a_plan_of_one_branch_says_so(toy: Runtime) -> None:
 @pytest.mark.parametrize("drafter", ["chain", "head"])
 def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branch_plan, drafter, monkeypatch) -> None:
     """After rows of a branch that is over, and never beyond the keys that its engine can see."""
-    branching, run, most = Runtime.load(branch_plan, threads=1), Program.run, 0
+    branching, sizes = Runtime.load(branch_plan, threads=1), list[int]()
 
-    def watched(self: Program) -> None:
-        nonlocal most
-        kind, _, name = self.name.partition(".")
+    def watch(program: Program) -> None:
+        kind, _, name = program.name.partition(".")
         if name == drafter and kind in ("extend", "draft", "speculate"):
             (own,) = (engine.drafting.engine_drafters[name] for engine in branching.engines.loops)
             step = own._step
             reach = 0 if kind == "extend" else step.reach
             assert own.cache.length + step.new_tokens + reach <= step.largest_view
-            most = max(most, step.new_tokens)
-        run(self)
+            sizes.append(step.new_tokens)
 
-    monkeypatch.setattr(Program, "run", watched)
+    call_before(monkeypatch, Program, "run", watch)
     long = [(11 * i) % 299 + 1 for i in range(150)]
     branches = [
         {"prompt": long[:138], "max_new_tokens": 4, "predicted_tokens": 9},  # there is no room for another beside it
@@ -226,7 +217,7 @@ def test_a_drafter_catches_up_with_long_beginnings_over_dead_rows(branch_plan, d
     ]
     options = {"drafter": drafter, "ignore_eos": True}
     found = branching.generate_branches([3, 4], branches, **options)
-    assert most > branching.manifest.target.prefill_chunk
+    assert max(sizes) > branching.manifest.target.prefill_chunk
     for place, branch in enumerate(branches):
         assert found[place].token_ids == alone(branching, [3, 4], branch, place, **options).token_ids
 
@@ -282,11 +273,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
 
     Those are the prefix's, and of all live branches; with `spared`, of the one alone whose tokens begin with these.
     """
-    loops, step = list[StepLoop](), StepLoop.step
-
-    def noted(self: StepLoop, *arguments: Any) -> Any:
-        loops[:] = [self]
-        return step(self, *arguments)
+    loops = deque[StepLoop](maxlen=1)
 
     def poisoned(cache: KvCache) -> None:
         kv, live = cache._buffers.array(cache._model, "kv"), loops[0].sequences if loops else []
@@ -297,7 +284,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, spared: list[int] | None) -> None:
             kv[:, row][:, :, slots.length :] = -1e30
 
     begin, begin_alone = KvCache.begin, KvCache.begin_alone
-    monkeypatch.setattr(StepLoop, "step", noted)
+    call_before(monkeypatch, StepLoop, "step", lambda loop, *_: loops.append(loop))
     monkeypatch.setattr(KvCache, "begin", lambda self, *given, **named: (begin(self, *given, **named), poisoned(self)))
     monkeypatch.setattr(KvCache, "begin_alone", lambda self, *given: (begin_alone(self, *given), poisoned(self)))
 

@@ -22,7 +22,7 @@ from outrider.runtime.drafters import adaptive
 from outrider.runtime.drafters.drafting import Drafting
 from outrider.runtime.execution.program import Program
 from outrider.runtime.options.options import Options
-from tests.conftest import PARTIAL_KV, BuildOnce
+from tests.conftest import PARTIAL_KV, BuildOnce, call_before
 from tests.integration.served import client_of, listening
 
 DRAFTERS = ["none", "ngram", "short", "chain", "bushy", "head", "mixed"]
@@ -232,15 +232,14 @@ def test_only_output_that_ended_by_itself_is_remembered(runtime: Runtime, monkey
     left = runtime.stream(ASKED, **options)
     next(left)
     left.close()
-    passes, run = iter(range(100)), Program.run
+    passes = iter(range(100))
 
-    def failing(program: Program, *arguments: Any) -> None:
+    def fail(*_: object) -> None:
         if next(passes) == 4:
             raise OSError("the device is gone")
-        run(program, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Program, "run", failing)
+        call_before(patch, Program, "run", fail)
         with pytest.raises(OSError, match="the device is gone"):
             runtime.generate(ASKED, **options)
     assert memory_of(runtime).tokens == 0

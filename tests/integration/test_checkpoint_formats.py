@@ -27,12 +27,11 @@ from outrider.runtime.options.options import Options
 from outrider.tools.verify.agreement import compare_drafters
 from outrider.tools.verify.oracle import load_oracle
 from outrider.tools.verify.verification import Extent, verify_plan
-from tests.compiler.eagle3_heads import defer_eagle3, write_eagle3
+from tests.compiler.eagle3_heads import defer_eagle3, pack_head, write_eagle3
 from tests.compiler.formats.ggufs import write_model
 from tests.compiler.formats.models import TEXT, logits_of, random_model, tokenizer, write_tokenizer
 from tests.compiler.formats.packed import write_packed
 from tests.compiler.formats.test_packed_models import FORMATS
-from tests.compiler.packed_heads import pack_head
 from tests.conftest import made_once
 
 Q4_K_M = {"embed_tokens": "Q4_K", "lm_head": "Q6_K", "v_proj": "Q6_K", "down_proj": "Q5_K", "": "Q4_K"}

@@ -26,7 +26,7 @@ from outrider.runtime.drafters.verify_length import VerifyLength
 from outrider.runtime.options.options import Options
 from outrider.runtime.pass_prices import conditions_here
 from outrider.runtime.trace import Node, RoundTrace
-from tests.conftest import REJECTING, TOY_DRAFTERS, BuildOnce
+from tests.conftest import REJECTING, TOY_DRAFTERS, BuildOnce, call_before
 from tests.integration.long_context import prompt
 from tests.integration.shifting_rule import Shifting
 
@@ -273,13 +273,10 @@ def fed_and_lacking(session: Session, name: str, sampling: Options) -> tuple[lis
     """What each round fed the drafter, and what it left it to be fed by the next one."""
     drafter = drafter_of(session, name)
     step, program, last = drafter._step, session.programs[names.speculate(name)], [0, 0]
-    run = program.run
 
-    def noted() -> None:
+    def note() -> None:
         last[:] = int(step.past_length[0]), step.new_tokens
-        run()
 
-    program.run = noted  # type: ignore[method-assign]
     row = np.array([-1, 0, 1, 2, -1]) if name == "chain" else session.buffers.array(name, names.TREE_SLOTS)
     fed: list[Fed] = []
     lacking: list[Fed] = []
@@ -291,8 +288,9 @@ def fed_and_lacking(session: Session, name: str, sampling: Options) -> tuple[lis
             fed.append((last[0], last[1]))
             lacking.append((sum(fed[-1]) + len(path) - without, without + 1))
 
-    session.generate(CHUNKS, drafter=name, max_new_tokens=80, on_round=watch, **sampling, **ALWAYS)
-    program.run = run  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        call_before(patch, program, "run", note)
+        session.generate(CHUNKS, drafter=name, max_new_tokens=80, on_round=watch, **sampling, **ALWAYS)
     return fed, lacking
 
 
@@ -313,21 +311,11 @@ LONG = Options(max_new_tokens=90, ignore_eos=True, auto_disable=False, temperatu
 def drafts(runtime: Runtime, drafter: str) -> tuple[list[int], list[list[Node]], int]:
     """Tokens, what each round has drafted, and how often the head read features apart from a draft."""
     rounds: list[RoundTrace] = []
-    session = runtime.session()
-    program = session.programs[names.extend("head")]
-    runs, original = 0, program.run
-
-    def count() -> None:
-        nonlocal runs
-        runs += 1
-        original()
-
-    program.run = count  # type: ignore[method-assign,assignment]
-    try:
+    session, runs = runtime.session(), list[None]()
+    with pytest.MonkeyPatch.context() as patch:
+        call_before(patch, session.programs[names.extend("head")], "run", lambda: runs.append(None))
         found = session.generate(prompt(2, 60), drafter=drafter, on_round=rounds.append, **LONG)
-    finally:
-        program.run = original  # type: ignore[method-assign]
-    return found.token_ids, [each.nodes for each in rounds], runs
+    return found.token_ids, [each.nodes for each in rounds], len(runs)
 
 
 @pytest.mark.parametrize("room", [True, False])

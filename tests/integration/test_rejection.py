@@ -21,7 +21,7 @@ from outrider.runtime.options.request import resolve
 from outrider.runtime.sequence import Sequence
 from outrider.runtime.trace import RoundTrace
 from tests.conftest import REJECTING, BuildOnce, drafting_never_pays
-from tests.plugins.drawn_pairs import one_in_a_thousand
+from tests.plugins.accept_step import one_in_a_thousand
 
 PROMPT = [(37 * i) % 299 + 1 for i in range(40)]
 RUN, TOP_K, CELLS = 100, 12, 40

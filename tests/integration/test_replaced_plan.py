@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,9 +14,9 @@ from outrider.compiler.place import Place
 from outrider.plans.errors import PlanError
 from outrider.runtime.beam_search import beam_search
 from outrider.runtime.files import MappedFiles
-from outrider.runtime.runtime import Plan
 from outrider.runtime.step_loop_pool import StepLoopPool
 from outrider.tools.lab.faults.replaced_plan import copy_plan, write_over, write_successor
+from tests.conftest import call_before
 from tests.integration.served import client_of, get, listening
 
 PROMPT = "import os\n"
@@ -91,25 +92,17 @@ def test_sessions_streams_and_searches_end_where_the_plan_is_written_over(plan: 
 def test_a_plan_that_is_replaced_while_it_is_loaded_is_refused(
     plan: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = MappedFiles.from_plan
-
-    def replaced(opened: Plan, backend: str) -> MappedFiles:
-        Place(plan).put(copy_plan(other, plan.with_name("new")))
-        return original(opened, backend)
-
-    monkeypatch.setattr(MappedFiles, "from_plan", replaced)
+    newer = copy_plan(other, plan.with_name("new"))
+    call_before(monkeypatch, MappedFiles, "from_plan", lambda *_: Place(plan).put(newer))
     with pytest.raises(PlanError, match="was replaced while it was loaded; load it again"):
         Runtime.load(plan, threads=1)
 
 
 def test_requests_that_wait_end_where_no_engine_can_be_had(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise MemoryError("no memory for buffers")
-
     runtime = Runtime.load(branch_plan, threads=1, prefix_cache=PrefixCacheConfig(max_cached_tokens=1024))
     runtime.start()
     with monkeypatch.context() as patch:
-        patch.setattr(StepLoopPool, "borrow", fails)
+        patch.setattr(StepLoopPool, "borrow", Mock(side_effect=MemoryError("no memory for buffers")))
         for handle in [runtime.submit(PROMPT, max_new_tokens=5) for _ in range(3)]:
             with pytest.raises(PlanError, match="no memory for buffers"):
                 handle.result(60)

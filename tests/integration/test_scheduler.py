@@ -22,7 +22,7 @@ from outrider.runtime.options.options import Options
 from outrider.runtime.rounds import accept
 from outrider.runtime.sampling import TokenLogprob, logprobs
 from outrider.runtime.step_loop import StepLoop
-from tests.conftest import BuildOnce, made_once
+from tests.conftest import BuildOnce, call_before, made_once
 from tests.integration.families import DRAFTERS as OF_FAMILIES
 from tests.integration.families import TOYS, Toy, write_toy
 from tests.integration.test_families import CACHE, on_device
@@ -112,13 +112,7 @@ def test_handles_are_awaited_and_iterated_in_an_event_loop(serving: Runtime, bra
 def test_requests_of_higher_priority_begin_first(branch_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.load(branch_plan, threads=1, scheduler=SchedulerConfig(max_running=1))
     order: list[int] = []
-    admit = StepLoop.admit
-
-    def noted(self: StepLoop, place: int, tokens: Any, request: Any) -> Any:
-        order.append(tokens[0])
-        return admit(self, place, tokens, request)
-
-    monkeypatch.setattr(StepLoop, "admit", noted)
+    call_before(monkeypatch, StepLoop, "admit", lambda loop, place, tokens, request: order.append(tokens[0]))
     first = runtime.submit([5], max_new_tokens=150, drafter="none", ignore_eos=True)
     next(iter(first))
     handles = [

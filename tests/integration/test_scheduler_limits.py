@@ -16,6 +16,7 @@ from outrider import BusyError, RequestError, Runtime, SchedulerConfig
 from outrider.plans.errors import PlanError
 from outrider.runtime.execution.program import Program
 from outrider.runtime.step_loop import StepLoop
+from tests.conftest import call_before
 from tests.integration.served import wait_until
 from tests.integration.test_scheduler import KEEP, assert_nothing_is_left
 
@@ -99,18 +100,14 @@ def test_a_round_that_fails_fails_those_in_it_alone(
     runtime = Runtime.load(request.getfixturevalue(plan), threads=1, prefix_cache=KEEP)
     expected = branching.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
     assert runtime.submit([5, 6], max_new_tokens=9, ignore_eos=True).result(60).token_ids == expected
-    original, calls = Program.run, 0
+    decodes = iter(range(100))
 
-    def failing(self: Program) -> None:
-        nonlocal calls
-        calls += self.name == "decode"
-        if calls == 4:
-            calls += 1
+    def fail(program: Program) -> None:
+        if program.name == "decode" and next(decodes) == 3:
             raise error("the engine fell over")
-        original(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "run", failing)
+        call_before(patch, Program, "run", fail)
         broken = runtime.submit([7, 8], max_new_tokens=50, drafter="none", ignore_eos=True)
         with pytest.raises(PlanError, match="fell over"):
             broken.result(60)
@@ -162,14 +159,11 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._passes, self.reached = threading.Semaphore(0), threading.Event()
-        step = StepLoop.step
+        call_before(monkeypatch, StepLoop, "step", self._wait)
 
-        def gated(engine: StepLoop, *arguments: Any) -> Any:
-            self.reached.set()
-            assert self._passes.acquire(timeout=60)
-            return step(engine, *arguments)
-
-        monkeypatch.setattr(StepLoop, "step", gated)
+    def _wait(self, *_: object) -> None:
+        self.reached.set()
+        assert self._passes.acquire(timeout=60)
 
     def let(self, passes: int) -> None:
         self._passes.release(passes)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -18,6 +19,7 @@ from outrider import PrefixCacheConfig, Runtime, SchedulerConfig
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.drafters.adaptive import AdaptiveSpeculation
 from outrider.runtime.step_loop import StepLoop
+from tests.conftest import call_before
 from tests.integration.served import KEY, client_of, get, listening, settle, wait_until
 
 Patch = pytest.MonkeyPatch
@@ -271,10 +273,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(branch_plan: Path, monkeypatch: Patch) -> None:
-    def never(*_: object, **__: object) -> list[int]:
-        raise AssertionError("it was encoded")
-
-    monkeypatch.setattr(Tokenizer, "encode", never)
+    monkeypatch.setattr(Tokenizer, "encode", Mock(side_effect=AssertionError("it was encoded")))
     text = "word " * 180_000
     with listening(Runtime.load(branch_plan, threads=1)) as address, client_of(address) as client:
         for ask in (
@@ -289,15 +288,13 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(branch_plan: P
 
 def test_others_are_answered_while_a_prompt_is_encoded(client: openai.OpenAI, address: str, monkeypatch: Patch) -> None:
     begun, resume, encoded = threading.Event(), threading.Event(), list[str]()
-    original = Tokenizer.encode
 
-    def slowly(self: Tokenizer, text: str, **more: Any) -> list[int]:
+    def wait(_: Tokenizer, text: str, **more: Any) -> None:
         encoded.append(text)
         begun.set()
         assert resume.wait(60)
-        return original(self, text, **more)
 
-    monkeypatch.setattr(Tokenizer, "encode", slowly)
+    call_before(monkeypatch, Tokenizer, "encode", wait)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.completions.create, model="toy", prompt="import os", n=3, max_tokens=2)
         try:
@@ -312,13 +309,7 @@ def test_others_are_answered_while_a_prompt_is_encoded(client: openai.OpenAI, ad
 @pytest.fixture
 def slow_passes(monkeypatch: Patch) -> None:
     """150 tokens take 8 s, or longer."""
-    original = StepLoop.step
-
-    def slowly(self: StepLoop, *arguments: Any) -> Any:
-        time.sleep(0.05)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(StepLoop, "step", slowly)
+    call_before(monkeypatch, StepLoop, "step", lambda *_: time.sleep(0.05))
 
 
 LONG: dict[str, Any] = {"max_new_tokens": 150, "drafter": "none", "ignore_eos": True}

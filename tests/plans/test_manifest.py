@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -222,8 +223,5 @@ def test_geometry_and_buffers_that_agree_with_each_other_must_agree_with_the_gra
 
 
 def test_a_session_that_memory_cannot_hold_is_a_sentence(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(np, "zeros", full)
+    monkeypatch.setattr(np, "zeros", Mock(side_effect=MemoryError))
     assert "capacity.context" in refused(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import unicodedata
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -106,10 +107,7 @@ def test_where_text_may_vanish_without_limit_nothing_is_said(library: LibraryTok
 
 
 def test_a_text_of_megabytes_is_refused_before_it_is_encoded(toy: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object, **__: object) -> list[int]:
-        raise AssertionError("it was encoded")
-
-    monkeypatch.setattr(Tokenizer, "encode", never)
+    monkeypatch.setattr(Tokenizer, "encode", Mock(side_effect=AssertionError("it was encoded")))
     with pytest.raises(RequestError, match=r"at least \d+ tokens before any is generated; the plan's context is"):
         toy.generate("x" * 20_000_000)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from time import thread_time
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -18,6 +17,7 @@ from outrider.plans import template_budget
 from outrider.plans.chat_template import ChatTemplate
 from outrider.plans.errors import PlanError, RequestError
 from outrider.plans.tokenizer import Tokenizer
+from tests.conftest import train_byte_level
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -53,21 +53,8 @@ MESSAGES = [
 ]
 
 
-def byte_level(
-    corpus: Sequence[str] = ("hello world, hello again: 日本語 wörld",) * 4, vocab_size: int = 300
-) -> LibraryTokenizer:
-    """A byte-level tokenizer trained on `corpus`."""
-    tokenizer = LibraryTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    return tokenizer
+def byte_level() -> LibraryTokenizer:
+    return train_byte_level(("hello world, hello again: 日本語 wörld",) * 4, 300, ["<s>", "</s>"])
 
 
 def pieces(decoder: decoders.Decoder | None) -> LibraryTokenizer:

@@ -17,16 +17,22 @@ from outrider.plugins.ops.row_choices import SamplingSlots
 from outrider.plugins.ops.sample import sample
 from outrider.plugins.ops.tree_accept import tree_accept
 from outrider.plugins.reference.choice import filtered_weights, sampling_of
-from tests.plugins.accept_step import KINDS, AcceptStep, depth_of, drafted_probs, draw_step, equal_slots, forest
-from tests.plugins.drawn_pairs import (
+from tests.plugins.accept_step import (
     DRAFTERS,
     DRAWS,
     FILTERS,
+    KINDS,
     TABLE,
     TIP,
+    AcceptStep,
     chi_squares,
     decode_two,
+    depth_of,
     distribution,
+    drafted_probs,
+    draw_step,
+    equal_slots,
+    forest,
     one_in_a_thousand,
 )
 from tests.plugins.test_races import noise_inputs, noise_outputs

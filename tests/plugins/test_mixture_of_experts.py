@@ -341,7 +341,7 @@ def test_a_body_reads_nothing_of_an_expert_that_was_not_chosen() -> None:
 
 
 def of_experts() -> Results:
-    """Outputs of layers, which `test_instruction_sets.py` compares."""
+    """Outputs of layers, which `test_other_processors.py` compares."""
     rng = np.random.default_rng(5)
     found: Results = {}
     for tokens, bits, biased in product((1, 3, 40), (None, 4, 8), (False, True)):

@@ -28,7 +28,7 @@ from outrider.runtime.backends.base import BoundEngine, LoadedEngine
 from outrider.runtime.backends.device import DeviceBuffers, OnDevice
 from outrider.runtime.backends.tensorrt_context import shape_of
 from outrider.runtime.execution.buffers import Buffers
-from tests.plugins.tensorrt_stand_in import StandIn
+from tests.plugins.tensorrt_stand_in import StandIn, carried
 from tests.runtime.emulated_device import EmulatedDevice
 
 
@@ -118,11 +118,7 @@ def _op(plugin: Any, plugins: StandIn) -> type[OpRun]:
                 spec.name: np.ascontiguousarray(value) for spec, value in zip(plugin.inputs, inputs, strict=True)
             }
             made = plugins.run(plugin, tensors, {name: attributes[name] for name in plugin.attributes})
-            return tuple(_carried(made[spec.name]) for spec in plugin.outputs)
+            return tuple(carried(made[spec.name]) for spec in plugin.outputs)
 
     Run.__name__ = plugin.name
     return Run
-
-
-def _carried(array: NDArray[Any]) -> NDArray[Any]:
-    return array.view(np.int64) if array.dtype in (np.float64, np.uint64) else array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,11 +39,7 @@ def test_new_kernels_are_there_in_the_next_process(tmp_path: Path, monkeypatch: 
     second = Cache()
     KeptKernels(second, file).save()
     assert second.kernels == ["a", "b"]
-
-    def full(descriptor: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("no space left on device")))
     kept.save()  # nothing new is not written
     first.kernels.append("c")
     kept.save()

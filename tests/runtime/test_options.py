@@ -18,7 +18,7 @@ from outrider.runtime.server.generation_request import ChatRequest, CompletionRe
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 
-# An option or two of each kind; the limits of each are in `outrider.h`, which `embed/test_options.py` compares.
+# An option or two of each kind; the limits of each are in `outrider.h`, which `embed/test_embed.py` compares.
 REFUSED: list[tuple[str, list[Any], str]] = [
     ("max_new_tokens", [0, -1, 1.0, True, "1", NAN], "pass a whole number of at least 1."),
     (

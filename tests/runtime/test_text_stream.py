@@ -1,4 +1,4 @@
-"""Streamed text is the decoded text, for any tokens, spans, context and stop strings."""
+"""Streamed text is the decoded text, for any tokens, spans, context and stop strings; what tokens add to a text."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tokenizers import decoders, models
 from outrider.plans.errors import RequestError
 from outrider.plans.tokenizer import Tokenizer
 from outrider.runtime.text.stream import TextStream
+from outrider.runtime.text.token_texts import TokenTexts
 from tests import tokenizer_families as families
 from tests.properties import cheap
 
@@ -242,3 +243,38 @@ def test_a_token_costs_the_same_at_any_length(kind: str, invalid: bool) -> None:
         return time.thread_time() - start
 
     assert min(seconds(20_000) for _ in range(3)) < 40 * min(seconds(2_000) for _ in range(3))
+
+
+SMILE = "\N{SMILING FACE WITH SMILING EYES}".encode()
+
+
+BYTE_LEVEL, SENTENCEPIECE = Tokenizer(families.tekken()), Tokenizer(families.llama())
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
+@pytest.mark.parametrize("before", [None, "a"])
+@pytest.mark.parametrize("text", ["a b", "\u00fc\u4e16\U0001f60a!", " a", "e\u0301a"])
+def test_bytes_of_tokens_are_the_text(tokenizer: Tokenizer, before: str | None, text: str) -> None:
+    context = [] if before is None else tokenizer.encode(before)
+    ids = tokenizer.encode_continuation(text)
+    if before is None and not tokenizer.byte_level:
+        text = text.removeprefix(" ")  # which begins no text of this kind
+    texts, joined = TokenTexts(tokenizer, context), b""
+    for token_id in ids:
+        whole = joined.decode(errors="ignore")
+        assert texts.length == len(whole)
+        joined += texts.bytes_of(token_id)
+        texts.push(token_id)
+    assert joined.decode() == text
+
+
+def test_tokens_have_names() -> None:
+    texts, end = TokenTexts(BYTE_LEVEL), BYTE_LEVEL.token_id("</s>") or 0
+    ids = BYTE_LEVEL.encode(SMILE.decode() + "x", add_special_tokens=False)
+    assert [texts.name(each) for each in ids] == [f"bytes:\\x{byte:02x}" for byte in SMILE] + ["x"]
+    assert (texts.name(end), texts.bytes_of(end)) == ("</s>", b"")
+    assert texts.name(9999) == "token_id:9999"
+    spaced, plain, byte = (SENTENCEPIECE.token_id(each) or 0 for each in ("\u2581m", "m", "<0x6D>"))
+    begun, fresh = TokenTexts(SENTENCEPIECE, [plain]), TokenTexts(SENTENCEPIECE)
+    assert [begun.name(each) for each in (spaced, plain, byte)] == [" m", "m", "m"]
+    assert [fresh.name(each) for each in (spaced, plain, byte)] == ["m", "m", "m"]

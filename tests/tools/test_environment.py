@@ -1,7 +1,9 @@
-"""`environment.sh` installs once, says nothing it need not, and notices a change. pip is a stub that keeps a log."""
+"""`environment.sh` installs once, says nothing it need not, and notices a change (pip is a stub that keeps a log);
+`outrider doctor` says what is here."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import outrider.tools.doctor
+from outrider.tools.doctor import examine, main
 from tests.conftest import REPOSITORY
 
 
@@ -56,3 +60,23 @@ def test_extras_are_added_by_their_packages() -> None:
     assert {'"cffi>=2"', '"ray[serve]>=2.60"', '"fastapi>=0.115"'} <= set(found)  # an extra of extras has theirs
     assert not any("outrider" in each for each in found)
     assert "There is no extra 'sevre'; there are compiler, " in packages("sevre").stderr
+
+
+def test_a_plans_backends_and_the_extras_are_reported(toy_plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(toy_plan), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend onnxruntime-cpu"] == "runs here"
+    assert {"outrider", "processor", "nvidia driver", "extra serve", "extra dev"} <= set(found)
+    assert main([]) == 0
+    assert "extra serve" in capsys.readouterr().out
+    assert main([str(toy_plan.parent)]) == 2
+    assert "plan.json" in capsys.readouterr().err
+
+
+def test_what_an_extra_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["numpy", "nothing-so-named>=2; extra == 'serve'", "numpy>=1; extra == 'serve'"]
+    needed += ["outrider[serve]; extra == 'x'"]
+    monkeypatch.setattr(outrider.tools.doctor, "requires", lambda _: needed)
+    found = examine(None)
+    assert found["extra serve"] == "lacks nothing-so-named"
+    assert "extra x" not in found

@@ -21,6 +21,7 @@ from outrider.compiler.models.decoder import Decoder
 from outrider.compiler.models.families import FAMILIES
 from outrider.compiler.quantization.calibration import CalibratedTensors
 from outrider.compiler.quantization.error_feedback import numbers
+from outrider.compiler.quantization.graph import GATES
 from outrider.compiler.quantization.keeping import kept_parameters
 from outrider.compiler.quantization.rounding import round_to_nearest
 from outrider.compiler.quantization.weight_form import WeightForm
@@ -36,7 +37,8 @@ off by units.
 """
 
 _EMBEDDINGS, _HEAD = ("embedding", "embed_tokens.weight"), "lm_head.weight"
-_ROUTERS = (".experts.router", ".mlp.gate.weight", ".mlp.router.weight")  # which choose experts, and stay as they are
+# Which choose experts, or make the gates of a state, and stay as they are.
+_UNTOUCHED = (".experts.router", ".mlp.gate.weight", ".mlp.router.weight", ".in_proj_a.weight", ".in_proj_b.weight")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class PlanWeights:
                 offset = family.norm_offset if own and name.endswith("norm.weight") else 0.0  # the decoder has added it
                 values = torch.cat([self.searched.read(part) for part in parts])
                 parameter.data.copy_(values.T if turned else values + offset)
-            elif stored not in self.kept and not name.endswith((*_ROUTERS, "bias")):
+            elif stored not in self.kept and not name.endswith((*_UNTOUCHED, "bias", *GATES)):
                 weight = parameter.data.transpose(-1, -2) if turned else parameter.data
                 values = self._rounded(weight, table or name.endswith(_HEAD))
                 parameter.data.copy_(values.transpose(-1, -2) if turned else values)

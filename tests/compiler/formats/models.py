@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
+from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from tests.compiler.conftest import new_model
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, train_byte_level
 
 VOCABULARY = 320
 SIZES: dict[str, object] = {
@@ -50,15 +48,7 @@ def logits_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 def tokenizer(text: str = "LICENSE") -> Tokenizer:
     """A tokenizer of VOCABULARY tokens, trained on a file of the repository."""
-    made = Tokenizer(BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([(REPOSITORY / text).read_text(encoding="utf-8")], trainer)
-    return made
+    return train_byte_level([(REPOSITORY / text).read_text(encoding="utf-8")], VOCABULARY, ["<|begin|>", "<|end|>"])
 
 
 def write_tokenizer(folder: Path) -> None:

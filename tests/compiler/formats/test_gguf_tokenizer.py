@@ -10,15 +10,13 @@ from typing import Any
 import gguf
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
 from outrider.compiler.formats.gguf_file import GgufFile
 from outrider.compiler.formats.gguf_tokenizer import GgufText, read_gguf_text
 from outrider.plans.errors import CheckpointError
 from outrider.plans.tokenizer import Tokenizer as PlanTokenizer
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, train_byte_level
 from tests.tokenizer_families import CL100K, O200K, QWEN2, TEKKEN
 
 from .ggufs import close, write_byte_level
@@ -63,15 +61,8 @@ BEGINS = ("llama-bpe", "tekken")
 
 def original(pre: str) -> Tokenizer:
     """A byte-level tokenizer trained on the licence, with control tokens and one that users may write."""
-    tokenizer = Tokenizer(BPE(ignore_merges=pre in BEGINS))
+    tokenizer = train_byte_level(TRAINING, 700, ["<|begin|>", "<|end|>"], PRE[pre](), ignore_merges=pre in BEGINS)
     tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
-    tokenizer.pre_tokenizer = PRE[pre]()
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=700, special_tokens=["<|begin|>", "<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TRAINING, trainer)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     if pre in BEGINS:
         tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])

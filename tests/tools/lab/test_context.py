@@ -1,4 +1,4 @@
-"""`tools.lab.context` on a toy plan: figures of every mode, and what is refused."""
+"""Measurements after long contexts and of serving, on a toy plan: figures, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.plans import names
 from outrider.runtime.execution.program import Program
 from outrider.tools.lab import context as command
+from outrider.tools.lab.serving import __main__ as serving
 from tests.conftest import HELD_OUT
 
 
@@ -61,3 +63,52 @@ def test_what_cannot_be_measured_is_refused(context: Callable[..., str], toy_pla
     ):
         assert said in context(option, value, status=2)
     assert "has no partial KV cache; build it with partial_kv.enabled" in context(plan=toy_plan, status=2)
+
+
+PROMPTS = ("--prompts", HELD_OUT, "--threads", 1)
+
+
+def test_hits(toy_plan: Path, output: Callable[..., str], report: Callable[..., Any]) -> None:
+    sizes = ("--length", 80, "--shares", "50,90", "--new", 6, "--count", 2, "--drafters", "none,head", *PROMPTS)
+    rows = report(serving.main, "hits", toy_plan, *sizes)["rows"]
+    assert [(row["drafter"], row["share"], row["reused"]) for row in rows] == [
+        ("none", 50, 40), ("none", 90, 72), ("head", 50, 39), ("head", 90, 71),
+    ]  # fmt: skip
+    assert all(row["same_tokens"] and row["warm_ms"] > 0 and row["match_and_insert"] > 0 for row in rows)
+    assert "warm/cold" in output(serving.main, "hits", toy_plan, *sizes)
+    said = output(serving.main, "hits", toy_plan, "--drafters", "oracle", *PROMPTS, status=2)
+    assert "--drafters names 'oracle'" in said
+
+
+@pytest.mark.long
+def test_routing(branch_plan: Path, output: Callable[..., str], report: Callable[..., Any]) -> None:
+    sizes = ("--conversations", 4, "--turns", 4, "--first", 16, "--message", 8, "--new", 12)
+    found = report(serving.main, "routing", branch_plan, *sizes, *PROMPTS)
+    assert found["same_answers"]
+    assert [row["requests"] for row in found["rows"]] == [16, 16]
+    assert 0 < found["ratio"] < 1
+    said = output(serving.main, "routing", branch_plan, "--turns", 9, *PROMPTS, status=2)
+    assert "and the plan's context is 160" in said
+
+
+def test_load(branch_plan: Path, toy_plan: Path, output: Callable[..., str], report: Callable[..., Any]) -> None:
+    sizes = ("--new", 6, "--reps", 1, "--waves", 2, "--drafters", "ngram", *PROMPTS)
+    own = ("--length", 60, "--at-once", 3)
+    rows = report(serving.main, "load", branch_plan, *sizes, *own)["rows"]
+    assert [row["mode"] for row in rows] == ["one by one", "in-one-sequence", "batching"]
+    for row in rows:
+        assert row["same_tokens"]
+        assert row["tokens_per_second"] > 0
+        assert row["gap_max_ms"] is None or row["gap_max_ms"] >= row["gap_p50_ms"] > 0
+    assert "against one by one" in output(serving.main, "load", branch_plan, *sizes, *own)
+    rows = report(serving.main, "load", toy_plan, *sizes, "--length", 40, "--at-once", "1,3")["rows"]
+    assert [(row["at_once"], row["mode"]) for row in rows] == [*product((1, 3), ("one by one", "one at a time"))]
+    assert all(row["same_tokens"] for row in rows)
+
+
+@pytest.mark.long
+def test_memory_of_actors(branch_plan: Path, report: Callable[..., Any]) -> None:
+    pytest.importorskip("ray")
+    found = report(serving.main, "memory", branch_plan, "--length", 40, "--new", 4)
+    assert [(row["actors"], row["actor"]) for row in found["rows"]] == [(1, 1), (2, 1), (2, 2)]
+    assert 0 < found["added"] < 1.5
