@@ -44,8 +44,9 @@ LONGROPE = {
 @dataclass(frozen=True)
 class Toy:
     """`changes` are what config.json says beside SIZES, `spread` the deviation of the weights of projections: large
-    enough that choices vary, small enough that rounding changes few of them, which norms of small sums enlarge. `experts`: layers have experts. `states`:
-    layers keep states, so that only the backend onnxruntime-cpu runs them, and draft models are Llamas."""
+    enough that choices vary, small enough that rounding changes few of them, which norms of small sums enlarge.
+    `experts`: layers have experts. `states`: layers keep states, so that only the backend onnxruntime-cpu runs them,
+    and draft models are Llamas."""
 
     family: str
     changes: dict[str, Any]
