@@ -126,8 +126,9 @@ OUTRIDER_API outrider_status outrider_text_destroy(outrider_text *text);
  * ("unchecked": run the plan even where drafts and neighbours may change its tokens; default: "probed").
  *
  * "prefix_cache": what is kept of all sessions and requests for all, an object of "max_cached_tokens" (65536),
- * "memory_bytes" (2**30, which may be less than these tokens need), "min_prefix_length" (4), "enable_auto_eviction"
- * (true), "eviction_threshold" (0.9), "eviction_target" (0.8), "enable_stats" (true). Nothing is kept without it.
+ * "memory_bytes" (2**30, which may be less than these tokens need), "state_bytes" (2**28, of models that keep states),
+ * "min_prefix_length" (4), "enable_auto_eviction" (true), "eviction_threshold" (0.9), "eviction_target" (0.8),
+ * "enable_stats" (true). Nothing is kept without it.
  * "prefix_cache_tokens": N is short for {"max_cached_tokens": N}; 0 is none.
  *
  * "scheduler": how submitted requests are served, an object of "max_running" (at once; default: the number of the

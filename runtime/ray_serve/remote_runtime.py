@@ -54,7 +54,7 @@ class RemoteRuntime:
         target = plan.manifest.target
         self.tokenizer = Tokenizer.load(plan.root / "tokenizer", plan.manifest.text.special_tokens)
         self.grammars = Grammars(self.tokenizer, target.vocab_size)
-        self._checks = RequestChecks(self.manifest, self.grammars, self.tokenizer)
+        self._checks = RequestChecks(plan.manifest, self.grammars, self.tokenizer)
         self.prefix_cache: PrefixCache | None = None  # each replica has its own
         self.counts = Counts()
         self._plan, self._send, self._config, self._failover = plan, send, config, failover or Failover()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from tests.compiler.grouped_attention import in_float32, norms_outside
+from tests.compiler.steps import in_float32, norms_outside
 
 from outrider import Generation, Runtime
 from outrider.compiler.backends import BACKEND_CLASSES

@@ -197,7 +197,7 @@ def test_a_norm_leaves_its_rows_in_the_form_that_products_read(engine_kernels: K
     written.check(norm(x[None], weight)[0][0])
 
 
-@pytest.mark.parametrize("unit", UNITS.values())
+@pytest.mark.parametrize("unit", [*UNITS.values()])
 def test_gated_units_have_the_bits_of_the_cpu(engine_kernels: Kernels, unit: str) -> None:
     both, to = normal(np.random.default_rng(0), 3, 2 * 37) * 8, poisoned(3, 37)
     both[0, :6] = [0.0, -0.0, 90.0, -90.0, np.nan, np.inf]

@@ -29,6 +29,7 @@ GRAPH_OPS = (
         "MixtureOfExperts",
         "PathConv",
         "Route",
+        "StateScan",
         "TreeExpand",
         "TreeRerank",
         "WindowBias",
