@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from tests.compiler.steps import in_float32, norms_outside
 
 from outrider import Generation, Runtime
 from outrider.compiler.backends import BACKEND_CLASSES
@@ -25,6 +24,7 @@ from outrider.runtime.backends.onnxruntime_cuda import DeviceEngine
 from outrider.runtime.options.options import Options
 from outrider.runtime.step_loop import StepLoop
 from outrider.tools.verify.agreement import compare_drafters
+from tests.compiler.steps import in_float32, norms_outside
 from tests.conftest import TOY_DRAFTERS, BuildOnce
 from tests.cpu_session import cpu_session
 from tests.integration.shifting_rule import Shifting
