@@ -168,7 +168,7 @@ def _geometry(
         branches=recipe.capacity.branches,
         rows=recipe.capacity.branches if recipe.capacity.batching else 1,
         layer_windows=config.windows_within(context),
-        states=_states(config, 1 + longest_draft(listed)),
+        states=_states(config, 1 + max(_NODES_OF_A_BRANCH, longest_draft(listed))),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from outrider.compiler.models.attention import Attention, LayerKind
 from outrider.compiler.models.config_layers import read_mixers, read_rotations, read_unrotated, read_windows
 from outrider.compiler.models.config_reader import read_json
-from outrider.compiler.models.decoder_keys import DecoderKeys, read_decoder_keys
+from outrider.compiler.models.decoder_keys import DecoderKeys, read_decoder_keys, text_of
 from outrider.compiler.models.experts_config import ExpertsConfig, read_experts
 from outrider.compiler.models.families import Activation, QkNorm
 from outrider.compiler.models.mixers import MixerConfig
@@ -118,7 +118,8 @@ def read_folder(
     packing = read_packing(raw, file)
     # As in transformers, the end tokens of `generation_config.json` win.
     eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    of = (raw.get("eos_token_id"), file) if eos is None else (eos, generation)
+    own = raw.get("eos_token_id", text_of(raw).get("eos_token_id"))
+    of = (own, file) if eos is None else (eos, generation)
     return config_from(raw, file, *of, rope_scaling, context), packing
 
 

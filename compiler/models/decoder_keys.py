@@ -224,7 +224,8 @@ def text_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     name, text = raw.get("model_type"), raw.get("text_config")
     if not isinstance(name, str) or name not in inside or not isinstance(text, Mapping):
         return raw
-    return {**text, "model_type": inside[name]}
+    whole = {key: raw[key] for key in ("tie_word_embeddings",) if raw.get(key) is not None}
+    return {**text, **whole, "model_type": inside[name]}
 
 
 _INSIDE = " (its text model is: save that by itself; compiler/models/README.md says how)"

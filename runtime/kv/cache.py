@@ -419,6 +419,8 @@ class KvCache:
     def close(self, number: int) -> None:
         """Close a sequence: its slots belong to nobody."""
         self._open.discard(number)
+        if self.states is not None:
+            self.states.close(number)
         if not self._pooled or not self._open:  # nothing of the row is anybody's but the prefix
             self._rows[self.row_of(number)].truncate(self._prefix)
             if self._pooled:

@@ -21,6 +21,7 @@ from outrider.plans.step_buffers import state_shapes
 from outrider.runtime.execution.buffers import Buffers
 
 EVERY = 512  # tokens: a sequence keeps at most one snapshot for so many of them, and one of its prompt
+_MOST = 16  # snapshots of a sequence; of more, every second one goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,11 @@ class StateCache:
         self._stops.pop(number, None)
         self._restore(number, self._prefix)
 
+    def close(self, number: int) -> None:
+        """Free what is kept of a sequence that is over."""
+        self._snapshots[number].clear()
+        self._stops.pop(number, None)
+
     def stop_at(self, number: int, position: int) -> None:
         """Keep a snapshot at a position that is not computed yet: up to there others begin as the sequence does."""
         if position > self._end(number):
@@ -145,6 +151,8 @@ class StateCache:
         if stretch == base // EVERY and kept[-1].base != self._stops.get(number):
             kept.pop()
         kept.append(self.snapshot(number))
+        if len(kept) > _MOST:
+            del kept[1:-1:2]
 
     def commit_prefix(self) -> None:
         """Commit a step of tokens of the prefix, which number 0 was fed."""
@@ -155,12 +163,12 @@ class StateCache:
         """Go back to position `end`; return the one that was reached, which may be less."""
         kept = self._snapshots[number]
         del kept[bisect_right(kept, end, key=lambda each: each.base) :]
+        if kept:  # other tokens may follow
+            kept[-1] = kept[-1].cut(end)
         if number not in self._fed and end >= self._base[number]:
             self._replays[number] = min(int(self._replays[number]), end - self._base[number])
             return self._end(number)
-        if kept:  # of a step that has failed nothing is known
-            kept[-1] = kept[-1].cut(end)
-        self._restore(number, (kept[-1] if kept else self._prefix).cut(end))
+        self._restore(number, (kept[-1] if kept else self._prefix).cut(end))  # of a failed step nothing is known
         return self._end(number)
 
     def _end(self, number: int) -> int:
@@ -175,8 +183,9 @@ class StateCache:
         return Snapshot(self._base[number], parts, tuple(each[:, number, accepted] for each in self._logs))
 
     def snapshots(self, number: int) -> list[Snapshot]:
-        """The sequence's own snapshots, and one of its state as it is, by ascending base."""
-        return [*self._snapshots[number], self.snapshot(number)]
+        """The sequence's own snapshots, and one of its state as it is, unless a step has failed; by ascending base."""
+        now = [] if number in self._fed else [self.snapshot(number)]
+        return [*self._snapshots[number], *now]
 
     def restore(self, number: int, snapshot: Snapshot) -> None:
         """Continue a sequence after a snapshot, whose tokens are its own."""

@@ -231,16 +231,18 @@ class PrefixCache:
         if not states:
             return
         for start, run in _runs(found):
+            most = min(len(run), found.length - start)  # the rest of the last run may be of another sequence
             for state in states:
-                if 0 < state.base - start <= len(run):
-                    run.states.setdefault(state.base - start, state.cut(start + len(run)))
+                if 0 < state.base - start <= most:
+                    run.states.setdefault(state.base - start, state.cut(start + most))
         used = self._state_bytes()
-        for node in sorted(self._tree.walk(), key=lambda node: node.used):
+        held = [
+            (node.used, after, node.value) for node in self._tree.walk() if node.value for after in node.value.states
+        ]
+        for _, after, run in sorted(held, key=lambda each: each[:2]):
             if used <= self.config.state_bytes:
                 break
-            assert node.value is not None
-            used -= sum(state.nbytes for state in node.value.states.values())
-            node.value.states = {}
+            used -= run.states.pop(after).nbytes
 
     def _make_room(self, found: Match[PageRun], wanted: int) -> int | None:
         """Evict pages for a sequence of `wanted` tokens; return up to where it fits, None where not even its end can be
@@ -432,8 +434,11 @@ def _runs(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
 
 
 def _copied(found: Match[PageRun]) -> list[tuple[int, PageRun]]:
-    """Return copies of the match's runs: when an edge is split, its run changes."""
-    return [(start, copy(run)) for start, run in _runs(found)]
+    """Return copies of the match's runs: when an edge is split, or gets a state, its run changes."""
+    copies = [(start, copy(run)) for start, run in _runs(found)]
+    for _, run in copies:
+        run.states = dict(run.states)
+    return copies
 
 
 def _lengths_of(found: Match[PageRun]) -> dict[str, int]:

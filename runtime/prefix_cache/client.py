@@ -89,7 +89,9 @@ class CacheClient:
             here = min(here, len(tokens) - 1)
             computed = max(min(match.lengths.get(names.TARGET, 0), len(tokens) - 1), here)
             if (states := self._target.states) is not None:
-                known, state = computed, match.state_within(computed)
+                engine = self._drafting.drafters_of(sequence).engine
+                lacking = int(engine is not None and engine.paired)  # features that a head begins with
+                known, state = computed, match.state_within(computed - lacking)
                 computed = here if state is None else max(here, state.end)
                 if state is not None and computed > here:
                     states.restore(number, state)

@@ -180,7 +180,8 @@ def _check_payload(path: Path, header: _Header, payload: NDArray[np.uint8], cach
                 raise PlanError(f"{path}, edges.{place}: KV that is not finite; remove the file, or save it again.")
             expected += size
         for after, records in edge.states.items():
-            if not (0 < after <= after + records <= len(edge.tokens)) or not cache.state_shapes:
+            most = min((shape.most for shape in cache.state_shapes), default=-1)
+            if not (0 < after <= after + records <= len(edge.tokens)) or records > most:
                 raise PlanError(f"{path}, edges.{place}: a state after {after} of its tokens; save it again.")
             size = 4 * sum(map(prod, _shapes_of_state(cache, records)))
             state = payload[expected : expected + size]

@@ -89,7 +89,7 @@ def time_round(parts: Parts, sequence: Sequence, chain: abc.Sequence[int], *, dr
         row = parts.partial.cache_for(sequence)
         cache, start, room = parts.partial.cache, row.computed, row.room
     tokens = sequence.tokens
-    most = min(parts.step.max_nodes, parts.geometry.context - len(tokens), room - 1)
+    most = min(parts.most_nodes, parts.geometry.context - len(tokens), room - 1)
     if len(tokens) - start != 1 or len(chain) > most:
         raise RequestError(
             f"The sequence has {len(tokens)} tokens, {start} of them with KV, and room for a chain of "

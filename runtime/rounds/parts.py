@@ -57,6 +57,8 @@ class Parts:
         self.ruled_walk = RuledWalk(assembly.buffers, assembly.step)
         self.halts = all(program.halts for program in self.programs.values() if program.tokens is not None)
         self.longest_draft = longest_draft(self.manifest.drafters)
+        states = self.geometry.states  # log as many records as a draft of one sequence has nodes, and its tip
+        self.most_nodes = self.step.max_nodes if states is None else min(self.step.max_nodes, states.log - 1)
         # Drafters accepted by rejection, and how much they draft at most.
         self.rejecting = {d.name: longest_draft([d]) for d in self.manifest.drafters if rejects([d])}
         self.prefix: list[int] = []

@@ -51,7 +51,7 @@ def _budget(parts: Parts, sequence: Sequence, start: int, view: KvView, chunk: i
     unready = parts.rejecting and generation.rounds == 0 and request.drafter in parts.rejecting
     if not parts.drafting.drafters_of(sequence).drafting or pending > view.feeds(chunk) or unready:
         return DraftBudget(sequence, 0)
-    nodes, most = min(parts.step.max_nodes, view.room(sequence) - 1), request.limits.tokens
+    nodes, most = min(parts.most_nodes, view.room(sequence) - 1), request.limits.tokens
     return DraftBudget(sequence, nodes if most is None else min(nodes, most), pending == 1)
 
 

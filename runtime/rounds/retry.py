@@ -36,8 +36,8 @@ def _retry_alone(parts: Parts, sequence: Sequence, chunk: int) -> list[Committed
     rejects = drafters.engine is not None and drafters.engine.rejects
     while True:
         try:
-            if rejects and generation.rounds and not sequence.decoding:
-                decode(parts, [sequence], parts.full, sequence.pending - 1)  # the features that the drafter reads
+            while rejects and generation.rounds and not sequence.decoding:  # the features that the drafter reads
+                decode(parts, [sequence], parts.full, min(chunk, sequence.pending - 1))
             prompted = not generation.rounds
             committed = decode(parts, [sequence], parts.full, chunk)
             if prompted and not parts.cache.is_finite(sequence.number):

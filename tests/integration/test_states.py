@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from outrider import PrefixCacheConfig, RequestError, Runtime
-from outrider.runtime.kv.state import EVERY, StateCache
+from outrider.plans import names
+from outrider.plans.manifest import Geometry, States
+from outrider.plans.step_buffers import state_shapes
+from outrider.runtime.kv import state
+from outrider.runtime.kv.memory import HostKv
+from outrider.runtime.kv.state import EVERY, Snapshot, StateCache
+from outrider.runtime.kv.token_kv import TokenKv
 from outrider.runtime.options.options import Options
+from outrider.runtime.prefix_cache.cache import PrefixCache
+from outrider.runtime.prefix_cache.page_pool import TokenShape
 from tests.conftest import BuildOnce, made_once
 from tests.integration.families import write_toy
 
@@ -47,8 +56,9 @@ def assert_same(found: StateCache, wanted: StateCache, end: int) -> None:
         np.testing.assert_array_equal(mine, its)
 
 
-def test_a_state_is_that_of_plain_decoding_after_any_use(plan: Path) -> None:
+def test_a_state_is_that_of_plain_decoding_after_any_use(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted drafts, cuts and restored snapshots leave the bits of a sequence that was computed token by token."""
+    monkeypatch.setattr(state, "EVERY", 16)
     rng = np.random.default_rng(7)
     with Runtime.load(plan, threads=1) as used, Runtime.load(plan, threads=1) as plain:
         session, whole = used.session(), text(1, 40)
@@ -66,6 +76,23 @@ def test_a_state_is_that_of_plain_decoding_after_any_use(plan: Path) -> None:
             assert once.loop.cache.states is not None
             assert_same(session.loop.cache.states, once.loop.cache.states, len(whole))
             once.close()
+
+
+def test_a_snapshot_forgets_what_was_cut() -> None:
+    """A draft is accepted, most of it is cut off, and other tokens follow: nobody goes back to between these."""
+    sizes = States(layers=1, log=9, channels=1, kernel=2)
+    geometry = Geometry.model_construct(branches=1, states=sizes)
+    shapes = {name: (1, *shape) for name, shape in state_shapes(geometry).items()}
+    shapes |= {names.REPLAY: (1, 9), names.REPLAYS: (1,), names.FOLD: (1,)}
+    arrays = {name: np.zeros(shape, np.int64 if len(shape) < 3 else np.float32) for name, shape in shapes.items()}
+    states = StateCache(SimpleNamespace(array=lambda _, name: arrays[name]), geometry)  # type: ignore[arg-type]
+    states.arrange()
+    states.feed(0, 0, 0, 500)
+    states.commit(np.arange(506))
+    assert states.truncate(0, 502) == 502
+    states.feed(0, 0, 502, 100)
+    states.commit(None)
+    assert states.truncate(0, 504) == 502
 
 
 def test_a_second_turn_computes_little_again(runtime: Runtime, plan: Path) -> None:
@@ -107,13 +134,42 @@ def test_states_are_kept_in_the_file_of_a_prefix_cache(runtime: Runtime, plan: P
 
 def test_states_have_memory_of_their_own(plan: Path) -> None:
     """The states that were not used for longest go first; their KV may stay, and is worth nothing without."""
-    config = PrefixCacheConfig(max_cached_tokens=16384, state_bytes=4000)
+    with Runtime.load(plan, threads=1) as runtime:
+        session = runtime.session()
+        session.generate(text(10, 900), **NEW)
+        assert session.loop.cache.states is not None
+        each = session.loop.cache.states.snapshot(0).nbytes
+    config = PrefixCacheConfig(max_cached_tokens=16384, state_bytes=2 * each)
     with Runtime.load(plan, threads=1, prefix_cache=config) as runtime:
         assert runtime.prefix_cache is not None
+        assert runtime.submit(text(13, 900), **NEW).result().stats.reused_tokens == 0
+        assert runtime.submit(text(13, 900), **NEW).result().stats.reused_tokens > 0
         for seed in (10, 11, 12, 10):
             found = runtime.submit(text(seed, 900), **NEW).result()
         assert found.stats.reused_tokens == 0
         assert runtime.prefix_cache.get_cached_tokens() >= 2700
+
+
+def test_a_state_stays_with_its_own_tokens_where_there_is_no_room_for_them() -> None:
+    """A sequence of which no more can be kept leaves no state in the edge of the one that it begins like."""
+    cache = PrefixCache({"target": TokenShape(2, 1, 4, "float32")}, PrefixCacheConfig(max_cached_tokens=64))
+    kv = TokenKv(HostKv(np.zeros((2, 1, 64, 4), np.float32)))
+    first, zeros = list(range(64)), np.zeros((1, 1), np.float32)
+    cache.insert(first, {"target": (64, kv)})
+    held = cache.match(first)
+    own = Snapshot(49, (zeros,), (np.zeros((1, 2, 1), np.float32),))
+    cache.insert([*range(20), *range(100, 144)], {"target": (64, kv)}, states=[own])
+    cache.release(held)
+    found = cache.match(first)
+    assert found.state_within(63) is None
+    cache.release(found)
+
+
+def test_a_forced_text_is_drafted_no_further_than_records_are_logged(runtime: Runtime) -> None:
+    """A text that is known from its first token on, of a plan whose longest draft is six."""
+    asked = Options(structured_outputs={"choice": ["def forced(argument):\n    return argument\n"]}, max_new_tokens=40)
+    plain = runtime.generate(text(14, 30), drafter="none", **asked)
+    assert runtime.generate(text(14, 30), drafter="ngram", **asked).token_ids == plain.token_ids
 
 
 def test_beams_are_refused(runtime: Runtime) -> None:
