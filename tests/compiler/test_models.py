@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.compiler.checkpoint import load_decoder
@@ -212,6 +213,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
         "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
     },
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text", "full_attention_interval": 2, "head_dim": 16, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 24,
+        "tie_word_embeddings": True, "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 1e7,
+            "rope_type": "default",
+        },
+    },
     "qwen2.5": {
         "model_type": "qwen2", "max_window_layers": 2, "sliding_window": 24, "use_sliding_window": False,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}, "rope_theta": 1e6,
@@ -268,6 +277,26 @@ def test_what_changes_the_computation_is_not_ignored(
     with pytest.raises(CheckpointError) as refused:
         load_decoder(tmp_path)
     assert sentence in str(refused.value)
+
+
+def test_the_text_model_within_one_with_vision_is_read(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: a `text_config`, names of its own, parts that are not read."""
+    oracle = write(tmp_path, CONFIGS["qwen3.5-0.8b"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(
+        named | {"model.visual.patch": torch.ones(2), "mtp.fc.weight": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    text = SIZES | CONFIGS["qwen3.5-0.8b"] | {"eos_token_id": 7}
+    del text["tie_word_embeddings"]
+    whole = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    (tmp_path / "generation_config.json").unlink()
+    decoder, ids = load_decoder(tmp_path), [(37 * i) % 96 + 1 for i in range(40)]
+    assert decoder.config.eos_token_ids == (7,)
+    with torch.no_grad():
+        wanted = oracle(torch.tensor([ids]), use_cache=False).logits[0]
+    torch.testing.assert_close(sequence_logits(decoder, ids), wanted, rtol=0, atol=2e-4)
 
 
 def test_the_text_model_of_one_with_vision_is_saved_as_the_readme_says(tmp_path: Path) -> None:
