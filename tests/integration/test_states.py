@@ -62,7 +62,7 @@ def test_a_state_is_that_of_plain_decoding_after_any_use(plan: Path, monkeypatch
     rng = np.random.default_rng(7)
     with Runtime.load(plan, threads=1) as used, Runtime.load(plan, threads=1) as plain:
         session, whole = used.session(), text(1, 40)
-        for _ in range(12):
+        for _ in range(8):
             cut = int(rng.integers(0, len(whole) + 1)) if rng.random() < 0.4 else len(whole)
             whole = whole[:cut] + text(int(rng.integers(0, 5)), int(rng.integers(1, 60)))
             drafter = str(rng.choice(("none", "ngram", "chain", "bushy")))
