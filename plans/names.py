@@ -44,7 +44,7 @@ BIM = "bim"  # int64 [R, capacity], the branch index map: which branch each slot
 SLOT_POSITIONS = "slot_positions"  # int64 [R, capacity], position of each slot's token
 PAST_LENGTH = "past_length"  # int64 [R]
 
-# A model's states that recur, by branch: what of each layer's convolution the tokens up to some position leave, and the
+# A model's recurrent states, by branch: what each layer's convolution keeps of the tokens up to some position, and the
 # inputs of the last step's tokens after it, which the next step replays as far as they were accepted.
 CONV_TAIL = "conv_tail"  # f32 [layers, branches, kernel - 1, channels]
 CONV_LOG = "conv_log"  # f32 [layers, branches, log, channels]
@@ -54,7 +54,9 @@ STATES = ((CONV_TAIL, CONV_LOG), (STATE, STATE_LOG))
 """Every kind of state, and the log of its inputs: their first dimensions are layers and branches."""
 REPLAY = "replay"  # int64 [branches, log], rows of the log that were accepted, a path
 REPLAYS = "replays"  # int64 [branches], how many
-FOLD = "fold"  # int64 [branches], tokens of the step that the state goes on by; the others are logged
+FOLD = "fold"  # int64 [branches], tokens of the step that are folded into the state; the others are logged
+STATE_PATH = (PARENT, BRANCH, REPLAY, REPLAYS, FOLD)
+"""What ops of recurrent states read of a step, in the order of their inputs."""
 
 # The partial KV cache: the target's for long contexts. The step is the target's.
 PARTIAL = "partial"

@@ -40,7 +40,11 @@ attribute `epsilon`; with `added`, the rows of `sum = x + added`.
 `outrider.cpu.GatedUnit(x) -> (y)` is `activation(gate) * up` for x float32 `[1, N, 2 * size]`, gate and up side by
 side; the attribute `activation` is `silu`, or `gelu_tanh`: `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`.
 
-`outrider.cpu.Softcap(x) -> (y)` is `cap * tanh(x / cap)` for float32 of any shape, with attribute `cap`.
+`outrider.cpu.Softcap(x) -> (y)` is `cap * tanh(x / cap)` for float32 of any shape, with attribute `cap`, and
+`outrider.cpu.Sigmoid(x) -> (y)` is `1 / (1 + exp(-x))`.
+
+`outrider.cpu.PathConv` and `outrider.cpu.StateScan` are the ops of the same names in `plugins.ops`, bit for bit on any
+machine. They advance states in place where outputs are bound to their inputs' memory, and copy others.
 
 `outrider.cpu.Route(x, router, bias) -> (weights)` is `plugins.reference.route` bit for bit on any machine: x float32
 `[1, N, H]`, the router `[1, panels, H, 16]` as `plugins.panel_layout` packs it, weights `[1, N, experts]`, 0 of experts

@@ -117,3 +117,11 @@ ATTN_BIAS = TensorSpec(names.ATTN_BIAS, "float32", (names.ROWS, 1, names.PLACES,
 KV = TensorSpec(names.KV, ANY_KV, ("planes", names.ROWS, "heads", CAPACITY, SLOT))
 ROW_SPLITS = TensorSpec(names.ROW_SPLITS, INTEGER, (names.ROW_EDGES,))
 """Row r owns new tokens row_splits[r] to row_splits[r + 1] - 1."""
+STATE_PATH = (
+    per_new_token(names.PARENT),
+    per_new_token(names.BRANCH),
+    TensorSpec(names.REPLAY, INTEGER, ("branches", "log")),
+    TensorSpec(names.REPLAYS, INTEGER, ("branches",)),
+    TensorSpec(names.FOLD, INTEGER, ("branches",)),
+)
+"""What ops of recurrent states read of a step (`plans.names.STATE_PATH`)."""

@@ -53,20 +53,17 @@ class KvCaches:
         return self._inputs[names.k_cache(layer)], self._inputs[names.v_cache(layer)]
 
 
-STATE_PATH = (names.PARENT, names.BRANCH, names.REPLAY, names.REPLAYS, names.FOLD)
-"""The inputs that say how states go on."""
-
-
 class LayerStates:
-    """The states of a graph's layers, among the graph's `inputs`, and how they go on, by names of inputs."""
+    """The recurrent states of a graph's layers: those that it reads, among the graph's `inputs`, and `presents`, those
+    after the pass, by name."""
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self._inputs = inputs
-        self._path = {name: inputs[name] for name in STATE_PATH if name in inputs}
+        self._path = {name: inputs[name] for name in names.STATE_PATH if name in inputs}
         self.presents: dict[str, Tensor] = {}
 
     def run(self, op: Any, index: int, kind: tuple[str, str], **own: Any) -> Tensor:
-        """Run an op with a kind of state of the `index`-th layer that has one, which goes on."""
+        """Run an op that advances a kind of state of the `index`-th layer that has one."""
         state, log = (names.of_layer(name, index) for name in kind)
         before = dict(zip(kind, (self._inputs[state], self._inputs[log]), strict=True))
         out, *after = op(**own, **before, **self._path)

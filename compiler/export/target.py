@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from outrider.compiler.export.execution import (
-    STATE_PATH,
     GraphExecution,
     KvCaches,
     LayerStates,
@@ -95,7 +94,7 @@ def _path_shapes(geometry: Geometry) -> dict[str, Shape]:
     assert geometry.states is not None
     branches = (geometry.branches,)
     shapes: tuple[Shape, ...] = (names.NEW,), (names.NEW,), (*branches, geometry.states.log), branches, branches
-    return dict(zip(STATE_PATH, shapes, strict=True))
+    return dict(zip(names.STATE_PATH, shapes, strict=True))
 
 
 def trace_target(
@@ -108,7 +107,7 @@ def trace_target(
 ) -> ir.Model:
     """Trace a module with the inputs of the target graph; `cache` is the shape of the caches of `layers` layers.
 
-    `states` are inputs beside them, of layers that keep a state.
+    `states` are further inputs, of layers with a recurrent state.
     """
     inputs: dict[str, Shape] = {
         names.TOKEN_IDS: (names.NEW,),

@@ -10,13 +10,12 @@ from outrider.plugins.ops.op import Op
 from outrider.plugins.reference.lanes import gated_unit
 from outrider.plugins.reference.quant_matmul import fma
 from outrider.plugins.reference.quantize import Float32
-from outrider.plugins.schema import AttributeSpec, OpSchema, TensorSpec, per_new_token
+from outrider.plugins.schema import STATE_PATH, AttributeSpec, OpSchema, TensorSpec
 from outrider.plugins.tensorrt.plugin import Declined
 
 _X = ("float32", (1, names.NEW, "channels"))
 _TAIL = ("float32", ("branches", "kernel - 1", "channels"))
 _LOG = ("float32", ("branches", "log", "channels"))
-_BY_BRANCH = ("int64", ("branches",))
 
 SCHEMA = OpSchema(
     name="PathConv",
@@ -28,7 +27,7 @@ SCHEMA = OpSchema(
     branch keeps `tail`, the last kernel - 1 rows before some position, and after it `log`, the rows of its tokens of
     its last step; those in `replay`, `replays` of them and a path, were accepted. With `silu`, the sum is multiplied by
     its sigmoid.
-    Then the branch's state goes on: its tail is that after the replayed rows and after the first `fold` of its tokens
+    Then the branch's state advances: its tail is that after the replayed rows and after the first `fold` of its tokens
     in the step, and its log has the rows of its others, in the step's order. Branches without tokens in the step keep
     what they have. Tokens of a number that no branch has give 0.
     Sums are fused and ascend from the oldest row. So a token's result has the same bits in any chunk, tree and company.
@@ -40,11 +39,7 @@ SCHEMA = OpSchema(
         TensorSpec("weight", "float32", ("kernel", "channels")),
         TensorSpec(names.CONV_TAIL, *_TAIL),
         TensorSpec(names.CONV_LOG, *_LOG),
-        per_new_token(names.PARENT),
-        per_new_token(names.BRANCH),
-        TensorSpec(names.REPLAY, "int64", ("branches", "log")),
-        TensorSpec(names.REPLAYS, *_BY_BRANCH),
-        TensorSpec(names.FOLD, *_BY_BRANCH),
+        *STATE_PATH,
         TensorSpec("bias", "float32", ("channels",), optional=True),
     ),
     outputs=(

@@ -12,7 +12,7 @@ from outrider.plugins.ops.op import Op
 from outrider.plugins.reference.lanes import lanes_exp, lanes_softplus, lanes_sum, sigmoid
 from outrider.plugins.reference.quant_matmul import fma
 from outrider.plugins.reference.quantize import Float32
-from outrider.plugins.schema import AttributeSpec, OpSchema, TensorSpec, per_new_token
+from outrider.plugins.schema import STATE_PATH, AttributeSpec, OpSchema, TensorSpec
 from outrider.plugins.tensorrt.plugin import Declined
 
 COLUMNS = 32
@@ -22,7 +22,6 @@ _GATE = ("float32", (1, names.NEW, "heads"))
 _BY_HEAD = ("float32", ("heads",))
 _STATE = ("float32", ("branches", "heads", "tiles", "keys", COLUMNS))
 _LOG = ("float32", ("branches", "log", "record"))
-_BY_BRANCH = ("int64", ("branches",))
 
 SCHEMA = OpSchema(
     name="StateScan",
@@ -47,11 +46,7 @@ SCHEMA = OpSchema(
         TensorSpec("step_bias", *_BY_HEAD),
         TensorSpec(names.STATE, *_STATE),
         TensorSpec(names.STATE_LOG, *_LOG),
-        per_new_token(names.PARENT),
-        per_new_token(names.BRANCH),
-        TensorSpec(names.REPLAY, "int64", ("branches", "log")),
-        TensorSpec(names.REPLAYS, *_BY_BRANCH),
-        TensorSpec(names.FOLD, *_BY_BRANCH),
+        *STATE_PATH,
         TensorSpec("b", *_GATE, optional=True),
         TensorSpec("skip", *_BY_HEAD, optional=True),
     ),

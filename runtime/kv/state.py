@@ -1,6 +1,6 @@
-"""States that recur: what layers without attention keep of each sequence, beside the KV of those that attend.
+"""Recurrent states: what layers without attention keep of each sequence, as those with attention keep KV.
 
-A state cannot be cut: it is of all tokens up to some position, its base. So it goes on late. A pass folds what it
+A state cannot be cut: it is of all tokens up to some position, its base. So it advances late. A pass folds what it
 feeds of a sequence into the state, but for the last token, and logs the inputs of that one and of the draft after it;
 the next pass replays the records that were accepted. Until then any part of them can be dropped. A sequence that goes
 further back continues from a snapshot: of its own last chunks, or of the prefix that all share.
@@ -20,7 +20,7 @@ from outrider.plans.manifest import Geometry
 from outrider.plans.step_buffers import state_shapes
 from outrider.runtime.execution.buffers import Buffers
 
-EVERY = 512  # tokens: a sequence keeps at most one snapshot for so many of them, and one of its prompt
+EVERY = 512  # tokens: a sequence keeps the newest snapshot of each stretch of this length
 _MOST = 16  # snapshots of a sequence; of more, every second one goes
 
 
@@ -35,7 +35,7 @@ class Snapshot:
 
     @property
     def end(self) -> int:
-        """Position after the tokens that a sequence can go on after without computing any of them."""
+        """The position up to which nothing has to be computed again."""
         return self.base + int(self.records[0].shape[1])
 
     @property
@@ -142,8 +142,8 @@ class StateCache:
             self._keep_some(number)
 
     def _keep_some(self, number: int) -> None:
-        """Keep a snapshot of a chunk, or where so many tokens came since: of each stretch the newest, and that of the
-        sequence's stop."""
+        """Keep a snapshot after a chunk, and in each new stretch: of a stretch the newest, and that of the sequence's
+        stop."""
         kept, base = self._snapshots[number], self._base[number]
         stretch = kept[-1].base // EVERY if kept else -1
         if not self._fold[number] and base // EVERY == stretch:

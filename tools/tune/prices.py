@@ -54,9 +54,8 @@ def price_plan(
         prompt = [1 + (7 * place) % (geometry.vocab_size - 1) for place in range(after)]
         session.generate(prompt, drafter="none", max_new_tokens=1, ignore_eos=True, partial_kv="off")
         room = min(geometry.context, session.limits[names.VIEW]) - after - 1
-        states = session.manifest.target.states
-        longest = session.limits[names.LOGITS] - 1 if states is None else states.log - 1
-        most = 1 + min(longest, session.limits[names.LOGITS] - 1, room)
+        rows, states = session.limits[names.LOGITS], session.manifest.target.states
+        most = min(rows if states is None else min(rows, states.log), 1 + room)
         spent: dict[int, list[float]] = {rows: [] for rows in sizes(most)}
         began, runs = perf_counter(), 0
         while runs < _LEAST or (runs < _MOST and perf_counter() - began < _SECONDS):
