@@ -311,8 +311,8 @@ def _check_states(recipe: Recipe, config: DecoderConfig, sources: Sequence[Graph
         if isinstance(each.config, DecoderConfig) and each.config.mixer is not None:
             raise recipe.error(
                 ("drafters", each.index, "checkpoint"),
-                "is a model with recurrent states, and each level of a draft would need those of the level before in one "
-                "graph: use a draft model of attention layers alone, or an n-gram drafter",
+                "is a model with recurrent states, and each level of a draft would need those of the level before in "
+                "one graph: use a draft model of attention layers alone, or an n-gram drafter",
             )
     if config.mixer is None:
         return

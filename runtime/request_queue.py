@@ -23,7 +23,7 @@ class SchedulerConfig:
     `max_waiting_per_client` of those of one client, where requests name theirs (default: all of them). At most
     `prefill_tokens` of prompts go into a pass in which others decode: what one may delay the others by (default: the
     plan's chunk). `mode` is that of branches (default: a row each, where the plan has them). With `overlap`, the text
-    of a pass is made out, searched for stop strings and handed on while the next pass runs.
+    of a pass is decoded, searched for stop strings and delivered while the next pass runs.
     """
 
     max_running: int | None = None

@@ -351,9 +351,9 @@ def test_the_header_says_what_each_option_is() -> None:
 def test_the_defaults_that_the_header_tells_are_those() -> None:
     for kind in (PrefixCacheConfig, SchedulerConfig):
         for each in fields(kind):
-            told = re.search(rf'"{each.name}" \(([\w.*]+)', HEADER.replace("\n * ", " "))
-            if told and told[1] not in ("at", "of"):
-                assert eval(told[1], {"true": True}) == each.default, each.name  # a number, a product, or a truth
+            listed = re.search(rf'"{each.name}" \(([\w.*]+)', HEADER.replace("\n * ", " "))
+            if listed and listed[1] not in ("at", "of"):
+                assert eval(listed[1], {"true": True}) == each.default, each.name  # a number, a product, or a truth
 
 
 def test_settings_of_cache_and_scheduler_are_pythons() -> None:
